@@ -1,0 +1,49 @@
+# make test and make demo work on a fresh machine: they set up .venv first. ARGS="..." is passed on to the command.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
+TRITON := triton>=3.6,<=3.9.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format bench plots clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt Makefile
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing what constraints.txt pins into $(VENV)"
+	@$(PIP) torch hatchling
+	@test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
+	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+demo: $(READY)  ## draw ten digits stock and optimised, and compare: accel-demo.png and a table
+	$(BIN)/python -m accel demo $(ARGS)
+
+test: $(READY)  ## every test that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+lint: $(READY)  ## ruff, rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench:  ## stock, accel and torch.compile side by side, in the Python that has a GPU (ARGS="sd15 vae1024")
+	PYTHONPATH=.:kernels $(PYTHON) -m accel bench $(ARGS)
+
+plots: $(READY)  ## draw docs/images/speed.png from benchmarks/results
+	$(BIN)/python benchmarks/plot.py
+
+clean:  ## remove what was built and cached; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis accel-demo.png
+	find accel kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

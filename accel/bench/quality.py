@@ -1,0 +1,49 @@
+"""How far an output is from the same model run in full precision."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from accel.bench.cases import Case
+
+# The optimised module may err at most this many times as much as stock does in the same dtype.
+LIMIT = 2.0
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 inside; the caller's settings are put back."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def _cast(value, dtype: torch.dtype):
+    if isinstance(value, dict):
+        return {key: _cast(inner, dtype) for key, inner in value.items()}
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def reference(case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Outputs of an upcast copy of the module: float32, or float64 where the module is in float32 itself."""
+    upcast = torch.float64 if dtype == torch.float32 else torch.float32
+    twin = nn.Module.to(copy.deepcopy(module), upcast)
+    with full_precision():
+        return [case.call(twin, _cast(kwargs, upcast)) for kwargs in inputs]
+
+
+def relative_error(outputs: list[torch.Tensor], references: list[torch.Tensor]) -> float:
+    """Root mean square of the error over that of the reference, the worst of all calls; nan where anything is nan."""
+    errors = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(outputs, references, strict=True)]
+    return torch.stack(errors).max().item()  # torch's max keeps a nan, Python's may drop it
+
+
+def max_abs_error(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    errors = [(a.double() - b.double()).abs().max() for a, b in zip(outputs, others, strict=True)]
+    return torch.stack(errors).max().item()

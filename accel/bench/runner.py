@@ -1,0 +1,160 @@
+"""One case, start to end: correctness first, then stock, accel and torch.compile side by side in one process."""
+
+import copy
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import accel
+from accel.bench import quality
+from accel.bench.cases import Case, shapes
+from accel.bench.machine import commit, machine, now
+from accel.bench.memory import peak_mb, release
+from accel.bench.ready import time_to_ready
+from accel.bench.timing import compare, seconds
+
+STAGES = (
+    "building",
+    "stock and its reference",
+    "accel: correctness and memory",
+    "torch.compile",
+    "timing",
+    "time to ready",
+)
+
+
+class WrongResult(RuntimeError):
+    """The optimised module is not as exact as it must be; no figure is reported."""
+
+
+@contextmanager
+def _fresh_inductor_cache() -> Iterator[None]:
+    """torch.compile inside compiles anew, so that the seconds it takes are those of a first run."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="accel-inductor-", ignore_cleanup_errors=True) as folder:
+        os.environ.update(dict.fromkeys(names, folder))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _compiled(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], torch.Tensor]:
+    function = torch.compile(getattr(module, case.entry), mode="reduce-overhead")
+
+    def step(i: int) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return function(**inputs[i % len(inputs)], return_dict=False)[0]
+
+    return step
+
+
+def _step(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], torch.Tensor]:
+    return lambda i: case.call(module, inputs[i % len(inputs)])
+
+
+def _check(outputs: list, stock: list, exact: list) -> dict:
+    """Errors against full precision; raises WrongResult where accel's is more than LIMIT times stock's."""
+    errors = {
+        "measure": f"relative RMS against {exact[0].dtype}, worst of {len(exact)} calls".replace("torch.", ""),
+        "stock_vs_fp32": quality.relative_error(stock, exact),
+        "accel_vs_fp32": quality.relative_error(outputs, exact),
+        "accel_vs_stock_max_abs": quality.max_abs_error(outputs, stock),
+    }
+    if not errors["accel_vs_fp32"] <= quality.LIMIT * errors["stock_vs_fp32"]:  # nan fails too
+        raise WrongResult(
+            f"error against full precision {errors['accel_vs_fp32']:.3g}, stock's {errors['stock_vs_fp32']:.3g}: "
+            f"more than {quality.LIMIT:g} times as much, so nothing was timed"
+        )
+    return errors
+
+
+def _sites(report: accel.Report) -> dict[str, int]:
+    return dict(Counter(status for _, _, status, _ in report.sites))
+
+
+def _equal(outputs: list, others: list) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(outputs, others, strict=True))
+
+
+def run(
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = True,
+    ready: bool = True,
+    budget_s: float = 2.0,
+    stage: Callable[[str], None] = lambda name: None,
+) -> dict:
+    """Runs a case and gives its result as one dict, ready for JSON. Raises WrongResult before any figure."""
+    result = {
+        "case": case.name,
+        "about": case.about,
+        "date": now(),
+        "commit": commit(),
+        "machine": machine(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    result |= _side_by_side(case, device, dtype, compiled, budget_s, stage)
+    release(device)  # a fresh process needs the room
+    stage(STAGES[5])
+    if ready:
+        result["ready"] |= time_to_ready(case, device, dtype)
+    return result
+
+
+@torch.no_grad()
+def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
+    stage(STAGES[0])
+    module = case.build(device, dtype)
+    inputs = case.inputs(device, dtype)
+    result = {"shapes": shapes(inputs[0])}
+
+    def outputs() -> list[torch.Tensor]:
+        return [case.call(module, kwargs) for kwargs in inputs]
+
+    stage(STAGES[1])
+    stock = outputs()
+    repeatable = _equal(outputs(), stock)
+    exact = quality.reference(case, module, inputs, dtype)
+    stock_memory = peak_mb(device, outputs, outputs)
+
+    stage(STAGES[2])
+    in_process_s = seconds(lambda: (accel.optimize(module), case.call(module, inputs[0])), device)
+    result["error"] = _check(outputs(), stock, exact)
+    result["sites"] = _sites(accel.report(module))
+    accel.restore(module)
+    result["restored_bit_equal"] = _equal(outputs(), stock) if repeatable else None
+    if result["restored_bit_equal"] is False:
+        raise WrongResult("after accel.restore the module's output is not stock's any more")
+    accel_memory = peak_mb(device, lambda: (accel.optimize(module), outputs()), outputs)
+    result["peak_memory_mb"] = {"stock": stock_memory, "accel": accel_memory}
+    accel.restore(module)
+
+    stage(STAGES[3])
+    steps = {"stock": _step(case, copy.deepcopy(module), inputs)}
+    result["ready"] = {"in_process_s": round(in_process_s, 3)}
+    if compiled:
+        step = _compiled(case, copy.deepcopy(module), inputs)
+        with _fresh_inductor_cache():
+            result["ready"]["compile_s"] = round(seconds(lambda: step(0), device), 1)
+            own = [step(i).clone() for i in range(len(inputs))]
+        result["error"]["compile_vs_fp32"] = quality.relative_error(own, exact)
+        steps["compile"] = step
+
+    stage(STAGES[4])
+    accel.optimize(module)
+    steps["accel"] = _step(case, module, inputs)
+    for name, timing in compare(steps, device, budget_s=budget_s).items():
+        result[name] = timing.to_dict()
+    report = accel.report(module).to_dict()
+    result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
+    return result

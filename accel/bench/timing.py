@@ -1,0 +1,84 @@
+"""Timing: medians of CUDA events, or of the wall clock on a CPU; variants take turns so that drift hits all alike."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median, the quartiles around it, and how many calls were timed."""
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    calls: int
+
+    @classmethod
+    def of(cls, milliseconds: list[float]) -> "Timing":
+        if len(milliseconds) == 1:
+            return cls(milliseconds[0], milliseconds[0], milliseconds[0], 1)
+        q1, median, q3 = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        return cls(median, q1, q3, len(milliseconds))
+
+    def to_dict(self) -> dict:
+        return {key: round(value, 4) for key, value in asdict(self).items()}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds of one call, work on the device included."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def burst(step: Callable[[int], object], calls: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `calls` calls in a row: on a GPU without waiting between them, as in a real loop."""
+    if device.type != "cuda":
+        return [seconds(lambda i=i: step(i), device) * 1e3 for i in range(calls)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    torch.cuda.synchronize(device)
+    events[0].record()
+    for i in range(calls):
+        step(i)
+        events[i + 1].record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def compare(
+    variants: dict[str, Callable[[int], object]],
+    device: torch.device,
+    *,
+    rounds: int = 5,
+    budget_s: float = 2.0,
+    warmup: int = 3,
+    most: int = 40,
+) -> dict[str, Timing]:
+    """Times the variants in turns, forwards and backwards: `step(i)` runs call number i.
+
+    Each variant is warmed up apart, then gets about `budget_s` seconds over all rounds, at most `most` calls a round.
+    """
+    calls = {}
+    for name, step in variants.items():
+        for i in range(warmup):
+            step(i)
+        each = seconds(lambda step=step: step(0), device)
+        calls[name] = max(1, min(most, int(budget_s / rounds / max(each, 1e-6))))
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
+    for _ in range(rounds):
+        for name in order:
+            samples[name] += burst(variants[name], calls[name], device)
+        order.reverse()
+    return {name: Timing.of(values) for name, values in samples.items()}

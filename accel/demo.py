@@ -1,0 +1,207 @@
+"""The demo: ten digits drawn by a small Stable Diffusion pipeline, stock and optimised, from the same seeds.
+
+Two copies of the pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
+that nothing but the one line differs between them.
+"""
+
+import gc
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+import accel
+from accel.bench.timing import seconds
+from accel.contact_sheet import contact_sheet
+
+MODEL = Path("examples", "models", "tiny-sd-digits")
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+PROMPT = "a handwritten {}"
+AMPLIFY = 10  # the difference is drawn this many times as strong
+
+THREE_LINES = """\
+pipe = DiffusionPipeline.from_pretrained("your/model", dtype=torch.float16).to("cuda")
+import accel
+accel.optimize(pipe)  # and back again: accel.restore(pipe)"""
+
+
+def find_model(folder: Path | None) -> Path:
+    """The given folder; without one, the digits pipeline of a checkout. Raises FileNotFoundError saying what to do."""
+    candidates = [folder] if folder else [MODEL, Path(__file__).parent.parent / MODEL]
+    for candidate in candidates:
+        if (candidate / "model_index.json").is_file():
+            return candidate
+    if folder:
+        raise FileNotFoundError(f"{folder} holds no pipeline (no model_index.json in it)")
+    raise FileNotFoundError(f"{MODEL} is not here; run this in a checkout of the repository, or name a pipeline folder")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was drawn and measured; images are (height, width, 3) floats from 0 to 1."""
+
+    stock: list[np.ndarray]
+    optimised: list[np.ndarray]
+    stock_s: list[float]
+    optimised_s: list[float]
+    ready_s: float
+    peak_mb: tuple[float, float] | None
+    restored_equal: bool
+    steps: int
+    machine: str
+    summary: str
+
+    @property
+    def max_error(self) -> float:
+        return max(float(np.abs(a - b).max()) for a, b in zip(self.stock, self.optimised, strict=True))
+
+    @property
+    def psnr_db(self) -> float:
+        """Of all images together; infinite where they are equal."""
+        error = np.mean([(a.astype(np.float64) - b) ** 2 for a, b in zip(self.stock, self.optimised, strict=True)])
+        return float("inf") if error == 0 else float(-10 * np.log10(error))
+
+    def picture(self) -> Image.Image:
+        """Three labelled rows of ten: stock, accel, and what differs."""
+        difference = [np.abs(a - b) * AMPLIFY for a, b in zip(self.stock, self.optimised, strict=True)]
+        rows = {"stock": self.stock, "accel": self.optimised, f"difference x{AMPLIFY}": difference}
+        return contact_sheet(rows, DIGITS[: len(self.stock)])
+
+    def table(self) -> Table:
+        stock_s, optimised_s = statistics.median(self.stock_s), statistics.median(self.optimised_s)
+        shown = Table(
+            title=f"{len(self.stock)} digits, {self.steps} steps each, on {self.machine}; medians", title_justify="left"
+        )
+        shown.add_column("")
+        for name in ("stock", "accel", "ratio"):
+            shown.add_column(name, justify="right")
+        ratio = f"{stock_s / optimised_s:.2f}x"
+        shown.add_row("time per image", f"{stock_s * 1e3:.1f} ms", f"{optimised_s * 1e3:.1f} ms", ratio)
+        shown.add_row(
+            "steps per second", f"{self.steps / stock_s:.1f} it/s", f"{self.steps / optimised_s:.1f} it/s", ""
+        )
+        if self.peak_mb:
+            stock_mb, optimised_mb = self.peak_mb
+            shown.add_row(
+                "peak memory", f"{stock_mb:.1f} MiB", f"{optimised_mb:.1f} MiB", f"{optimised_mb / stock_mb:.2f}x"
+            )
+        else:
+            shown.add_row("peak memory", "-", "-", "only on a GPU")
+        shown.add_row("time to ready", "", f"{self.ready_s:.2f} s", "")
+        shown.add_row("max abs error", "", f"{self.max_error:.2e}", f"{self.max_error * 255:.2f} / 255")
+        shown.add_row("PSNR", "", "equal" if self.psnr_db == float("inf") else f"{self.psnr_db:.1f} dB", "")
+        shown.add_row("undone by accel.restore", "", "bit-equal" if self.restored_equal else "[red]not equal[/red]", "")
+        return shown
+
+    def show(self, console: Console) -> None:
+        console.print(self.table())
+        console.print(Text(self.summary))
+        console.print("\nIn your own code:\n")
+        console.print(Text(THREE_LINES, style="green"), soft_wrap=True)
+        console.print()
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype):
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _draw(pipe, word: str, seed: int, steps: int) -> np.ndarray:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    prompt = PROMPT.format(word)
+    return pipe(prompt, num_inference_steps=steps, generator=generator, output_type="np").images[0]
+
+
+def _timed(draw, device: torch.device, times: list[float], images: list[np.ndarray]) -> None:
+    times.append(seconds(lambda: images.append(draw()), device))
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"the CPU, {threads} thread{'s' * (threads != 1)}"
+
+
+class _Peak:
+    """MiB that work needs at its peak above what others held before it began; None away from a GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device if device.type == "cuda" else None
+        if self.device:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+
+    def mb(self) -> float | None:
+        return (torch.cuda.max_memory_allocated(self.device) - self.before) / 2**20 if self.device else None
+
+
+def _warm_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    """One matmul: the workspace it makes stays for the whole process and is nobody's peak memory."""
+    torch.ones(64, 64, device=device, dtype=dtype) @ torch.ones(64, 64, device=device, dtype=dtype)
+
+
+def run(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    steps: int,
+    seed: int,
+    progress: Progress,
+    digits: tuple[str, ...] = DIGITS,
+) -> Comparison:
+    """Draws every digit with both pipelines in turn. The first picture of each is a warm-up, drawn before."""
+    task = progress.add_task("loading", total=2 * len(digits) + 4)
+    warm = digits[0]
+
+    _warm_libraries(device, dtype)
+    peak = _Peak(device)
+    stock = _load(folder, device, dtype)
+    progress.update(task, description="warming up stock", advance=1)
+    _draw(stock, warm, seed, steps)
+    stock_mb = peak.mb()
+
+    peak = _Peak(device)
+    optimised = _load(folder, device, dtype)
+    progress.update(task, description="optimising", advance=1)
+    first_s = seconds(lambda: (accel.optimize(optimised), _draw(optimised, warm, seed, steps)), device)
+    optimised_mb = peak.mb()
+
+    stock_s, optimised_s, stock_images, optimised_images = [], [], [], []
+    for number, word in enumerate(digits):
+        progress.update(task, description=f"drawing {word}")
+        turns = [(stock, stock_s, stock_images), (optimised, optimised_s, optimised_images)]
+        for pipe, times, images in turns if number % 2 else reversed(turns):
+            _timed(partial(_draw, pipe, word, seed + number, steps), device, times, images)
+            progress.advance(task)
+
+    summary = accel.report(optimised).summary()
+    progress.update(task, description="undoing", advance=1)
+    again = _draw(accel.restore(optimised), warm, seed, steps)
+    progress.advance(task)
+    return Comparison(
+        stock=stock_images,
+        optimised=optimised_images,
+        stock_s=stock_s,
+        optimised_s=optimised_s,
+        ready_s=max(0.0, first_s - statistics.median(optimised_s)),
+        peak_mb=(stock_mb, optimised_mb) if stock_mb is not None else None,
+        restored_equal=bool(np.array_equal(again, stock_images[0])),
+        steps=steps,
+        machine=_machine(device),
+        summary=summary,
+    )

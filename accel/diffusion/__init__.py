@@ -1,0 +1,1 @@
+"""Diffusion models: UNets, VAEs and the text encoders beside them."""

@@ -1,0 +1,132 @@
+"""The attention module of diffusers' UNets and VAEs: projections in one GEMM, the backend measured per shape.
+
+The module's forward is replaced, not its processor: a processor the user sets, an IP-Adapter's for one, is noticed at
+the next call and runs as it would without us.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.forward import FastForward
+from accel.layout import as_image, as_rows, nhwc
+from accel.patch import Stacked, stack_rows, stacked_rows
+from accel.probe import example
+from accel.rule import Match, Skip
+from accel.structure import all_plain, holds, meta_weights, plain
+
+PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
+
+
+class AttentionForward(FastForward):
+    """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
+
+    def __init__(self, module, path, kernels, ledger, processor: type, stack: bool = True):
+        super().__init__(module, path, kernels, ledger)
+        self.processor = processor  # the type whose formula the probe confirmed
+        self.stack = stack  # whether weights may be moved into one storage; a probe touches none
+
+    def unfit(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> str | None:
+        m = self.module
+        if type(m.processor) is not self.processor:
+            return f"processor {type(m.processor).__name__} was set after accel.optimize"
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
+        if given:
+            return f"arguments for the processor: {', '.join(given)}"
+        return _leaves(m)
+
+    def fast(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
+        m = self.module
+        image = hidden_states.dim() == 4
+        x = residual = nhwc(hidden_states) if image else hidden_states
+        if m.group_norm is not None:
+            norm = m.group_norm
+            x = x if image else as_image(x, x.shape[1], 1)
+            x = self.kernels.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+        rows = as_rows(x) if x.dim() == 4 else x
+        q, k, v = self._projections(rows, encoder_hidden_states)
+        if attention_mask is None:
+            out = self.kernels.attention(q, k, v)
+        else:
+            batch, heads = q.shape[:2]
+            mask = m.prepare_attention_mask(attention_mask, k.shape[2], batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = out.transpose(1, 2).reshape(rows.shape[0], -1, q.shape[1] * q.shape[3])
+        last = m.to_out[0]
+        fold = image and m.residual_connection and out.is_cuda
+        out = F.linear(out, last.weight, None if fold else last.bias)
+        if image:
+            out = as_image(out, *hidden_states.shape[2:])
+            if m.residual_connection:
+                return self.kernels.residual_add(out, residual, last.bias if fold else None, m.rescale_output_factor)
+        elif m.residual_connection:
+            out = out + residual
+        return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
+
+    def _projections(self, x, context) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
+        m = self.module
+        if context is None:
+            q, k, v = self._joint((m.to_q, m.to_k, m.to_v), x)
+        else:
+            q, (k, v) = F.linear(x, m.to_q.weight, m.to_q.bias), self._joint((m.to_k, m.to_v), context)
+        return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
+
+    def _joint(self, linears: tuple[nn.Linear, ...], x: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of several linears on one input, from one product where their weights lie in one storage."""
+        weight = self._stacked([layer.weight for layer in linears], x)
+        bias = None if linears[0].bias is None else self._stacked([layer.bias for layer in linears], x)
+        if weight is None or (bias is None) != (linears[0].bias is None):
+            return [F.linear(x, layer.weight, layer.bias) for layer in linears]
+        return list(F.linear(x, weight, bias).split([layer.out_features for layer in linears], dim=-1))
+
+    def _stacked(self, parts: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+        whole = stacked_rows(parts)
+        if whole is None and self.stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            stack_rows(parts)  # a move to another dtype or device gave each its own storage again
+            whole = stacked_rows(parts)
+        return whole
+
+
+def _leaves(m: nn.Module) -> str | None:
+    projections = (m.to_q, m.to_k, m.to_v, m.to_out[0])
+    return all_plain(*((layer, nn.Linear) for layer in projections), (m.group_norm, nn.GroupNorm))
+
+
+def match_attention(site, context) -> Match | Skip | None:
+    """to_q, to_k, to_v, to_out and a processor whose formula is plain softmax attention, which the probe finds out."""
+    m = site.module
+    if not holds(m, "to_q", "to_k", "to_v", "to_out") or not hasattr(m, "processor"):
+        return None
+    if isinstance(m.processor, nn.Module):
+        return Skip(f"the processor {type(m.processor).__name__} has weights of its own")
+    for part in PARTS:
+        if getattr(m, part, None) is not None:
+            return Skip(f"{part}: not handled by the fused attention")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = None if len(m.to_out) else "no output projection"
+    reason = reason or plain(m.to_out[0], nn.Linear) or _leaves(m)
+    if reason is None:
+        candidate = AttentionForward(m, site.path, context.kernels.plain(), context.ledger, type(m.processor), stack=False)
+        reason = _probe(m, candidate, context)
+    if reason is not None:
+        return Skip(reason)
+    # Self-attention projects one input three times; cross-attention the prompt twice.
+    joint = (m.to_k, m.to_v) if m.is_cross_attention else (m.to_q, m.to_k, m.to_v)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, type(m.processor))
+    return Match(forward, patches=(Stacked(joint),))
+
+
+def _probe(m: nn.Module, candidate: AttentionForward, context) -> str | None:
+    width = m.to_q.in_features
+    if m.group_norm is not None:
+        args, kwargs = (example(m, 2, width, 3, 2),), {}
+    else:
+        args, kwargs = (example(m, 2, 6, width),), {}
+        if m.is_cross_attention:
+            kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
+    return context.probe.disagreement(m, candidate.fast, args, kwargs)

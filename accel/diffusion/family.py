@@ -1,0 +1,83 @@
+"""What makes a model a diffusion model, the rules for it, and which of its forwards are worth a CUDA graph."""
+
+import torch
+from torch import nn
+
+from accel.diffusion.attention import match_attention
+from accel.diffusion.resample import match_resample
+from accel.diffusion.resnet import match_resnet
+from accel.diffusion.transformer import match_transformer_block, match_transformer_stack
+from accel.patch import ChannelsLast
+from accel.rule import Match, Rule, Skip
+from accel.rules.graph import match_graph
+from accel.rules.norms import match_group_norm, match_layer_norm
+from accel.structure import holds
+
+
+def match_layout(site, context) -> Match | Skip | None:
+    """The root of a model with 2-D convolutions: their weights go channels-last."""
+    if site.path:
+        return None
+    convolutions = [m for m in site.module.modules() if type(m) is nn.Conv2d]
+    if not convolutions:
+        return None
+    if context.options.layout == "keep":
+        return Skip('layout="keep"')
+    return Match(patches=(ChannelsLast(convolutions),), note=f"{len(convolutions)} convolutions channels-last")
+
+
+def images(match):
+    """The rule `match`, for blocks that work channels-last: not where the user keeps the layout."""
+
+    def matched(site, context):
+        answer = match(site, context)
+        if isinstance(answer, Match) and context.options.layout == "keep":
+            return Skip('layout="keep"')
+        return answer
+
+    return matched
+
+
+RULES = (
+    Rule("channels-last weights", match_layout),
+    Rule("CUDA graph", match_graph),
+    Rule("resnet block", images(match_resnet)),
+    Rule("transformer stack", images(match_transformer_stack)),
+    Rule("transformer block", match_transformer_block),
+    Rule("attention", match_attention),
+    Rule("resampling", images(match_resample)),
+    Rule("group norm", match_group_norm),
+    Rule("layer norm", match_layer_norm),
+)
+
+
+def graph_paths(root: nn.Module) -> tuple[str, ...]:
+    """An autoencoder's two halves, since its own forward is not what a pipeline calls; else the model itself."""
+    if next(root.parameters(), None) is None:
+        return ()
+    if holds(root, "encoder", "decoder") and hasattr(root, "decode"):
+        return ("encoder", "decoder")
+    generates = getattr(root, "can_generate", None)
+    return () if generates is not None and generates() else ("",)
+
+
+def models(obj: object) -> dict[str, nn.Module] | None:
+    """The models in a pipeline by component name, or {"": model}; None for anything else.
+
+    Pipelines and models are told by the base classes of diffusers and transformers, looked up only where the caller
+    has imported them already.
+    """
+    import sys
+
+    diffusers, transformers = sys.modules.get("diffusers"), sys.modules.get("transformers")
+    if diffusers is not None:
+        if isinstance(obj, diffusers.DiffusionPipeline):
+            return {name: part for name, part in obj.components.items() if isinstance(part, nn.Module)}
+        if isinstance(obj, diffusers.ModelMixin):
+            return {"": obj}
+    if transformers is not None:
+        if isinstance(obj, transformers.PreTrainedModel):
+            return {"": obj}
+        if isinstance(obj, transformers.Pipeline) and isinstance(obj.model, torch.nn.Module):
+            return {"model": obj.model}
+    return None

@@ -1,0 +1,61 @@
+"""Up- and downsampling between the levels of a UNet or VAE, without leaving channels-last."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.forward import FastForward
+from accel.layout import nhwc
+from accel.probe import example
+from accel.rule import Match, Skip
+from accel.structure import holds, meta_weights, plain
+
+# Torch's channels-last nearest kernel fails on larger outputs (pytorch issue 141831) and batches (diffusers issue 984).
+MOST_ELEMENTS, MOST_IMAGES = 2**31 - 1, 63
+
+
+class UpsampleForward(FastForward):
+    """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbour, then the convolution."""
+
+    def unfit(self, hidden_states, output_size=None, *args, **kwargs) -> str | None:
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        n, c, h, w = hidden_states.shape
+        height, width = (2 * h, 2 * w) if output_size is None else output_size
+        if n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS:
+            return "an image too large for torch's channels-last upsampling"
+        return plain(self.module.conv, nn.Conv2d)
+
+    def fast(self, hidden_states, output_size=None, *args, **kwargs):
+        size = {"scale_factor": 2.0} if output_size is None else {"size": output_size}
+        return self.module.conv.forward(F.interpolate(nhwc(hidden_states), mode="nearest", **size))
+
+
+class DownsampleForward(FastForward):
+    """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
+
+    def unfit(self, hidden_states, *args, **kwargs) -> str | None:
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        return plain(self.module.conv, nn.Conv2d)
+
+    def fast(self, hidden_states, *args, **kwargs):
+        x = nhwc(hidden_states)
+        if self.module.padding == 0:
+            x = F.pad(x, (0, 1, 0, 1))
+        return self.module.conv.forward(x)
+
+
+def match_resample(site, context) -> Match | Skip | None:
+    """One convolution beside `channels` and `out_channels`; stride tells which way, the probe whether that is all."""
+    m = site.module
+    if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d) is not None:
+        return None
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    kind = DownsampleForward if m.conv.stride == (2, 2) else UpsampleForward
+    candidate = kind(m, site.path, context.kernels.plain(), context.ledger)
+    reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
+    if reason is not None:
+        return Skip(reason)
+    return Match(kind(m, site.path, context.kernels, context.ledger))

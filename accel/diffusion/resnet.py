@@ -1,0 +1,73 @@
+"""The resnet block of UNets and VAEs: norm, SiLU, convolution, time embedding, norm, SiLU, convolution, shortcut.
+
+Two fused norms, each with what lies between it and the convolution before, and one pass that ends the block. Reference:
+He et al., "Identity Mappings in Deep Residual Networks", 2016, with the time embedding of Ho et al., 2020.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.forward import FastForward
+from accel.layout import convolve, nhwc, project_image
+from accel.probe import example
+from accel.rule import Match, Skip
+from accel.structure import all_plain, holds, meta_weights, pointwise
+
+
+class ResnetForward(FastForward):
+    """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
+
+    def unfit(self, input_tensor, temb=None, *args, **kwargs) -> str | None:
+        if type(input_tensor) is not torch.Tensor:
+            return f"input of type {type(input_tensor).__name__}"
+        if self.module.time_emb_proj is not None and temb is None:
+            return "no time embedding given"
+        return _leaves(self.module)
+
+    def fast(self, input_tensor, temb=None, *args, **kwargs):
+        m, norm = self.module, self.kernels.group_norm
+        x = nhwc(input_tensor)
+        h = norm(x, m.norm1.num_groups, m.norm1.weight, m.norm1.bias, m.norm1.eps, silu=True)
+        h, shift = convolve(h, m.conv1)
+        add = None
+        if m.time_emb_proj is not None:
+            add = F.linear(F.silu(temb), m.time_emb_proj.weight, m.time_emb_proj.bias)
+        norm2 = m.norm2
+        h = norm(h, norm2.num_groups, norm2.weight, norm2.bias, norm2.eps, add=add, shift=shift, silu=True)
+        h, bias = convolve(h, m.conv2)
+        shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut)
+        return self.kernels.residual_add(h, shortcut, bias, m.output_scale_factor)
+
+
+def _leaves(m: nn.Module) -> str | None:
+    norms, convolutions = (m.norm1, m.norm2), (m.conv1, m.conv2, m.conv_shortcut)
+    return all_plain(
+        *((norm, nn.GroupNorm) for norm in norms),
+        *((conv, nn.Conv2d) for conv in convolutions),
+        (m.time_emb_proj, nn.Linear),
+    )
+
+
+def match_resnet(site, context) -> Match | Skip | None:
+    """Two norms, two convolutions, an optional time projection and shortcut; confirmed by running it."""
+    m = site.module
+    if not holds(m, "norm1", "conv1", "norm2", "conv2"):
+        return None
+    if not all(hasattr(m, name) for name in ("time_emb_proj", "conv_shortcut", "output_scale_factor", "nonlinearity")):
+        return Skip("a resnet block of another make")
+    if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
+        return Skip("resamples inside the block")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _leaves(m)
+    if reason is None and m.conv1.padding_mode == m.conv2.padding_mode == "zeros":
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger)
+        x = example(m, 2, m.conv1.in_channels, 6, 5)
+        temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
+        reason = context.probe.disagreement(m, candidate.fast, (x, temb))
+    if reason is not None:
+        return Skip(reason)
+    if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
+        return Skip("a shortcut that is not a 1x1 convolution")
+    return Match(ResnetForward(m, site.path, context.kernels, context.ledger))

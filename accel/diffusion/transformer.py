@@ -1,0 +1,169 @@
+"""Transformer blocks over images: the block itself, and the norm and projections around a stack of blocks.
+
+Each sublayer's output is added to the stream and normalised in one pass; the projections into and out of the stack are
+matrix products on the channels-last image, which is a row matrix already, so nothing is permuted.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.forward import FastForward
+from accel.layout import as_image, as_rows, nhwc, project
+from accel.probe import example
+from accel.rule import Match, Skip
+from accel.structure import all_plain, holds, meta_weights, plain, pointwise
+
+
+class TransformerBlockForward(FastForward):
+    """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
+
+    The attentions are called as modules: they have a fast forward of their own, or a user's processor.
+    """
+
+    def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
+        m = self.module
+        if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:
+            return "input that is not a (batch, length, channels) tensor"
+        if args:
+            return "arguments given by position"
+        if cross_attention_kwargs and "gligen" in cross_attention_kwargs:
+            return "GLIGEN conditions"
+        if getattr(m, "_chunk_size", None) is not None:
+            return "chunked feed-forward"
+        return _norms(m)
+
+    def fast(
+        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        timestep=None, cross_attention_kwargs=None, class_labels=None, added_cond_kwargs=None,
+    ):  # fmt: skip
+        m, k = self.module, self.kernels
+        extra = cross_attention_kwargs or {}
+        x = hidden_states.contiguous()
+        n = k.layer_norm(x, m.norm1.weight, m.norm1.bias, m.norm1.eps)
+        context = encoder_hidden_states if m.only_cross_attention else None
+        a = m.attn1(n, encoder_hidden_states=context, attention_mask=attention_mask, **extra)
+        if m.attn2 is not None:
+            n, x = k.layer_norm(a, m.norm2.weight, m.norm2.bias, m.norm2.eps, residual=x)
+            a = m.attn2(
+                n, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **extra
+            )
+        n, x = k.layer_norm(a, m.norm3.weight, m.norm3.bias, m.norm3.eps, residual=x)
+        return self._feed_forward(n) + x
+
+    def _feed_forward(self, x):
+        up, down = self.module.ff.net[0].proj, self.module.ff.net[2]
+        reason = all_plain((up, nn.Linear), (down, nn.Linear))
+        if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
+            self.ledger.fell_back(f"{self.path}.ff", reason)
+            return self.module.ff(x)
+        return F.linear(self.kernels.geglu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+
+class TransformerStackForward(FastForward):
+    """(N, C, H, W) image through norm, projection, blocks, projection and residual, channels-last throughout."""
+
+    def unfit(self, hidden_states, *args, **kwargs) -> str | None:
+        if args and len(args) > 1:
+            return "arguments given by position"
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        return _projections(self.module)
+
+    def fast(
+        self, hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, class_labels=None,
+        cross_attention_kwargs=None, attention_mask=None, encoder_attention_mask=None, return_dict=True,
+    ):  # fmt: skip
+        m = self.module
+        x = nhwc(hidden_states)
+        h = self.kernels.group_norm(x, m.norm.num_groups, m.norm.weight, m.norm.bias, m.norm.eps)
+        rows = project(as_rows(h), m.proj_in)
+        for block in m.transformer_blocks:
+            rows = block(
+                rows,
+                attention_mask=_as_bias(attention_mask, rows.dtype),
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=_as_bias(encoder_attention_mask, rows.dtype),
+                timestep=timestep,
+                cross_attention_kwargs=cross_attention_kwargs,
+                class_labels=class_labels,
+            )
+        fold = x.is_cuda  # the bias costs nothing in the pass that adds the residual, nor in a CPU matrix product
+        h = as_image(project(rows, m.proj_out, bias=not fold), *x.shape[2:])
+        out = self.kernels.residual_add(h, x, m.proj_out.bias if fold else None)
+        return self._output(out) if return_dict else (out,)
+
+    def _output(self, sample):
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        return Transformer2DModelOutput(sample=sample)
+
+
+def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A (B, S) keep-mask as the (B, 1, S) bias the blocks expect; a bias stays as it is."""
+    if mask is None or mask.dim() != 2:
+        return mask
+    return ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1)
+
+
+def _norms(m: nn.Module) -> str | None:
+    return all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
+
+
+def _projections(m: nn.Module) -> str | None:
+    for layer in (m.proj_in, m.proj_out):
+        reason = plain(layer, nn.Linear, nn.Conv2d)
+        if reason is not None:
+            return reason
+        if isinstance(layer, nn.Conv2d) and not pointwise(layer):
+            return "a projection that is not 1x1"
+    return plain(m.norm, nn.GroupNorm)
+
+
+def match_transformer_block(site, context) -> Match | Skip | None:
+    """norm1, attn1, (norm2, attn2,) norm3 and a gated feed-forward; confirmed by running it."""
+    m = site.module
+    if not holds(m, "norm1", "attn1", "norm3", "ff") or not hasattr(m, "attn2"):
+        return None
+    if not hasattr(m, "only_cross_attention") or getattr(m, "pos_embed", None) is not None:
+        return Skip("a transformer block of another make")
+    net = getattr(m.ff, "net", ())
+    if len(net) < 3 or plain(getattr(net[0], "proj", None), nn.Linear) or plain(net[2], nn.Linear):
+        return Skip("a feed-forward of another make")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _norms(m)
+    if reason is None:
+        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.ledger)
+        width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
+        x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
+        given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
+        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
+    if reason is not None:
+        return Skip(reason)
+    forward = TransformerBlockForward(m, site.path, context.kernels, context.ledger)
+    return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
+
+
+def match_transformer_stack(site, context) -> Match | Skip | None:
+    """GroupNorm, projection, blocks, projection over a continuous image."""
+    m = site.module
+    if not holds(m, "norm", "proj_in", "transformer_blocks", "proj_out") or not hasattr(m, "is_input_continuous"):
+        return None
+    if not m.is_input_continuous:
+        return Skip("input that is not a continuous image")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _projections(m)
+    if reason is None:
+        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.ledger)
+        cross = getattr(m.transformer_blocks[0], "attn2", None)
+        given = {"return_dict": False}
+        if cross is not None and cross.is_cross_attention:
+            given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
+        x = example(m, 2, m.norm.num_channels, 3, 2)
+        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
+    if reason is not None:
+        return Skip(reason)
+    forward = TransformerStackForward(m, site.path, context.kernels, context.ledger)
+    return Match(forward, covers=("norm", "proj_in", "proj_out"))

@@ -1,0 +1,249 @@
+"""CUDA graphs of whole forwards: one per input shape, captured lazily, bounded in memory, never aliased.
+
+A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first call of a
+shape runs eagerly, the second captures. What cannot be captured, or gains nothing, runs eagerly and says why.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.fingerprint import Fingerprint
+from accel.ledger import Ledger
+
+LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
+MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
+RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
+
+
+@dataclass
+class Entry:
+    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
+
+    reason: str | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[torch.Tensor] | None = None
+    outputs: list | None = None
+    spec: object = None
+    eager_ms: float = 0.0
+    graph_ms: float = 0.0
+    memory_mb: float = 0.0
+
+
+class GraphPool:
+    """Memory shared by all graphs of one optimised object, and the order in which they may run.
+
+    Graphs of one pool reuse each other's memory, so replays must not overlap: a lock orders the host, an event the
+    streams. Over the memory limit, all graphs are dropped and their memory returned; what is used again is captured
+    again.
+    """
+
+    def __init__(self, limit_gb: float | None):
+        self.limit_gb = limit_gb
+        self.lock = threading.RLock()
+        self.runners: list[GraphRunner] = []
+        self.handles: dict[torch.device, object] = {}
+        self.done: dict[torch.device, torch.cuda.Event] = {}
+
+    def __getstate__(self):
+        return {"limit_gb": self.limit_gb}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    def handle(self, device: torch.device):
+        if device not in self.handles:
+            with torch.cuda.device(device):
+                self.handles[device] = torch.cuda.graph_pool_handle()
+                self.done[device] = torch.cuda.Event()
+        return self.handles[device]
+
+    def limit_mb(self, device: torch.device) -> float:
+        if self.limit_gb is not None:
+            return self.limit_gb * 1024
+        return torch.cuda.get_device_properties(device).total_memory / 2**20 / 4
+
+    def used_mb(self) -> float:
+        return sum(entry.memory_mb for runner in self.runners for entry in runner.entries.values() if entry.graph)
+
+    def clear(self) -> None:
+        """Drops every graph and gives the memory back."""
+        with self.lock:
+            for runner in self.runners:
+                runner.entries = {key: entry for key, entry in runner.entries.items() if entry.graph is None}
+            for done in self.done.values():
+                done.synchronize()
+            self.handles.clear()
+            self.done.clear()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+
+class GraphRunner:
+    """Runs one module's forward through graphs of a shared pool.
+
+    obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
+    keep: keep graphs that gain nothing.
+    """
+
+    def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
+        self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
+        self.obstacle, self.keep = obstacle, keep
+        self.__setstate__({})
+
+    def __getstate__(self):
+        return {name: vars(self)[name] for name in ("module", "path", "pool", "ledger", "obstacle", "keep")}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.entries: dict[tuple, Entry] = {}
+        self.fingerprint: Fingerprint | None = None
+        self.reason: str | None = None
+        self.changes = 0
+        self.pool.runners.append(self)
+
+    def __call__(self, eager: Callable, args: tuple, kwargs: dict):
+        """eager(*args, **kwargs), or the replay of its graph."""
+        device = next(self.module.parameters()).device
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = _key(leaves, spec)
+        with self.pool.lock:
+            self._look_for_changes()
+            reason = self.reason
+            if key is None:
+                reason = "an argument that is neither a tensor nor a plain value"
+            if reason is None:
+                entry = self.entries.get(key)
+                if entry is None:
+                    self._remember(key)
+                elif entry.graph is None and entry.reason is None:
+                    self._capture(entry, eager, leaves, spec, device)
+                if entry is not None and entry.graph is not None:
+                    return self._replay(entry, leaves, device)
+        if reason is not None:
+            self.ledger.fell_back(self.path, f"no graph: {reason}")
+        return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
+
+    def _look_for_changes(self) -> None:
+        if self.fingerprint is not None and self.fingerprint.holds():
+            self.changes = 0
+            return
+        self.changes += self.fingerprint is not None
+        self.entries.clear()
+        self.fingerprint = Fingerprint(self.module)
+        self.reason = self.obstacle(self.module)
+        if self.changes >= RESTLESS:
+            self.reason = "the module changes between any two calls"
+
+    def _remember(self, key: tuple) -> None:
+        if len(self.entries) >= MOST_SHAPES:
+            del self.entries[next(iter(self.entries))]
+        self.entries[key] = Entry()
+
+    def _capture(self, entry: Entry, eager: Callable, leaves: list, spec, device: torch.device) -> None:
+        try:
+            with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+                self._capture_on_device(entry, eager, leaves, spec, device)
+        except Exception as error:  # whatever a forward may raise under capture: this shape stays eager
+            entry.graph = entry.inputs = entry.outputs = None
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            entry.reason = f"capture failed: {line}"
+            torch.cuda.synchronize(device)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _capture_on_device(self, entry: Entry, eager: Callable, leaves: list, spec, device: torch.device) -> None:
+        entry.inputs = [_buffer(leaf, device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        fixed = iter(entry.inputs)
+        args, kwargs = pytree.tree_unflatten(
+            [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+        )
+        self._fill(entry, leaves)
+        entry.eager_ms = _milliseconds(lambda: eager(*args, **kwargs), device)
+
+        if self.pool.used_mb() > self.pool.limit_mb(device):
+            self.pool.clear()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool.handle(device), capture_error_mode="thread_local"):
+            outputs, entry.spec = pytree.tree_flatten(eager(*args, **kwargs))
+        entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
+        entry.graph, entry.outputs = graph, outputs
+        entry.graph_ms = _milliseconds(graph.replay, device)
+        if entry.memory_mb > self.pool.limit_mb(device):
+            entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
+        elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
+            entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
+        if entry.reason is not None:
+            entry.graph = entry.inputs = entry.outputs = None
+
+    def _fill(self, entry: Entry, leaves: list) -> None:
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for buffer, tensor in zip(entry.inputs, given, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+
+    def _replay(self, entry: Entry, leaves: list, device: torch.device):
+        with torch.cuda.device(device):
+            stream, done = torch.cuda.current_stream(), self.pool.done[device]
+            stream.wait_event(done)
+            self._fill(entry, leaves)
+            entry.graph.replay()
+            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
+            done.record(stream)
+        return pytree.tree_unflatten(outputs, entry.spec)
+
+    def rows(self) -> list[dict]:
+        """One row a shape, for the report."""
+        return [
+            {
+                "path": self.path,
+                "inputs": key[0],
+                "status": "graph" if entry.graph else "eager",
+                "reason": entry.reason or ("" if entry.graph else "seen once; captured at the next call"),
+                "eager_ms": round(entry.eager_ms, 3),
+                "graph_ms": round(entry.graph_ms, 3),
+                "memory_mb": round(entry.memory_mb, 1),
+            }
+            for key, entry in self.entries.items()
+        ]
+
+
+def _key(leaves: list, spec) -> tuple | None:
+    """What a graph depends on besides the module: shapes, dtypes, plain values, and torch's numeric switches."""
+    shapes, parts = [], []
+    for leaf in leaves:
+        if type(leaf) is torch.Tensor:
+            shapes.append("x".join(map(str, leaf.shape)) or "scalar")
+            parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    switches = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return ", ".join(shapes), tuple(parts), spec, switches
+
+
+def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
+    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)
+
+
+def _milliseconds(run: Callable, device: torch.device) -> float:
+    """Wall time of one run to its end, launches included: what the user waits for."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return 1000 * (time.perf_counter() - start)

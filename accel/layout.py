@@ -1,0 +1,46 @@
+"""Channels-last helpers: the layout in which convolutions, norms and transformer blocks agree without copies."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.structure import pointwise
+
+
+def nhwc(x: torch.Tensor) -> torch.Tensor:
+    """x: (N, C, H, W) in channels-last memory; free where it already is."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(N, C, H, W) channels-last seen as (N, H * W, C); a view."""
+    n, c, h, w = x.shape
+    return x.permute(0, 2, 3, 1).reshape(n, h * w, c)
+
+
+def as_image(rows: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(N, H * W, C) seen as (N, C, H, W) channels-last; a view."""
+    return rows.reshape(rows.shape[0], height, width, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The convolution and the bias that is still to be added.
+
+    On CUDA, torch adds the bias in a pass of its own over the image; the next fused op can do it for nothing. On CPU
+    the convolution adds it for nothing itself.
+    """
+    bias = None if x.is_cuda else conv.bias
+    y = F.conv2d(x, conv.weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return y, conv.bias if x.is_cuda else None
+
+
+def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True) -> torch.Tensor:
+    """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
+    return F.linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
+
+
+def project_image(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
+    """A 1x1 convolution over a channels-last image, as a matrix product."""
+    if not pointwise(conv):
+        return F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return as_image(project(as_rows(x), conv), *x.shape[2:])

@@ -1,0 +1,1 @@
+"""Causal language models; so far they get the rules shared with diffusion models (norms)."""

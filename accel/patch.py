@@ -1,0 +1,167 @@
+"""Reversible changes to one object: an attribute, or the memory layout of weights.
+
+Every change knows what was there before, "nothing" included, so undoing it leaves no trace.
+"""
+
+import enum
+import types
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class Sentinel(enum.Enum):
+    """`MISSING` marks an attribute that was not there; an enum member survives pickle and deepcopy as itself."""
+
+    MISSING = "missing"
+
+
+MISSING = Sentinel.MISSING
+
+
+class PatchConflict(RuntimeError):
+    """Someone changed an attribute after us; undoing would throw their change away."""
+
+
+class Patch:
+    """Sets `vars(owner)[name]` on one instance, never on a class; undo restores the old value or its absence."""
+
+    def __init__(self, owner: object, name: str, value: object):
+        self.owner, self.name, self.value = owner, name, value
+        self.before: object = MISSING
+
+    def apply(self) -> None:
+        self.before = vars(self.owner).get(self.name, MISSING)
+        vars(self.owner)[self.name] = self.value
+
+    def check(self) -> None:
+        """Raises PatchConflict unless the attribute is still what `apply` put there."""
+        current = vars(self.owner).get(self.name, MISSING)
+        if current is not self.value:
+            raise PatchConflict(
+                f"{type(self.owner).__name__}.{self.name} was replaced after accel.optimize by {current!r}; "
+                "undo that change first, then call accel.restore"
+            )
+
+    def undo(self) -> None:
+        if self.before is MISSING:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = self.before
+
+
+class ForwardPatch(Patch):
+    """Replaces the forward of one module, underneath accelerate's hook where there is one.
+
+    accelerate keeps the forward it wraps in `_old_forward`, and moves it there when a hook comes after us: both places
+    are looked at, so hooks and patches may come and go in any order.
+    """
+
+    SLOTS = ("forward", "_old_forward")
+
+    def __init__(self, module: nn.Module, value: object):
+        super().__init__(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", value)
+
+    def _slot(self) -> str | None:
+        return next((name for name in self.SLOTS if vars(self.owner).get(name) is self.value), None)
+
+    def check(self) -> None:
+        if self._slot() is None:
+            super().check()
+
+    def undo(self) -> None:
+        slot = self._slot()
+        if slot == self.name:
+            super().undo()
+        elif slot == "_old_forward":  # a hook was put on top: let it wrap the stock forward
+            vars(self.owner)[slot] = types.MethodType(type(self.owner).forward, self.owner)
+        elif slot == "forward":  # the hook we were under is gone
+            del vars(self.owner)[slot]
+
+
+class ChannelsLast:
+    """Stores 4-D weights as (out, height, width, in), in place: same Parameter, same values, other strides."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = tuple(modules)
+        self.strides: dict[int, tuple[int, ...]] = {}
+
+    def apply(self) -> None:
+        for index, module in enumerate(self.modules):
+            weight = module.weight
+            if not weight.is_meta and not weight.is_contiguous(memory_format=torch.channels_last):
+                self.strides[index] = weight.stride()
+                set_data(weight, lambda data: data.contiguous(memory_format=torch.channels_last))
+
+    def check(self) -> None:
+        """A layout the user changed since is theirs; undo leaves it alone."""
+
+    def undo(self) -> None:
+        for index, strides in self.strides.items():
+            weight = self.modules[index].weight
+            if weight.is_contiguous(memory_format=torch.channels_last):
+                set_data(weight, lambda data, strides=strides: _strided(data, strides))
+        self.strides = {}
+
+
+class Stacked:
+    """Puts the weights of several linears into one storage, each a view of its rows, so that one GEMM serves all.
+
+    No new parameters, no second copy: `stacked_rows` finds the whole again from the parts. Undo gives each its own
+    storage.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        self.linears = tuple(linears)
+
+    def apply(self) -> None:
+        for name in ("weight", "bias"):
+            stack_rows([getattr(linear, name) for linear in self.linears])
+
+    def check(self) -> None:
+        """Nothing to conflict with: values and shapes are the user's own."""
+
+    def undo(self) -> None:
+        for linear in self.linears:
+            for parameter in (linear.weight, linear.bias):
+                if parameter is not None and parameter.untyped_storage().nbytes() != parameter.nbytes:
+                    set_data(parameter, torch.clone)
+
+
+def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor whose consecutive rows the parts are, or None where they do not lie one after the other."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.dtype != first.dtype or not part.is_contiguous():
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        place += part.nbytes
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
+    """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match."""
+    if any(part is None or part.is_meta for part in parts) or stacked_rows(parts) is not None:
+        return
+    if len({id(part) for part in parts}) != len(parts):  # tied weights cannot be two rows of one storage
+        return
+    if len({(part.dtype, part.device, part.shape[1:]) for part in parts}) != 1:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+            part.data = rows
+
+
+def set_data(parameter: torch.Tensor, change) -> None:
+    """parameter.data = change(parameter.data), as ordinary tensors even under inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        parameter.data = change(parameter.detach())
+
+
+def _strided(data: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)

@@ -1,0 +1,99 @@
+"""From a model to patches: every site asked of every rule, applied all or nothing, undone last in, first out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accel_kernels.attention_backends import AttentionChooser
+from torch import nn
+
+from accel.forward import Kernels
+from accel.graphs import GraphPool
+from accel.ledger import Ledger
+from accel.options import Options
+from accel.patch import ForwardPatch
+from accel.probe import Probe
+from accel.rule import Match, Rule, Skip
+from accel.site import Site
+
+
+@dataclass
+class Context:
+    """What rules may use: the options, the kernels, the probe, and what the sites of one object share."""
+
+    options: Options
+    kernels: Kernels
+    ledger: Ledger
+    pool: GraphPool
+    probe: Probe = field(default_factory=Probe)
+    graph_paths: tuple[str, ...] = ()
+
+    @classmethod
+    def create(cls, options: Options, cache: Path | None) -> "Context":
+        kernels = Kernels(AttentionChooser(options.attention, cache))
+        return cls(options, kernels, Ledger(), GraphPool(options.graph_memory_gb))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report: what became of a site."""
+
+    path: str
+    rule: str
+    status: str
+    reason: str
+
+
+class Plan:
+    """The patches of one model and the rows that tell about them."""
+
+    def __init__(self, root: nn.Module, rules: Sequence[Rule], context: Context):
+        self.root, self.options = root, context.options
+        self.ledger, self.pool = context.ledger, context.pool
+        self.rows: list[Row] = []
+        self.patches: list = []
+        self._visit(Site("", root, root), rules, context)
+
+    def _visit(self, site: Site, rules: Sequence[Rule], context: Context) -> None:
+        covered: set[str] | None = set()
+        for rule in rules:
+            answer = rule.match(site, context)
+            if isinstance(answer, Skip):
+                self._row(site, rule, "skipped", answer.reason)
+            elif isinstance(answer, Match):
+                self._row(site, rule, "patched", answer.note)
+                self.patches += answer.patches
+                if answer.forward is not None:
+                    self.patches.append(ForwardPatch(site.module, answer.forward))
+                    covered = None if answer.covers is None else {*covered, *answer.covers}
+                    break
+        if covered is None:
+            return
+        for child in site.children():
+            if child.path.rpartition(".")[2] not in covered:
+                self._visit(child, rules, context)
+
+    def _row(self, site: Site, rule: Rule, status: str, reason: str) -> None:
+        if status == "skipped" and self.options.strict:
+            raise ValueError(f"strict=True: {site.path or type(site.module).__name__} ({rule.name}): {reason}")
+        self.rows.append(Row(site.path, rule.name, status, reason))
+
+    def apply(self) -> None:
+        """Applies every patch, or none: an error undoes those before it and is raised again."""
+        done = []
+        try:
+            for patch in self.patches:
+                patch.apply()
+                done.append(patch)
+        except BaseException:
+            for patch in reversed(done):
+                patch.undo()
+            raise
+
+    def undo(self) -> None:
+        """Exactly the stock object again. Raises PatchConflict, and changes nothing, where someone patched on top."""
+        for patch in self.patches:
+            patch.check()
+        for patch in reversed(self.patches):
+            patch.undo()
+        self.pool.clear()

@@ -1,0 +1,90 @@
+"""What was patched, what was skipped and why, which graphs exist, which calls fell back."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from accel.plan import Plan
+
+FALLBACK_LINES = 12
+
+
+@dataclass(frozen=True)
+class Report:
+    """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
+    captured shape; `fallbacks`: (path, reason, calls)."""
+
+    sites: list[tuple[str, str, str, str]]
+    graphs: list[dict]
+    fallbacks: list[tuple[str, str, int]]
+
+    @classmethod
+    def of(cls, plans: dict[str, Plan]) -> "Report":
+        """plans: by component name, "" for a single model."""
+        sites, graphs, fallbacks = [], [], []
+        for name, plan in plans.items():
+
+            def full(path: str, name: str = name) -> str:
+                return ".".join(filter(None, (name, path)))
+
+            sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
+            fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.ledger.rows()]
+            own = {id(module) for module in plan.root.modules()}
+            for runner in plan.pool.runners:
+                if id(runner.module) in own:
+                    graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
+        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]))
+
+    def to_dict(self) -> dict:
+        """Plain lists and dicts, for JSON."""
+        sites = [dict(zip(("path", "rule", "status", "reason"), site, strict=True)) for site in self.sites]
+        fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
+        return {"sites": sites, "graphs": list(self.graphs), "fallbacks": fallbacks}
+
+    def summary(self) -> str:
+        """One line: sites patched and skipped, graphs, fallbacks."""
+        count = Counter(status for _, _, status, _ in self.sites)
+        captured = [row for row in self.graphs if row["status"] == "graph"]
+        memory = sum(row["memory_mb"] for row in captured)
+        calls = sum(calls for _, _, calls in self.fallbacks)
+        return (
+            f"{count['patched']} sites patched, {count['skipped']} skipped, {len(captured)} graphs "
+            f"({memory:.0f} MB), {calls} calls fell back to stock"
+        )
+
+    def __rich_console__(self, console, options):
+        from rich.table import Table
+
+        table = Table("sites", "rule", "status", "reason", title=f"accel: {self.summary()}", title_justify="left")
+        for (where, rule, status, reason), count in _grouped(self.sites).items():
+            table.add_row(where if count == 1 else f"{where}  x{count}", rule, status, reason)
+        yield table
+        if self.graphs:
+            table = Table("graph of", "inputs", "status", "eager ms", "graph ms", "MB", "reason")
+            for row in self.graphs:
+                times = (f"{row['eager_ms']:.2f}", f"{row['graph_ms']:.2f}", f"{row['memory_mb']:.0f}")
+                table.add_row(row["path"], row["inputs"], row["status"], *times, row["reason"])
+            yield table
+        if self.fallbacks:
+            table = Table("ran stock", "calls", "reason")
+            for path, reason, calls in self.fallbacks[:FALLBACK_LINES]:
+                table.add_row(path, str(calls), reason)
+            if len(self.fallbacks) > FALLBACK_LINES:
+                table.add_row(f"and {len(self.fallbacks) - FALLBACK_LINES} more in .fallbacks", "", "")
+            yield table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str, str], int]:
+    """Sites of one rule, status and reason under one heading: their path with numbers left out."""
+    groups: Counter[tuple[str, str, str, str]] = Counter()
+    for path, rule, status, reason in sites:
+        where = ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(whole model)"
+        groups[where, rule, status, reason] += 1
+    return groups

@@ -1,0 +1,1 @@
+"""Rules that diffusion and language models share."""

@@ -1,0 +1,84 @@
+"""Whole forwards as CUDA graphs: which modules, and what forbids it."""
+
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from accel.forward import FastForward
+from accel.graphs import GraphPool, GraphRunner
+from accel.rule import Match, Skip
+
+
+class GraphForward(FastForward):
+    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape."""
+
+    def __init__(self, module: nn.Module, path: str, kernels, ledger, pool: GraphPool, keep: bool):
+        super().__init__(module, path, kernels, ledger)
+        self.runner = GraphRunner(module, path, pool, ledger, obstacle, keep)
+
+    def __call__(self, *args, **kwargs):
+        if next(self.module.parameters()).device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return self.stock(*args, **kwargs)  # nothing to capture, or part of somebody's capture
+        return super().__call__(*args, **kwargs)
+
+    def unfit(self, *args, **kwargs) -> str | None:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "global module hooks would not run in a graph"
+        return None
+
+    def fast(self, *args, **kwargs):
+        args, kwargs = self._timestep_as_tensor(args, kwargs)
+        return self.runner(self.stock, args, kwargs)
+
+    def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        if "timestep" not in names:
+            return args, kwargs
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        step = bound.get("timestep")
+        if isinstance(step, bool) or not isinstance(step, int | float):
+            return args, kwargs
+        dtype = torch.float64 if isinstance(step, float) else torch.int64
+        kwargs = bound | {"timestep": torch.tensor([step], dtype=dtype)}
+        return (), kwargs
+
+
+def obstacle(root: nn.Module) -> str | None:
+    """Why a captured forward could differ from a called one: weights that move, Python that would no longer run."""
+    for name, module in root.named_modules():
+        attributes = vars(module)
+        where = name or type(root).__name__
+        if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
+            return f"hooks on {where} may move weights (offload)"
+        if module is not root and _foreign_hooks(module):
+            return f"forward hooks on {where} would not run"
+        if "forward" in attributes and not isinstance(attributes["forward"], FastForward):
+            return f"{where} has a replaced forward that may keep state"
+        processor = attributes.get("processor")
+        if processor is not None and not type(processor).__module__.startswith("diffusers."):
+            return f"the attention processor {type(processor).__name__} on {where} may keep state"
+    if len({tensor.device for tensor in root.parameters()}) > 1:
+        return "weights on several devices"
+    return None
+
+
+def _foreign_hooks(module: nn.Module) -> bool:
+    """Hooks other than those by which transformers itself collects hidden states into the outputs."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+
+
+def match_graph(site, context) -> Match | Skip | None:
+    """The sites that the family of the root names as whole forwards worth a graph."""
+    if site.path not in context.graph_paths:
+        return None
+    if context.options.graphs is False:
+        return Skip("graphs=False")
+    keep = context.options.graphs is True
+    forward = GraphForward(site.module, site.path or "(whole model)", context.kernels, context.ledger, context.pool, keep)
+    device = next(site.module.parameters()).device.type
+    note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"
+    return Match(forward, covers=(), note=note)

@@ -1,0 +1,44 @@
+"""Single norms, where the block around them is not understood: GroupNorm over images, LayerNorm over rows."""
+
+import torch
+from torch import nn
+
+from accel.forward import FastForward
+from accel.rule import Match
+from accel.structure import plain
+
+
+class GroupNormForward(FastForward):
+    """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
+
+    def unfit(self, x) -> str | None:
+        return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+
+    def fast(self, x):
+        m = self.module
+        return self.kernels.group_norm(x, m.num_groups, m.weight, m.bias, m.eps)
+
+
+class LayerNormForward(FastForward):
+    """nn.LayerNorm over the last dimension through the fused kernel."""
+
+    def unfit(self, x) -> str | None:
+        return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+
+    def fast(self, x):
+        m = self.module
+        return self.kernels.layer_norm(x, m.weight, m.bias, m.eps)
+
+
+def match_group_norm(site, context) -> Match | None:
+    """Exactly nn.GroupNorm; a subclass may compute something else."""
+    if plain(site.module, nn.GroupNorm) is not None:
+        return None
+    return Match(GroupNormForward(site.module, site.path, context.kernels, context.ledger))
+
+
+def match_layer_norm(site, context) -> Match | None:
+    """Exactly nn.LayerNorm over one dimension."""
+    if plain(site.module, nn.LayerNorm) is not None or len(site.module.normalized_shape) != 1:
+        return None
+    return Match(LayerNormForward(site.module, site.path, context.kernels, context.ledger))

@@ -1,0 +1,29 @@
+"""Loads what was saved with save_pretrained, whatever it is: a pipeline, a diffusers model, a transformers model."""
+
+import json
+from pathlib import Path
+
+import torch
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device):
+    """The object of this folder, on the device. Raises ValueError where the folder holds none."""
+    if (folder / "model_index.json").is_file():
+        from diffusers import DiffusionPipeline
+
+        return DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has neither a model_index.json nor a config.json")
+    config = json.loads((folder / "config.json").read_text())
+    if "_class_name" in config:
+        import diffusers
+
+        model = getattr(diffusers, config["_class_name"], None)
+        if model is None:
+            raise ValueError(f"{folder} is a {config['_class_name']}, which this diffusers does not know")
+        return model.from_pretrained(folder, dtype=dtype).to(device).eval()
+    if not config.get("architectures"):
+        raise ValueError(f"{folder}/config.json names neither a diffusers class nor an architecture of transformers")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -1,0 +1,19 @@
+"""A place in a model: a module and the path to it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Site:
+    """`root` is the model that `optimize` was given or found in a pipeline; `path` is the module's name from there."""
+
+    path: str
+    module: nn.Module
+    root: nn.Module
+
+    def children(self) -> Iterator["Site"]:
+        for name, child in self.module.named_children():
+            yield Site(f"{self.path}.{name}" if self.path else name, child, self.root)

@@ -1,0 +1,62 @@
+"""What a module is made of: exact types, and nothing attached that a fused forward would leave out."""
+
+import torch
+from torch import nn
+
+
+def tampered(module: nn.Module) -> str | None:
+    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+    attributes = vars(module)
+    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+        return "forward hooks"
+    if "_hf_hook" in attributes:
+        return "an accelerate hook"
+    if "forward" in attributes:
+        return f"a replaced forward ({type(attributes['forward']).__name__})"
+    return None
+
+
+def plain(module: nn.Module | None, *kinds: type) -> str | None:
+    """None where the module is exactly of one of the kinds and untampered, else the reason.
+
+    Exact types: a LoRA layer is a Linear to isinstance, and its `.weight` is the base weight without the adapter.
+    """
+    if type(module) not in kinds:
+        return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
+    return tampered(module)
+
+
+def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
+    """The first reason of `plain` over (module, kind) pairs; missing modules (None) are no obstacle."""
+    for module, kind in modules_and_kinds:
+        if module is not None:
+            reason = plain(module, kind)
+            if reason is not None:
+                return reason
+    return None
+
+
+def holds(module: nn.Module, *names: str) -> bool:
+    """Whether the module has all these children."""
+    children = vars(module)["_modules"]
+    return all(children.get(name) is not None for name in names)
+
+
+def pointwise(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is a matrix product over channels."""
+    return (
+        conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.padding in ((0, 0), "valid") and conv.groups == 1
+    )
+
+
+def meta_weights(module: nn.Module) -> bool:
+    """Whether some weights are not loaded, as under sequential offload."""
+    return any(tensor.is_meta for tensor in module.parameters())
+
+
+def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the first floating parameter; CPU and float32 for a module without any."""
+    for tensor in module.parameters():
+        if tensor.is_floating_point():
+            return tensor.device, tensor.dtype
+    return torch.device("cpu"), torch.float32

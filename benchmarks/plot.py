@@ -1,0 +1,80 @@
+"""Draws docs/images/speed.png from every result in benchmarks/results: `python benchmarks/plot.py`, or `make plots`."""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402 (the backend comes first)
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}
+ORDER = ("sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024")
+BAR = 0.8  # of the height of a case, shared by its bars
+
+
+def load(folder: Path) -> list[dict]:
+    """The results of real cases on a GPU, in the order of ORDER, new cases last."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [result for result in results if "stock" in result and result["machine"]["gpu"]]
+    rank = {name: number for number, name in enumerate(ORDER)}
+    return sorted(results, key=lambda result: (result["machine"]["gpu"], rank.get(result["case"], len(rank))))
+
+
+def draw(results: list[dict], gpu: str, axes) -> None:
+    """One group of bars a case, all scaled to stock, so that a case of 5 ms and one of 90 ms are both readable."""
+    height = BAR / len(VARIANTS)
+    for row, result in enumerate(results):
+        stock = result["stock"]["median_ms"]
+        present = [name for name in VARIANTS if name in result]
+        for number, name in enumerate(present):
+            ms = result[name]["median_ms"]
+            y = row + (number - (len(present) - 1) / 2) * height
+            axes.barh(y, ms / stock, height * 0.92, color=VARIANTS[name][0])
+            ratio = "" if name == "stock" else f"   {stock / ms:.2f}x"
+            weight = "bold" if name == "accel" else "normal"
+            axes.text(ms / stock + 0.01, y, f"{ms:.1f} ms{ratio}", va="center", fontsize=9, weight=weight)
+    axes.set_yticks(range(len(results)), [_label(result) for result in results], fontsize=10)
+    axes.set_ylim(len(results) - 0.45, -0.55)
+    axes.set_xlim(0, 1.22)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"Time of one forward pass, shorter is better ({gpu})", loc="left", fontsize=12)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in VARIANTS.values()]
+    names = [name for _, name in VARIANTS.values()]
+    axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.45, -0.01), ncols=3, frameon=False, fontsize=10)
+
+
+def _label(result: dict) -> str:
+    model, *size = result["about"].split(", ")
+    dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[result["dtype"]]
+    return f"{model}\n{', '.join(size)}, {dtype}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.png")
+    options = parser.parse_args()
+    results = load(options.results)
+    if not results:
+        raise SystemExit(f"no results of a GPU in {options.results}: run `make bench` on one first")
+    gpus = list(dict.fromkeys(result["machine"]["gpu"] for result in results))
+    groups = [[result for result in results if result["machine"]["gpu"] == gpu] for gpu in gpus]
+    counts = [len(group) for group in groups]
+    figure, panels = plt.subplots(
+        len(gpus), figsize=(9, sum(counts) * 0.85 + 0.9 * len(gpus)), squeeze=False, height_ratios=counts
+    )
+    for gpu, group, axes in zip(gpus, groups, panels[:, 0], strict=True):
+        draw(group, gpu, axes)
+    figure.tight_layout()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=160)
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()

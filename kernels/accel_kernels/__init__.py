@@ -1,0 +1,16 @@
+"""Fused GPU operations for diffusion and language models; plain torch everywhere else.
+
+Each name below is an `Op`: call it like a function. On a CUDA tensor it supports it runs a Triton kernel, on anything
+else its plain-torch reference, with the same result up to rounding. Knows nothing of diffusers or transformers.
+"""
+
+from accel_kernels.attention import attention
+from accel_kernels.geglu import geglu
+from accel_kernels.group_norm import group_norm
+from accel_kernels.layer_norm import layer_norm
+from accel_kernels.op import Case, Op
+from accel_kernels.residual_add import residual_add
+
+OPS = (attention, geglu, group_norm, layer_norm, residual_add)
+
+__all__ = ["OPS", "Case", "Op", "attention", "geglu", "group_norm", "layer_norm", "residual_add"]

@@ -1,0 +1,193 @@
+"""Which attention implementation to run: measured on this card, for this shape, once, and remembered on disk.
+
+The best one differs from card to card: cuDNN is 1.7-2.3x faster than flash on Hopper and slower on Ampere.
+"""
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.attention import attention
+
+
+class Backend(NamedTuple):
+    """`run(q, k, v, scale)` on (B, H, S, D) tensors; `refuses(q, k, v)` gives None or the reason it cannot."""
+
+    run: Callable[..., torch.Tensor]
+    refuses: Callable[..., str | None]
+
+
+def _cudnn(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
+
+
+def _flash(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[0]
+
+
+def _efficient(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, False, scale=scale)[0]
+
+
+def _xformers(q, k, v, scale):
+    from xformers.ops import memory_efficient_attention
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return memory_efficient_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+def _sdpa(q, k, v, scale):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def _half_precision(limit: int):
+    def refuses(q, k, v) -> str | None:
+        if not q.is_cuda:
+            return f"runs on CUDA, not on {q.device.type}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"runs in 16 bit, not in {q.dtype}"
+        if q.shape[-1] % 8 or q.shape[-1] > limit:
+            return f"head dimension {q.shape[-1]} is not a multiple of 8 up to {limit}"
+        return None
+
+    return refuses
+
+
+def _refuses_cuda(q, k, v) -> str | None:
+    return None if q.is_cuda else f"runs on CUDA, not on {q.device.type}"
+
+
+def _refuses_xformers(q, k, v) -> str | None:
+    try:
+        import xformers.ops  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: its CUDA runtime is not the one torch loaded
+        return f"xformers cannot be imported: {error}"
+    return _half_precision(512)(q, k, v)
+
+
+def _refuses_triton(q, k, v) -> str | None:
+    return _refuses_cuda(q, k, v) or attention.supports(q, k, v)
+
+
+BACKENDS = {
+    "cudnn": Backend(_cudnn, _half_precision(256)),
+    "flash": Backend(_flash, _half_precision(256)),
+    "efficient": Backend(_efficient, _refuses_cuda),
+    "xformers": Backend(_xformers, _refuses_xformers),
+    "triton": Backend(lambda q, k, v, scale: attention.triton(q, k, v, scale), _refuses_triton),
+    "sdpa": Backend(_sdpa, lambda q, k, v: None),
+}
+
+
+def wins_nowhere(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Candidates not worth the seconds their first compilation takes: our kernel where a vendor one exists."""
+    return name == "triton" and q.shape[-1] <= 256
+
+
+class AttentionChooser:
+    """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
+
+    preference: "auto" measures the candidates on the first call of a shape; a backend's name always takes that one and
+    raises ValueError where it cannot run. cache: a JSON file that keeps the choices, or None.
+    Choices are made on the caller's own tensors; a candidate that errs, or disagrees with torch, is dropped.
+    """
+
+    def __init__(self, preference: str = "auto", cache: Path | None = None):
+        if preference != "auto" and preference not in BACKENDS:
+            raise ValueError(f"attention {preference!r} is not one of auto, {', '.join(BACKENDS)}")
+        self.preference = preference
+        self.cache = cache
+        self.choices: dict[str, str] = {}
+        self._loaded = False
+        self._lock = threading.Lock()
+
+    def __getstate__(self):
+        return {"preference": self.preference, "cache": self.cache}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    def __call__(self, q, k, v, scale=None):
+        return BACKENDS[self.choose(q, k, v)].run(q, k, v, scale)
+
+    def choose(self, q, k, v) -> str:
+        """The backend's name for these tensors."""
+        if self.preference != "auto":
+            reason = BACKENDS[self.preference].refuses(q, k, v)
+            if reason is not None:
+                raise ValueError(f"attention={self.preference!r}: {reason}")
+            return self.preference
+        if not q.is_cuda or v.shape != k.shape:
+            return "sdpa"
+        packed = "packed" if q.stride(2) != q.shape[1] * q.shape[3] else "dense"
+        key = f"{tuple(q.shape)}x{k.shape[2]} {str(q.dtype)[6:]} {packed}"
+        choice = self.choices.get(key)
+        if choice is not None:
+            return choice
+        if torch.cuda.is_current_stream_capturing():
+            return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
+        with self._lock:
+            self._load()
+            choice = self.choices.get(key)
+            if choice is None or BACKENDS[choice].refuses(q, k, v) is not None:
+                self.choices[key] = choice = self._measure(q, k, v)
+                self._save()
+        return choice
+
+    def _measure(self, q, k, v) -> str:
+        wanted = _sdpa(q, k, v, None).float()
+        limit = 0.02 * wanted.abs().max().clamp_min(1e-6)
+        times = {}
+        for name, backend in BACKENDS.items():
+            if backend.refuses(q, k, v) is not None or wins_nowhere(name, q, k):
+                continue
+            try:
+                agrees = bool((backend.run(q, k, v, None).float() - wanted).abs().max() <= limit)
+                if agrees:
+                    times[name] = _milliseconds(lambda run=backend.run: run(q, k, v, None))
+            except RuntimeError:  # this card or build has no kernel for it
+                continue
+        return min(times, key=times.get) if times else "sdpa"
+
+    def _load(self) -> None:
+        if self._loaded or self.cache is None:
+            return
+        self._loaded = True
+        try:
+            stored = json.loads(self.cache.read_text())
+        except (OSError, ValueError):
+            return  # no cache yet, or a damaged one: it is measured and written again
+        self.choices = {key: name for key, name in stored.items() if name in BACKENDS} | self.choices
+
+    def _save(self) -> None:
+        if self.cache is None:
+            return
+        try:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.cache.parent, delete=False) as file:
+                json.dump(self.choices, file, indent=1)
+            os.replace(file.name, self.cache)
+        except OSError:
+            self.cache = None  # a read-only home only costs measuring again next time
+
+
+def _milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """Least time of a few runs, by CUDA events, so that a busy card does not decide."""
+    times = []
+    run()
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)

@@ -1,0 +1,61 @@
+"""LayerNorm over the last dimension, optionally of a sum that is also returned.
+
+h = x + residual; y = layer_norm(h); Ba, Kiros and Hinton, "Layer Normalization", 2016. A transformer block adds each
+sublayer's output to the stream and normalises the stream at once: one pass instead of three.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.op import Case, Op, dtype_reason
+
+
+def reference(x, weight, bias, eps, *, residual=None):
+    """x, residual: (..., C); weight, bias: (C,) or None. Returns y, or (y, x + residual) where a residual is given."""
+    h = x if residual is None else x + residual
+    y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    return y if residual is None else (y, h)
+
+
+def supports(x, weight, bias, eps, *, residual=None) -> str | None:
+    if x.numel() == 0:
+        return "empty"
+    if x.shape[-1] > 16384:
+        return f"{x.shape[-1]} channels, more than 16384"
+    if not x.is_contiguous():
+        return "not contiguous"
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        return "residual of another shape or dtype"
+    if residual is not None and not residual.is_contiguous():
+        return "residual not contiguous"
+    return dtype_reason(x, weight, bias, residual)
+
+
+def _case(name, *shape, residual=True, affine=True, mean=0.0, small=False):
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*size):
+            return torch.randn(*size, generator=g).to(device, dtype)
+
+        x = (torch.randn(*shape, generator=g) + mean).to(device, dtype)
+        weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
+        return (x, weight, bias, 1e-5), {"residual": rand(*shape) if residual else None}
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("tiny", 2, 5, 64, small=True),
+    _case("odd", 3, 7, 77, small=True),
+    _case("one", 1, 1, 1, small=True),
+    _case("plain", 9, 320, residual=False, small=True),
+    _case("no-affine", 4, 33, affine=False, small=True),
+    _case("far-mean", 6, 96, mean=30.0, small=True),
+    _case("sd15-64", 2, 4096, 320),
+    _case("sd15-16", 2, 256, 1280),
+    _case("sdxl-32", 2, 1024, 1280),
+    _case("clip", 2, 77, 768, residual=False),
+)
+
+layer_norm = Op("layer_norm", reference, "accel_kernels.triton_kernels.layer_norm:layer_norm", supports, CASES)

@@ -1,0 +1,65 @@
+"""What an operation is here: a plain-torch reference, a Triton kernel, and what the kernel supports."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape that tests and benchmarks run: `make(device, dtype)` gives the arguments of a call."""
+
+    name: str
+    make: Callable[[torch.device, torch.dtype], tuple[tuple, dict]]
+    small: bool = False  # few enough programs for Triton's interpreter
+
+
+def _by_name(name: str) -> "Op":
+    return getattr(importlib.import_module("accel_kernels"), name)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A callable operation: Triton kernel where it is supported, `reference` elsewhere.
+
+    reference: plain torch; the fallback and the oracle of the tests.
+    kernel:    "module:function" of the Triton launcher, imported at its first use, same arguments as `reference`.
+    supports:  same arguments; None, or the reason why the Triton kernel cannot take this call.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    kernel: str
+    supports: Callable[..., str | None]
+    cases: tuple[Case, ...] = ()
+
+    @cached_property
+    def triton(self) -> Callable[..., Any]:
+        module, function = self.kernel.split(":")
+        return getattr(importlib.import_module(module), function)
+
+    def __reduce__(self):
+        return _by_name, (self.name,)  # copies and pickles refer to the one op
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs):
+        if x.is_cuda and self.supports(x, *args, **kwargs) is None:
+            return self.triton(x, *args, **kwargs)
+        return self.reference(x, *args, **kwargs)
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
+    """Why these tensors cannot share a kernel: a dtype that is not fp16, bf16 or fp32, or several devices."""
+    given = [t for t in tensors if t is not None]
+    for tensor in given:
+        if tensor.dtype not in FLOATS:
+            return f"dtype {tensor.dtype} is not float16, bfloat16 or float32"
+        if tensor.device != given[0].device:
+            return f"tensors on {given[0].device} and {tensor.device}"
+    return None
