@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.options import Options, parse
+from accel.options import parse
 from accel.plan import Context, Plan
 from accel.quality import Quality, compare
 from accel.report import Report

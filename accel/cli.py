@@ -1,4 +1,4 @@
-"""The command `accel`. Everything heavy is imported inside the command that needs it, so that --help is instant."""
+"""The command `accel`. Whatever loads model libraries is imported inside the command that needs it."""
 
 import json
 from pathlib import Path
@@ -167,6 +167,10 @@ def bench(
             progress.console.print(f"wrote {results.save(result, out, machine.slug(place))}", highlight=False)
     if done:
         console.print(results.table(done))
+    for failed in (result for result in done if "compile_failed" in result):
+        console.print(
+            f"{failed['case']}: torch.compile failed: {failed['compile_failed']}", highlight=False, markup=False
+        )
     for line in wrong:
         console.print(f"[red]wrong result[/red] {line}", highlight=False)
     if wrong:

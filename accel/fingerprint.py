@@ -22,30 +22,39 @@ class Fingerprint:
     """Attributes of all modules by identity, contents of their containers, and addresses of all weights.
 
     A swapped adapter, processor, scale, hook or weight changes one of them; an in-place update of a weight does not,
-    and need not: a graph reads weights where they lie. Costs about a millisecond for a UNet, which the GPU hides.
+    and need not: a graph reads weights where they lie. The attribute check takes a
+    millisecond or two for a UNet: it is made while the GPU is at work.
     """
 
     def __init__(self, root: nn.Module):
         # Views stay live: reading them again shows the present state without walking the tree.
-        self._views = []
+        self._views, self._empty = [], []
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
             self._views.append(attributes.values())
             for name, value in attributes.items():
-                if name not in IRRELEVANT and isinstance(value, dict | list | set | tuple):
+                if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
+                    continue
+                if len(value):
                     self._views.append(value.values() if isinstance(value, dict) else value)
+                else:
+                    self._empty.append(value)
             self._tensors += [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
         self._values = list(chain.from_iterable(self._views))
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
+    def reachable(self) -> bool:
+        """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""
+        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+
     def holds(self) -> bool:
-        """True while nothing that a forward could read has changed."""
+        """True while nothing that a forward could read has changed, weights aside (see `reachable`)."""
         try:
             return (
-                sum(map(len, self._views)) == len(self._values)
+                not any(self._empty)
+                and sum(map(len, self._views)) == len(self._values)
                 and all(map(is_, chain.from_iterable(self._views), self._values))
-                and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
             )
         except RuntimeError:  # a container changed size while another thread was reading it
             return False

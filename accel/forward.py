@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from accel_kernels import geglu, group_norm, layer_norm, residual_add
+from accel_kernels import geglu, group_norm, layer_norm, residual_add, upsample
 from accel_kernels.attention_backends import AttentionChooser
 from torch import nn
 
@@ -21,10 +21,11 @@ class Kernels:
     group_norm: object = group_norm
     layer_norm: object = layer_norm
     residual_add: object = residual_add
+    upsample: object = upsample
 
     def plain(self) -> "Kernels":
-        references = {name: getattr(self, name).reference for name in ("geglu", "group_norm", "layer_norm")}
-        return Kernels(AttentionChooser("sdpa"), **references, residual_add=residual_add.reference)
+        names = ("geglu", "group_norm", "layer_norm", "residual_add", "upsample")
+        return Kernels(AttentionChooser("sdpa"), **{name: getattr(self, name).reference for name in names})
 
 
 class FastForward(ABC):

@@ -4,6 +4,7 @@ A call copies its inputs into fixed buffers, replays the graph and returns copie
 shape runs eagerly, the second captures. What cannot be captured, or gains nothing, runs eagerly and says why.
 """
 
+import contextlib
 import gc
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accel_kernels.rehearsal import rehearsal
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -106,6 +108,7 @@ class GraphRunner:
         self.fingerprint: Fingerprint | None = None
         self.reason: str | None = None
         self.changes = 0
+        self.rehearsed = False
         self.pool.runners.append(self)
 
     def __call__(self, eager: Callable, args: tuple, kwargs: dict):
@@ -114,7 +117,21 @@ class GraphRunner:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = _key(leaves, spec)
         with self.pool.lock:
-            self._look_for_changes()
+            if self.fingerprint is None or not self.fingerprint.reachable():
+                self._renew()
+            entry = self.entries.get(key)
+            if entry is not None and entry.graph is not None:
+                # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
+                # thrown away unread.
+                outputs = self._replay(entry, leaves, device)
+                if self.fingerprint.holds():
+                    self.changes = 0
+                    return outputs
+                torch.cuda.synchronize(device)
+            if not self.fingerprint.holds():
+                self._renew()
+            else:
+                self.changes = 0
             reason = self.reason
             if key is None:
                 reason = "an argument that is neither a tensor nor a plain value"
@@ -122,18 +139,24 @@ class GraphRunner:
                 entry = self.entries.get(key)
                 if entry is None:
                     self._remember(key)
-                elif entry.graph is None and entry.reason is None:
+                elif entry.reason is None:
                     self._capture(entry, eager, leaves, spec, device)
-                if entry is not None and entry.graph is not None:
-                    return self._replay(entry, leaves, device)
+                    if entry.graph is not None:
+                        return self._replay(entry, leaves, device)
         if reason is not None:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
+        self._rehearse(eager, args, kwargs)
         return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
 
-    def _look_for_changes(self) -> None:
-        if self.fingerprint is not None and self.fingerprint.holds():
-            self.changes = 0
-            return
+    def _rehearse(self, eager: Callable, args: tuple, kwargs: dict) -> None:
+        """Before the first call: compiles its kernels side by side. An error shows again in the call itself."""
+        if not self.rehearsed:
+            self.rehearsed = True
+            with contextlib.suppress(Exception), rehearsal():
+                eager(*args, **kwargs)
+
+    def _renew(self) -> None:
+        """Forgets all graphs: the module is not the one they were captured from."""
         self.changes += self.fingerprint is not None
         self.entries.clear()
         self.fingerprint = Fingerprint(self.module)

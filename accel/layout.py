@@ -30,7 +30,7 @@ def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tens
     the convolution adds it for nothing itself.
     """
     bias = None if x.is_cuda else conv.bias
-    y = F.conv2d(x, conv.weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    y = conv._conv_forward(x, conv.weight, bias)  # as its forward does, with the padding mode the user chose
     return y, conv.bias if x.is_cuda else None
 
 
@@ -42,5 +42,5 @@ def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True)
 def project_image(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product."""
     if not pointwise(conv):
-        return F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+        return conv.forward(x)
     return as_image(project(as_rows(x), conv), *x.shape[2:])

@@ -52,12 +52,13 @@ def slug(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this code, `-dirty` behind it if tracked files differ; ACCEL_COMMIT where there is no git."""
-    here = Path(__file__).parent
-    head = _output(["git", "rev-parse", "HEAD"], here)
+    """The commit of this code, `-dirty` behind it if tracked files differ; ACCEL_COMMIT outside a checkout."""
+    root = Path(__file__).parents[2]
+    # Installed, the package may lie inside somebody else's repository.
+    head = _output(["git", "rev-parse", "HEAD"], root) if (root / ".git").exists() else None
     if head is None:
         return os.environ.get("ACCEL_COMMIT")
-    return head + ("-dirty" if _output(["git", "status", "--porcelain", "--untracked-files=no"], here) else "")
+    return head + ("-dirty" if _output(["git", "status", "--porcelain", "--untracked-files=no"], root) else "")
 
 
 def now() -> str:

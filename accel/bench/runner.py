@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench import quality
+from accel.bench import accuracy
 from accel.bench.cases import Case, shapes
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import peak_mb, release
@@ -19,12 +19,12 @@ from accel.bench.ready import time_to_ready
 from accel.bench.timing import compare, seconds
 
 STAGES = (
+    "time to ready",
     "building",
     "stock and its reference",
     "accel: correctness and memory",
     "torch.compile",
     "timing",
-    "time to ready",
 )
 
 
@@ -64,14 +64,14 @@ def _check(outputs: list, stock: list, exact: list) -> dict:
     """Errors against full precision; raises WrongResult where accel's is more than LIMIT times stock's."""
     errors = {
         "measure": f"relative RMS against {exact[0].dtype}, worst of {len(exact)} calls".replace("torch.", ""),
-        "stock_vs_fp32": quality.relative_error(stock, exact),
-        "accel_vs_fp32": quality.relative_error(outputs, exact),
-        "accel_vs_stock_max_abs": quality.max_abs_error(outputs, stock),
+        "stock_vs_fp32": accuracy.relative_error(stock, exact),
+        "accel_vs_fp32": accuracy.relative_error(outputs, exact),
+        "accel_vs_stock_max_abs": accuracy.max_abs_error(outputs, stock),
     }
-    if not errors["accel_vs_fp32"] <= quality.LIMIT * errors["stock_vs_fp32"]:  # nan fails too
+    if not errors["accel_vs_fp32"] <= accuracy.LIMIT * errors["stock_vs_fp32"]:  # nan fails too
         raise WrongResult(
             f"error against full precision {errors['accel_vs_fp32']:.3g}, stock's {errors['stock_vs_fp32']:.3g}: "
-            f"more than {quality.LIMIT:g} times as much, so nothing was timed"
+            f"more than {accuracy.LIMIT:g} times as much, so nothing was timed"
         )
     return errors
 
@@ -103,17 +103,21 @@ def run(
         "machine": machine(device),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    result |= _side_by_side(case, device, dtype, compiled, budget_s, stage)
-    release(device)  # a fresh process needs the room
-    stage(STAGES[5])
-    if ready:
-        result["ready"] |= time_to_ready(case, device, dtype)
-    return result
+    stage(STAGES[0])
+    result["ready"] = time_to_ready(case, device, dtype) if ready else {}
+    try:
+        found = _side_by_side(case, device, dtype, compiled, budget_s, stage)
+    finally:
+        if compiled:
+            torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
+        release(device)
+    result["ready"] |= found.pop("ready")
+    return result | found
 
 
 @torch.no_grad()
 def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
-    stage(STAGES[0])
+    stage(STAGES[1])
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)
     result = {"shapes": shapes(inputs[0])}
@@ -121,13 +125,13 @@ def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
     def outputs() -> list[torch.Tensor]:
         return [case.call(module, kwargs) for kwargs in inputs]
 
-    stage(STAGES[1])
+    stage(STAGES[2])
     stock = outputs()
     repeatable = _equal(outputs(), stock)
-    exact = quality.reference(case, module, inputs, dtype)
+    exact = accuracy.reference(case, module, inputs, dtype)
     stock_memory = peak_mb(device, outputs, outputs)
 
-    stage(STAGES[2])
+    stage(STAGES[3])
     in_process_s = seconds(lambda: (accel.optimize(module), case.call(module, inputs[0])), device)
     result["error"] = _check(outputs(), stock, exact)
     result["sites"] = _sites(accel.report(module))
@@ -139,18 +143,23 @@ def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
     result["peak_memory_mb"] = {"stock": stock_memory, "accel": accel_memory}
     accel.restore(module)
 
-    stage(STAGES[3])
+    stage(STAGES[4])
     steps = {"stock": _step(case, copy.deepcopy(module), inputs)}
     result["ready"] = {"in_process_s": round(in_process_s, 3)}
     if compiled:
         step = _compiled(case, copy.deepcopy(module), inputs)
-        with _fresh_inductor_cache():
-            result["ready"]["compile_s"] = round(seconds(lambda: step(0), device), 1)
-            own = [step(i).clone() for i in range(len(inputs))]
-        result["error"]["compile_vs_fp32"] = quality.relative_error(own, exact)
-        steps["compile"] = step
+        try:
+            with _fresh_inductor_cache():
+                compile_s = seconds(lambda: step(0), device)
+                own = [step(i).clone() for i in range(len(inputs))]
+        except Exception as error:  # whatever a compiler may raise is its own result, and accel's stands without it
+            result["compile_failed"] = f"{type(error).__name__}: {error}".split("\n")[0]
+        else:
+            result["ready"]["compile_s"] = round(compile_s, 1)
+            result["error"]["compile_vs_fp32"] = accuracy.relative_error(own, exact)
+            steps["compile"] = step
 
-    stage(STAGES[4])
+    stage(STAGES[5])
     accel.optimize(module)
     steps["accel"] = _step(case, module, inputs)
     for name, timing in compare(steps, device, budget_s=budget_s).items():

@@ -111,7 +111,9 @@ def match_attention(site, context) -> Match | Skip | None:
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain(m.to_out[0], nn.Linear) or _leaves(m)
     if reason is None:
-        candidate = AttentionForward(m, site.path, context.kernels.plain(), context.ledger, type(m.processor), stack=False)
+        candidate = AttentionForward(
+            m, site.path, context.kernels.plain(), context.ledger, type(m.processor), stack=False
+        )
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)

@@ -22,13 +22,16 @@ class UpsampleForward(FastForward):
             return f"input of type {type(hidden_states).__name__}"
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
-        if n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS:
+        large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
+        if large and (output_size is not None or not hidden_states.is_cuda):
             return "an image too large for torch's channels-last upsampling"
         return plain(self.module.conv, nn.Conv2d)
 
     def fast(self, hidden_states, output_size=None, *args, **kwargs):
-        size = {"scale_factor": 2.0} if output_size is None else {"size": output_size}
-        return self.module.conv.forward(F.interpolate(nhwc(hidden_states), mode="nearest", **size))
+        x = nhwc(hidden_states)
+        if output_size is None:
+            return self.module.conv.forward(self.kernels.upsample(x))
+        return self.module.conv.forward(F.interpolate(x, size=output_size, mode="nearest"))
 
 
 class DownsampleForward(FastForward):

@@ -58,10 +58,12 @@ def match_resnet(site, context) -> Match | Skip | None:
         return Skip("a resnet block of another make")
     if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
         return Skip("resamples inside the block")
+    if m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
+        return Skip("the time embedding scales as well as shifts")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = _leaves(m)
-    if reason is None and m.conv1.padding_mode == m.conv2.padding_mode == "zeros":
+    if reason is None:
         candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger)
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)

@@ -45,9 +45,7 @@ class TransformerBlockForward(FastForward):
         a = m.attn1(n, encoder_hidden_states=context, attention_mask=attention_mask, **extra)
         if m.attn2 is not None:
             n, x = k.layer_norm(a, m.norm2.weight, m.norm2.bias, m.norm2.eps, residual=x)
-            a = m.attn2(
-                n, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **extra
-            )
+            a = m.attn2(n, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **extra)
         n, x = k.layer_norm(a, m.norm3.weight, m.norm3.bias, m.norm3.eps, residual=x)
         return self._feed_forward(n) + x
 

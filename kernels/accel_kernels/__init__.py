@@ -10,7 +10,8 @@ from accel_kernels.group_norm import group_norm
 from accel_kernels.layer_norm import layer_norm
 from accel_kernels.op import Case, Op
 from accel_kernels.residual_add import residual_add
+from accel_kernels.upsample import upsample
 
-OPS = (attention, geglu, group_norm, layer_norm, residual_add)
+OPS = (attention, geglu, group_norm, layer_norm, residual_add, upsample)
 
-__all__ = ["OPS", "Case", "Op", "attention", "geglu", "group_norm", "layer_norm", "residual_add"]
+__all__ = ["OPS", "Case", "Op", "attention", "geglu", "group_norm", "layer_norm", "residual_add", "upsample"]

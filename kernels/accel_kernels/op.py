@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -62,4 +62,13 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
             return f"dtype {tensor.dtype} is not float16, bfloat16 or float32"
         if tensor.device != given[0].device:
             return f"tensors on {given[0].device} and {tensor.device}"
+    if given[0].is_cuda:
+        least = (8, 0) if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
+        if _capability(given[0].device) < least:
+            return f"compute capability below {least[0]}.{least[1]}"
     return None
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

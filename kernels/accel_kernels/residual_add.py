@@ -48,6 +48,4 @@ CASES = (
     _case("vae-1024", 1, 128, 1024, 1024),
 )
 
-residual_add = Op(
-    "residual_add", reference, "accel_kernels.triton_kernels.residual_add:residual_add", supports, CASES
-)
+residual_add = Op("residual_add", reference, "accel_kernels.triton_kernels.residual_add:residual_add", supports, CASES)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.launch import multiprocessors, power_of_two
 
 LOG2E = 1.4426950408889634
@@ -118,7 +119,8 @@ def attention(q, k, v, scale=None):
     tile = _tile(q, k.shape[2], block_d)
     # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
     upcast = os.environ.get("TRITON_INTERPRET") == "1" and q.dtype == torch.bfloat16
-    attention_kernel[(triton.cdiv(q_length, tile.queries), batch * heads)](
+    launch(
+        attention_kernel, (triton.cdiv(q_length, tile.queries), batch * heads),
         q, k, v, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, q_length, k.shape[2], scale * LOG2E, dim, block_d, tile.queries, tile.keys, upcast,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.rehearsal import launch
+
 BLOCK_R, BLOCK_D, WARPS = 4, 512, 4
 
 
@@ -25,7 +27,7 @@ def geglu(x):
     rows = x.numel() // x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), device=x.device, dtype=x.dtype)
     grid = (triton.cdiv(rows, BLOCK_R), triton.cdiv(width, BLOCK_D))
-    geglu_kernel[grid](x, y, rows, width, BLOCK_R, BLOCK_D, num_warps=WARPS)
+    launch(geglu_kernel, grid, x, y, rows, width, BLOCK_R, BLOCK_D, num_warps=WARPS)
     return y
 
 

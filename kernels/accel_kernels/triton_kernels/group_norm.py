@@ -10,22 +10,31 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.launch import floor_power_of_two, multiprocessors, power_of_two
 
-TILE = 8192  # elements a program loads at once: 32 a thread with 8 warps
-BLOCK_CHANNELS = 64  # channels a program covers where groups are narrow: rows of 128 bytes in 16 bit
+TILE = 4096  # elements a program loads at once
+BLOCK_CHANNELS = 32  # channels a program covers where groups are narrow: rows of 64 bytes in 16 bit
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole
 PROGRAMS_PER_SM = 4
+ELEMENTS_PER_WARP = 1024
 LEAST_CHUNKS = 64  # padded number of partial moments: one compiled kernel for all images up to that many
-SIZES = ("rows", "groups", "chunks", "chunk_rows")  # would compile anew for each divisibility, and gain nothing
+UNSPECIALISED = (
+    "has_add",
+    "has_shift",
+    "rows",
+    "groups",
+    "chunks",
+    "chunk_rows",
+)  # would compile anew for each divisibility, and gain nothing
 
 
 @triton.jit
-def _extra(add_ptr, shift_ptr, n, c_idx, c_mask, channels, HAS_ADD: tl.constexpr, HAS_SHIFT: tl.constexpr):
+def _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels):
     extra = tl.zeros(c_idx.shape, tl.float32)
-    if HAS_ADD:
+    if has_add:
         extra += tl.load(add_ptr + n * channels + c_idx, mask=c_mask, other=0.0).to(tl.float32)
-    if HAS_SHIFT:
+    if has_shift:
         extra += tl.load(shift_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     return extra
 
@@ -40,10 +49,10 @@ def _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE: tl.constexpr):
     return scale, offset
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_single(
-    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, rows, channels, eps,
-    CPG: tl.constexpr, HAS_ADD: tl.constexpr, HAS_SHIFT: tl.constexpr, AFFINE: tl.constexpr, SILU: tl.constexpr,
+    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, rows, channels, eps,
+    CPG: tl.constexpr, AFFINE: tl.constexpr, SILU: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
@@ -53,7 +62,7 @@ def group_norm_single(
     r_idx = tl.arange(0, BLOCK_R)
     mask = (r_idx < rows)[:, None] & c_mask[None, :]
     place = n.to(tl.int64) * rows * channels + r_idx[:, None] * channels + c_idx[None, :]
-    extra = _extra(add_ptr, shift_ptr, n, c_idx, c_mask, channels, HAS_ADD, HAS_SHIFT)
+    extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
     scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE)
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
     count = rows.to(tl.float32) * CPG
@@ -66,10 +75,10 @@ def group_norm_single(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_moments(
-    x_ptr, partial_ptr, add_ptr, shift_ptr, rows, channels, groups, chunks, chunk_rows,
-    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    x_ptr, partial_ptr, add_ptr, shift_ptr, has_add, has_shift, rows, channels, groups, chunks, chunk_rows,
+    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -97,7 +106,7 @@ def group_norm_moments(
     count = (row_end - row).to(tl.float32)
     shift = tl.sum(sums, axis=0) / count
     m2 = tl.sum(squares, axis=0) - shift * shift * count
-    mean = pivot + shift + _extra(add_ptr, shift_ptr, n, c_idx, c_mask, channels, HAS_ADD, HAS_SHIFT)
+    mean = pivot + shift + _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
 
     member = ((c // CPG)[:, None] == g[None, :]) & c_mask[:, None]
     group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), axis=0) / CPG
@@ -109,11 +118,12 @@ def group_norm_moments(
     tl.store(partial_ptr + slot + 1, group_m2, mask=g_idx < groups)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_apply(
-    x_ptr, y_ptr, partial_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, rows, channels, groups, chunks, chunk_rows, eps,
-    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, HAS_ADD: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    AFFINE: tl.constexpr, SILU: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    x_ptr, y_ptr, partial_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift,
+    rows, channels, groups, chunks, chunk_rows, eps,
+    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr, SILU: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     n = tl.program_id(2)
@@ -139,7 +149,7 @@ def group_norm_apply(
     scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE)
     scale *= tl.sum(tl.where(member, rstd[None, :], 0.0), axis=1)
     centre = tl.sum(tl.where(member, mean[None, :], 0.0), axis=1)
-    centre -= _extra(add_ptr, shift_ptr, n, c_idx, c_mask, channels, HAS_ADD, HAS_SHIFT)
+    centre -= _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
     row = chunk * chunk_rows
     row_end = tl.minimum(row + chunk_rows, rows)
     image = n.to(tl.int64) * rows * channels
@@ -159,14 +169,16 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     batch, channels, height, width = x.shape
     rows, cpg = height * width, channels // num_groups
     y = torch.empty_like(x)
-    add = None if add is None else add.contiguous()
-    flags = {"HAS_ADD": add is not None, "HAS_SHIFT": shift is not None}
+    # A missing addend is a flag and a pointer never read, not a kernel of its own to compile.
+    addends = (x if add is None else add.contiguous(), x if shift is None else shift)
+    flags = (add is not None, shift is not None)
     affine = {"AFFINE": weight is not None, "SILU": silu}
 
     whole = power_of_two(rows) * power_of_two(cpg)
     if whole <= SINGLE_LIMIT:
-        group_norm_single[(num_groups, batch)](
-            x, y, weight, bias, add, shift, rows, channels, eps, cpg, **flags, **affine,
+        launch(
+            group_norm_single, (num_groups, batch),
+            x, y, weight, bias, *addends, *flags, rows, channels, eps, cpg, **affine,
             BLOCK_C=power_of_two(cpg), BLOCK_R=power_of_two(rows), num_warps=max(1, min(16, whole // 512)),
         )  # fmt: skip
         return y
@@ -174,7 +186,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     group_block = min(floor_power_of_two(max(1, BLOCK_CHANNELS // cpg)), power_of_two(num_groups))
     block_c = power_of_two(cpg * group_block)
     block_r = max(1, min(TILE // block_c, power_of_two(rows)))
-    warps = max(1, min(8, block_c * block_r // 512))
+    warps = max(1, min(8, block_c * block_r // ELEMENTS_PER_WARP))
     shape = {"BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": warps}
     blocks, tiles = triton.cdiv(num_groups, group_block), triton.cdiv(rows, block_r)
     wanted = max(1, PROGRAMS_PER_SM * multiprocessors(x.device) // (blocks * batch))
@@ -182,21 +194,25 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     chunks = triton.cdiv(rows, chunk_rows)
     grid = (chunks, blocks, batch)
     partial = torch.empty((batch, chunks, num_groups, 2), device=x.device, dtype=torch.float32)
-    group_norm_moments[grid](
-        x, partial, add, shift, rows, channels, num_groups, chunks, chunk_rows, cpg, group_block, **flags, **shape
-    )
-    group_norm_apply[grid](
-        x, y, partial, weight, bias, add, shift, rows, channels, num_groups, chunks, chunk_rows, eps, cpg, group_block,
-        **flags, **affine, CHUNKS=max(LEAST_CHUNKS, power_of_two(chunks)), **shape,
+    launch(
+        group_norm_moments, grid,
+        x, partial, *addends, *flags, rows, channels, num_groups, chunks, chunk_rows, cpg, group_block, **shape,
+    )  # fmt: skip
+    constants = {**affine, "CHUNKS": max(LEAST_CHUNKS, power_of_two(chunks)), **shape}
+    launch(
+        group_norm_apply, grid,
+        x, y, partial, weight, bias, *addends, *flags, rows, channels, num_groups, chunks, chunk_rows, eps,
+        cpg, group_block, **constants,
     )  # fmt: skip
     return y
 
 
 def _specimen(kernel, dtype):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("x", "y", "w", "b", "add", "shift")}
+    types |= dict.fromkeys(("has_add", "has_shift"), "i1")
     types |= dict.fromkeys(("rows", "channels", "groups", "chunks", "chunk_rows"), "i32")
     types |= {"partial_ptr": "*fp32", "eps": "fp32"}
-    constants = {"CPG": 10, "GROUP_BLOCK": 4, "HAS_ADD": True, "HAS_SHIFT": True, "AFFINE": True, "SILU": True}
+    constants = {"CPG": 10, "GROUP_BLOCK": 4, "AFFINE": True, "SILU": True}
     return kernel, types, constants | {"CHUNKS": 64, "BLOCK_C": 64, "BLOCK_R": 128}, 8
 
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.launch import power_of_two
 
 TILE = 4096  # elements a program holds at once
@@ -46,8 +47,8 @@ def layer_norm(x, weight, bias, eps, *, residual=None):
     block_c = power_of_two(channels)
     block_r = max(1, min(TILE // block_c, power_of_two(rows)))
     warps = max(1, min(16, block_c * block_r // 512))
-    layer_norm_kernel[(triton.cdiv(rows, block_r),)](
-        x, residual, y, total, weight, bias, rows, channels, eps,
+    launch(
+        layer_norm_kernel, (triton.cdiv(rows, block_r),), x, residual, y, total, weight, bias, rows, channels, eps,
         residual is not None, weight is not None, bias is not None, block_c, block_r, num_warps=warps,
     )  # fmt: skip
     return y if residual is None else (y, total)

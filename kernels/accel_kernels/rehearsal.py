@@ -1,0 +1,59 @@
+"""Compiling all kernels of a forward at once: a run in which launches only compile, in parallel.
+
+A first call that compiles its thirty kernel variants one after the other takes ten seconds; compilers run outside the
+interpreter lock, so threads make that two or three. Results of a rehearsed forward are garbage and must be dropped.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+# The kernels compiled so far in this context's rehearsal; None outside of one.
+_COMPILED: ContextVar[list | None] = ContextVar("accel_kernels_rehearsal", default=None)
+
+
+def rehearsing() -> bool:
+    """Whether launches in this context only compile."""
+    return _COMPILED.get() is not None
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, Triton launches of this context compile instead of running; leaves when all are ready to launch.
+
+    Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
+    """
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or os.environ.get("TRITON_INTERPRET") == "1":
+        yield
+        return
+    compiled: list = []
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        token = _COMPILED.set(compiled)
+        try:
+            with mode(threads):
+                yield
+        finally:
+            _COMPILED.reset(token)
+        list(threads.map(_make_launchable, {id(kernel): kernel for kernel in compiled}.values()))
+
+
+def launch(kernel, grid: tuple, *args, **meta) -> None:
+    """kernel[grid](*args, **meta), or its compilation where this context rehearses."""
+    compiled = _COMPILED.get()
+    if compiled is None:
+        kernel[grid](*args, **meta)
+    else:
+        compiled.append(kernel.warmup(*args, grid=grid, **meta))
+
+
+def _make_launchable(kernel) -> None:
+    """Builds the host code that launches the kernel, which Triton otherwise does at the first launch."""
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    initialise = getattr(kernel, "_init_handles", None)
+    if initialise is not None:
+        initialise()

@@ -1,0 +1,129 @@
+"""Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+SD = {
+    "sample_size": 8,
+    "block_out_channels": (16, 32),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 12,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+}
+# What tells the families apart, in miniature: a new one is a line here.
+UNETS = {
+    "sd15": {},
+    "sd21": {"use_linear_projection": True, "attention_head_dim": [2, 4], "upcast_attention": True},
+    "sdxl": {
+        "use_linear_projection": True,
+        "attention_head_dim": [2, 4],
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": [1, 2],
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 34,
+    },
+    "scale-shift": {"resnet_time_scale_shift": "scale_shift"},
+    "only-cross": {"only_cross_attention": True},
+    "double-self": {"dual_cross_attention": False, "attention_type": "default", "mid_block_scale_factor": 2.0},
+    "resample-in-resnet": {
+        "down_block_types": ("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+    },
+}
+
+
+def make_unet(family: str = "sd15", **changes):
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(1)
+    model = UNet2DConditionModel(**(SD | UNETS[family] | changes)).eval()
+    for parameter in model.parameters():  # weights of ones and biases of zero would hide mistakes
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    return model
+
+
+def make_vae(**changes):
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(2)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    model = AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, sample_size=16, **(blocks | changes)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    return model
+
+
+def unet_inputs(model, batch: int = 2, height: int = 8, width: int = 8, length: int = 7, seed: int = 0) -> dict:
+    """Inputs of a tiny UNet; sizes need not be square, nor what the configuration says."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g)
+
+    inputs = {
+        "sample": rand(batch, 4, height, width),
+        "timestep": torch.tensor(17),
+        "encoder_hidden_states": rand(batch, length, model.config.cross_attention_dim),
+    }
+    if model.config.addition_embed_type == "text_time":
+        inputs["added_cond_kwargs"] = {"text_embeds": rand(batch, 10), "time_ids": rand(batch, 6)}
+    return inputs
+
+
+def snapshot(root: torch.nn.Module) -> dict:
+    """All that restore has to bring back: attributes by identity, containers by content, weights by value and stride."""
+    state = {}
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            content = tuple(value.items()) if isinstance(value, dict) else None
+            state[path, name] = (id(value), None if content is None else tuple((k, id(v)) for k, v in content))
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        state["tensor", name] = (id(tensor), tensor.stride(), tensor.storage_offset(), tensor.detach().clone())
+    return state
+
+
+def assert_same_state(before: dict, after: dict) -> None:
+    assert before.keys() == after.keys()
+    for key, wanted in before.items():
+        if key[0] == "tensor":
+            assert wanted[:3] == after[key][:3], key
+            assert torch.equal(wanted[3], after[key][3]), key
+        else:
+            assert wanted == after[key], key
+
+
+@pytest.fixture
+def tiny():
+    """Makers of tiny models and their inputs, and what tests ask about them."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        unet=make_unet,
+        vae=make_vae,
+        inputs=unet_inputs,
+        families=tuple(UNETS),
+        snapshot=snapshot,
+        assert_same_state=assert_same_state,
+    )

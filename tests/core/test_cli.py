@@ -1,0 +1,155 @@
+"""The command line: what it lists, what it refuses and how, and the file a benchmark writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from typer.testing import CliRunner
+
+from accel.bench.cases import CASES, select
+from accel.bench.configs import TINY_UNET
+from accel.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def accel(*arguments: str):
+    return CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    """Python from the repository root, installed or not."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_help_lists_the_commands():
+    result = accel("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("demo", "report", "bench"))
+
+
+def test_help_needs_no_model_library():
+    code = "import sys; from accel.cli import app; print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
+    done = python("-c", code)
+    assert done.stdout.strip() == "{'torch'}", done.stderr
+
+
+def test_python_m_accel():
+    done = python("-m", "accel", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: accel" in done.stdout
+
+
+def test_report_refuses_what_is_no_folder(tmp_path):
+    result = accel("report", tmp_path / "nothing-here", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "nothing-here" in result.output and "not a folder" in result.output
+
+
+def test_report_refuses_a_folder_without_a_model(tmp_path):
+    result = accel("report", tmp_path, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "config.json" in result.output
+
+
+@pytest.fixture
+def unet_folder(tmp_path):
+    UNet2DConditionModel(**TINY_UNET).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_report_of_a_saved_model_as_json(unet_folder):
+    result = accel("report", unet_folder, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["sites"]
+
+
+def test_report_of_a_saved_model_as_text(unet_folder):
+    result = accel("report", unet_folder, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "down_blocks" in result.output
+
+
+def test_demo_refuses_a_folder_without_a_pipeline(tmp_path):
+    result = accel("demo", "--model", tmp_path, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "model_index.json" in result.output
+
+
+def test_bench_refuses_an_unknown_case_and_names_the_others():
+    result = accel("bench", "sd15", "sd99", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "'sd99'" in result.output and "'sd15'" not in result.output
+    assert all(name in result.output for name in CASES)
+
+
+@pytest.mark.parametrize("option", [("--dtype", "fp12"), ("--device", "abacus")])
+def test_bench_refuses_unknown_dtypes_and_devices(option):
+    result = accel("bench", "tiny", *option)
+    assert result.exit_code == 2
+    assert option[1] in result.output
+
+
+def test_without_names_every_real_case_or_the_tiny_one():
+    assert [case.name for case in select([], torch.device("cpu"))] == ["tiny"]
+    on_gpu = {case.name for case in select([], torch.device("cuda"))}
+    assert on_gpu == set(CASES) - {"tiny"}
+    assert [case.name for case in select(["sdxl", "sd15", "sdxl"], torch.device("cpu"))] == ["sdxl", "sd15"]
+
+
+def test_bench_tiny_writes_json(tmp_path):
+    result = accel("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "speed-up" in result.output
+    figures = json.loads((tmp_path / "cpu-tiny.json").read_text())
+    assert figures["case"] == "tiny" and figures["dtype"] == "float32"
+    assert figures["shapes"]["sample"] == [2, 4, 16, 16]
+    assert figures["machine"]["gpu"] is None
+    assert {"torch", "triton", "transformers", "diffusers", "python", "cuda", "driver"} <= set(figures["machine"])
+    assert {"commit", "date", "sites", "fallbacks"} <= set(figures)
+    for variant in ("stock", "accel"):
+        timing = figures[variant]
+        assert 0 < timing["q1_ms"] <= timing["median_ms"] <= timing["q3_ms"] and timing["calls"] >= 5
+    assert "compile" not in figures
+    assert 0 < figures["error"]["accel_vs_fp32"] <= 2 * figures["error"]["stock_vs_fp32"] < 1e-5
+    assert figures["restored_bit_equal"] is True
+    assert figures["peak_memory_mb"] == {"stock": None, "accel": None}
+    ready = figures["ready"]
+    assert min(ready["cold_s"], ready["warm_s"], ready["stock_first_call_s"], ready["in_process_s"]) > 0
+    assert min(ready["cold_lost_s"], ready["warm_lost_s"]) >= 0
+
+
+def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
+    """A plugin that scales its output: the benchmark must say so, write nothing and fail."""
+    import accel as plugin
+
+    class Scaled:
+        def __init__(self, stock):
+            self.stock = stock
+
+        def __call__(self, *args, **kwargs):
+            return tuple(part * 1.01 for part in self.stock(*args, **kwargs))
+
+    def spoil(module):
+        module.forward = Scaled(type(module).forward.__get__(module))
+        return module
+
+    monkeypatch.setattr(plugin, "optimize", spoil)
+    result = accel("bench", "tiny", "--device", "cpu", "--no-ready", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "wrong result" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.real], ids=lambda case: case.name)
+def test_real_cases_are_the_published_sizes(case):
+    """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""
+    millions = sum(p.numel() for p in case.build(torch.device("meta"), torch.float16).parameters()) / 1e6
+    known = {"sd15": 859.5, "sd15-b16": 859.5, "sd21": 865.9, "sdxl": 2567.5, "vae512": 83.7, "vae1024": 83.7}
+    assert millions == pytest.approx(known[case.name], abs=0.1)

@@ -1,0 +1,252 @@
+"""UNets and VAEs of every family against an untouched copy: outputs, layout, undo, and what users change meanwhile."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accel
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).sample
+
+
+def close(got, wanted, share=1e-5):
+    torch.testing.assert_close(got, wanted, rtol=0, atol=share * float(wanted.abs().max()))
+
+
+def patched(model, rule):
+    return [path for path, name, status, _ in accel.report(model).sites if name == rule and status == "patched"]
+
+
+FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "double-self", "resample-in-resnet"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, tiny):
+    assert set(FAMILIES) == set(tiny.families)
+    return request.param
+
+
+@pytest.mark.parametrize("size", [(2, 8, 8, 7), (1, 4, 8, 1), (3, 12, 4, 77)], ids=str)
+def test_unet_equals_stock(family, size, tiny):
+    model = tiny.unet(family)
+    twin = copy.deepcopy(model)
+    batch, height, width, length = size
+    inputs = tiny.inputs(model, batch, height, width, length)
+    before = tiny.snapshot(model)
+    accel.optimize(model)
+    close(run(model, inputs), run(twin, inputs))
+    assert accel.report(model).fallbacks == []
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert torch.equal(run(model, inputs), run(twin, inputs))
+
+
+def test_odd_sizes_use_the_size_the_unet_asks_for(tiny):
+    model = tiny.unet()
+    twin = copy.deepcopy(model)
+    accel.optimize(model)
+    inputs = tiny.inputs(model, height=7, width=5)
+    close(run(model, inputs), run(twin, inputs))
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+def test_every_block_of_the_sd_families_is_replaced(family, tiny):
+    model = tiny.unet(family)
+    names = [name for name, _ in model.named_modules()]
+    accel.optimize(model)
+
+    def count(*endings):
+        return sum(name.rpartition(".")[2].isdigit() and name.split(".")[-2] in endings for name in names)
+
+    assert len(patched(model, "resnet block")) == count("resnets")
+    assert len(patched(model, "transformer stack")) == count("attentions")
+    assert len(patched(model, "transformer block")) == count("transformer_blocks")
+    assert len(patched(model, "resampling")) == count("upsamplers", "downsamplers")
+    assert len(patched(model, "attention")) == 2 * count("transformer_blocks")
+
+
+class LayoutCopies(TorchDispatchMode):
+    """Counts copies of 3-D and 4-D activations: the clones that .contiguous() and .reshape() make."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = (torch.ops.aten.clone, torch.ops.aten.contiguous, torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        if function.overloadpacket in copies and isinstance(args[0], torch.Tensor) and args[0].dim() >= 3:
+            self.found.append((function, tuple(args[0].shape)))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+def test_no_layout_copies_inside_the_unet(family, tiny):
+    model = tiny.unet(family)
+    inputs = tiny.inputs(model)
+    with LayoutCopies() as stock:
+        run(model, inputs)
+    accel.optimize(model)
+    run(model, inputs)
+    with LayoutCopies() as ours:
+        got = run(model, inputs)
+    assert stock.found  # the count sees what stock does
+    assert ours.found == []
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_vae_equals_stock_both_ways(tiny):
+    model = tiny.vae()
+    twin = copy.deepcopy(model)
+    before = tiny.snapshot(model)
+    accel.optimize(model)
+    image, latent = torch.randn(2, 3, 16, 24), torch.randn(1, 4, 5, 8)
+    with torch.no_grad():
+        close(model.encode(image).latent_dist.mean, twin.encode(image).latent_dist.mean)
+        close(model.decode(latent).sample, twin.decode(latent).sample)
+        close(model(image).sample, twin(image).sample)
+    assert accel.report(model).fallbacks == [] and len(patched(model, "attention")) == 2
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_vae_tiling_and_slicing(tiny):
+    model = tiny.vae()
+    twin = copy.deepcopy(model)
+    accel.optimize(model)
+    latent = torch.randn(2, 4, 20, 12)
+    for vae in (model, twin):
+        vae.enable_tiling()
+        vae.enable_slicing()
+        vae.tile_latent_min_size = 8
+    with torch.no_grad():
+        close(model.decode(latent).sample, twin.decode(latent).sample)
+
+
+def test_masks(tiny):
+    model = tiny.unet()
+    twin = copy.deepcopy(model)
+    accel.optimize(model)
+    inputs = tiny.inputs(model)
+    inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_unmerged_lora_is_not_lost(tiny):
+    peft = pytest.importorskip("peft")
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    plain = run(model, inputs)
+    config = peft.LoraConfig(
+        r=2, target_modules=["to_q", "to_out.0", "ff.net.0.proj", "conv1"], init_lora_weights=False
+    )
+    for unet in (model, twin):
+        torch.manual_seed(5)
+        unet.add_adapter(config)
+    close(run(model, inputs), run(twin, inputs))
+    assert float((run(model, inputs) - plain).abs().max()) > 1e-3
+    reasons = {reason for _, reason, _ in accel.report(model).fallbacks}
+    assert any("Linear where Linear is expected" in reason for reason in reasons)
+    for unet in (model, twin):
+        unet.disable_adapters()
+    close(run(model, inputs), run(twin, inputs))
+    for unet in (model, twin):
+        unet.delete_adapters("default")
+    close(run(model, inputs), run(twin, inputs))
+
+
+class Doubling(torch.nn.Module):
+    """An attention processor with weights, as an IP-Adapter's is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, torch.nn.Parameter(torch.tensor(2.0))
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return self.weight * self.inner(attn, hidden_states, *args, **kwargs)
+
+
+def test_a_processor_with_weights_stays_in_place(tiny):
+    model = tiny.unet()
+    attention = model.mid_block.attentions[0].transformer_blocks[0].attn2
+    attention.set_processor(Doubling(attention.processor))
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    assert isinstance(attention.processor, Doubling) and "forward" not in vars(attention)
+    row = next(
+        row for row in accel.report(model).sites if row[0] == "mid_block.attentions.0.transformer_blocks.0.attn2"
+    )
+    assert row[2] == "skipped" and "Doubling has weights of its own" in row[3]
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_a_processor_set_afterwards_is_used(tiny):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
+        attention.set_processor(Doubling(attention.processor))
+    close(run(model, inputs), run(twin, inputs))
+    assert any("processor Doubling was set after" in reason for _, reason, _ in accel.report(model).fallbacks)
+
+
+@pytest.mark.parametrize("change", ["sliced", "fused", "freeu", "chunked"])
+def test_diffusers_own_switches(tiny, change):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        if change == "sliced":
+            unet.set_attention_slice(1)
+        elif change == "fused":
+            unet.fuse_qkv_projections()
+        elif change == "freeu":
+            unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
+        else:
+            unet.mid_block.attentions[0].transformer_blocks[0].set_chunk_feed_forward(2, 1)
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_forward_hooks_on_inner_modules_still_run(tiny):
+    model = tiny.unet()
+    inputs, seen = tiny.inputs(model), []
+    accel.optimize(model)
+    model.down_blocks[0].resnets[0].conv1.register_forward_hook(lambda *args: seen.append(1))
+    run(model, inputs)
+    assert seen == [1]
+    assert any("forward hooks" in reason for _, reason, _ in accel.report(model).fallbacks)
+
+
+def test_circular_padding_set_by_the_user(tiny):
+    """Seamless textures: people set padding_mode on every convolution."""
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    for unet in (model, twin):
+        for module in unet.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.padding_mode = "circular"
+                module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
+        if unet is model:
+            accel.optimize(model)
+    close(run(model, inputs), run(twin, inputs))
+    for unet in (model, twin):
+        unet.conv_in.padding_mode = "zeros"
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_circular_padding_set_after_optimize(tiny):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        for module in unet.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.padding_mode = "circular"
+                module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
+    close(run(model, inputs), run(twin, inputs))

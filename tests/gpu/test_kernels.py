@@ -1,0 +1,65 @@
+"""Compiled kernels over every case, outputs poisoned, against float64 and torch's own error in the same dtype."""
+
+import pytest
+import torch
+from accel_kernels import OPS
+from accel_kernels.attention_backends import BACKENDS, AttentionChooser
+
+CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
+# fp32 sums in another order than torch's; relative to the largest output.
+FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+
+
+def double(value):
+    return value.double() if isinstance(value, torch.Tensor) else value
+
+
+def many(output):
+    return output if isinstance(output, tuple) else (output,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op, case", CASES)
+def test_kernel_is_as_good_as_torch(op, case, dtype, monkeypatch):
+    args, kwargs = case.make(torch.device("cuda"), dtype)
+    if op.supports(*args, **kwargs) is not None:
+        assert op.name == "attention" and dtype == torch.float32, op.supports(*args, **kwargs)
+        pytest.skip(op.supports(*args, **kwargs))
+    if sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)) > 3e8:
+        pytest.skip("its float64 reference takes too much memory")
+    exact = many(op.reference(*map(double, args), **{name: double(value) for name, value in kwargs.items()}))
+    torchs = many(op.reference(*args, **kwargs))
+    torch.cuda.empty_cache()
+    for name in ("empty", "empty_like"):  # what no program writes stays NaN
+
+        def poisoned(*a, make=getattr(torch, name), **k):
+            return make(*a, **k).fill_(float("nan"))
+
+        monkeypatch.setattr(torch, name, poisoned)
+    ours = many(op.triton(*args, **kwargs))
+    monkeypatch.undo()
+    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        assert mine.dtype == dtype and torch.isfinite(mine).all()
+        peak = float(truth.abs().max())
+        error, allowed = (float((t.double() - truth).abs().max()) / peak for t in (mine, theirs))
+        assert error <= 2 * allowed + FLOOR[dtype], f"error {error:.2e}, torch's own {allowed:.2e}"
+
+
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n != "xformers"])
+def test_every_backend_computes_attention_on_packed_views(name):
+    qkv = torch.randn(2, 100, 3, 4, 40, device="cuda", dtype=torch.float16)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    got = AttentionChooser(name)(q, k, v)
+    assert float((got.double() - exact).abs().max()) < 4e-3 * float(exact.abs().max())
+
+
+def test_choices_are_measured_once_and_kept_on_disk(tmp_path):
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    path = tmp_path / "choices.json"
+    chooser = AttentionChooser("auto", path)
+    choice = chooser.choose(q, k, v)
+    assert choice in BACKENDS and path.exists()
+    again = AttentionChooser("auto", path)
+    again._measure = None  # must not be needed
+    assert again.choose(q, k, v) == choice

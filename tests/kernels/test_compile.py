@@ -1,0 +1,40 @@
+"""Every kernel compiles for the GPUs we name, on a machine without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+CHECK = """
+import importlib, pkgutil, sys
+import accel_kernels.triton_kernels as package
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+count = 0
+for info in pkgutil.iter_modules(package.__path__):
+    module = importlib.import_module(f"{package.__name__}.{info.name}")
+    for kernel, types, constants, warps, *stages in getattr(module, "SPECIMENS", ()):
+        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+        constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
+        options = {"num_warps": warps} | ({"num_stages": stages[0]} if stages else {})
+        compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=target, options=options)
+        assert compiled.asm["cubin"], kernel.__name__
+        assert compiled.metadata.shared <= 232448 or target.arch < 90, kernel.__name__
+        count += 1
+print("compiled", count)
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile(arch, tmp_path):
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1")
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", CHECK, str(arch)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) >= 20

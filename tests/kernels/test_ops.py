@@ -1,0 +1,82 @@
+"""Every op's kernel, in Triton's interpreter, against its reference in float64."""
+
+import pickle
+
+import pytest
+import torch
+from accel_kernels import OPS
+
+pytest.importorskip("triton")
+
+SMALL = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases if case.small]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN, so that an element no program wrote shows."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def empty(*args, make=make, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, empty)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op, case", SMALL)
+def test_kernel_is_as_good_as_torch(op, case, dtype, poisoned, as_good_as_torch):
+    args, kwargs = case.make(torch.device("cpu"), dtype)
+    assert op.supports(*args, **kwargs) is None
+    as_good_as_torch(op, args, kwargs, dtype, interpreted=True)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_on_cpu_an_op_is_its_reference(op):
+    args, kwargs = next(case for case in op.cases if case.small).make(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(op(*args, **kwargs), op.reference(*args, **kwargs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_pickles_as_itself(op):
+    assert pickle.loads(pickle.dumps(op)) is op
+
+
+def refused(op, *args, **kwargs):
+    reason = op.supports(*args, **kwargs)
+    assert isinstance(reason, str)
+    return reason
+
+
+def test_unsupported_inputs_are_named():
+    ops = {op.name: op for op in OPS}
+    image = torch.randn(2, 8, 4, 4)
+    nhwc = image.contiguous(memory_format=torch.channels_last)
+    assert "channels-last" in refused(ops["group_norm"], image, 2, None, None, 1e-5)
+    assert "groups" in refused(ops["group_norm"], nhwc, 3, None, None, 1e-5)
+    assert "float64" in refused(ops["group_norm"], nhwc.double(), 2, None, None, 1e-5)
+    assert "dimensions" in refused(ops["group_norm"], nhwc[0], 2, None, None, 1e-5)
+    assert "empty" in refused(ops["geglu"], torch.empty(0, 8))
+    assert "odd" in refused(ops["geglu"], torch.randn(2, 7))
+    assert "contiguous" in refused(ops["layer_norm"], torch.randn(4, 4).t(), None, None, 1e-5)
+    assert "residual" in refused(ops["layer_norm"], torch.randn(4, 4), None, None, 1e-5, residual=torch.randn(4, 5))
+    assert "residual" in refused(ops["residual_add"], nhwc, nhwc[:1])
+    assert "channels-last" in refused(ops["upsample"], image)
+    q = torch.randn(1, 1, 4, 1024)
+    assert "head dimension" in refused(ops["attention"], q, q, q)
+    assert "keys" in refused(
+        ops["attention"], torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    )
+
+
+def test_group_norm_keeps_its_digits_far_from_zero():
+    """Mean 1000 times the deviation: sums of squares from zero would lose all of them in fp32."""
+    op = next(op for op in OPS if op.name == "group_norm")
+    x = (torch.randn(1, 8, 40, 41, dtype=torch.float64) + 1000).contiguous(memory_format=torch.channels_last)
+    exact = op.reference(x, 2, None, None, 1e-5)
+    ours = op.triton(x.float(), 2, None, None, 1e-5)
+    naive_floor = float((x.float().double() - x).abs().max())  # what rounding the input to fp32 costs already
+    assert float((ours.double() - exact).abs().max()) < 20 * naive_floor
