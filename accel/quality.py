@@ -51,7 +51,7 @@ def _tensors(output) -> list[torch.Tensor]:
         elif hasattr(leaf, "convert"):  # a PIL image
             import numpy
 
-            found.append(torch.from_numpy(numpy.asarray(leaf.convert("RGB"))).double() / 255)
+            found.append(torch.from_numpy(numpy.array(leaf.convert("RGB"))).double() / 255)
         elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
             found.append(torch.as_tensor(leaf).double())
     return found

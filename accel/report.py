@@ -54,7 +54,9 @@ class Report:
     def __rich_console__(self, console, options):
         from rich.table import Table
 
-        table = Table("sites", "rule", "status", "reason", title=f"accel: {self.summary()}", title_justify="left")
+        table = Table(title=f"accel: {self.summary()}", title_justify="left")
+        for heading in ("sites", "rule", "status", "reason"):
+            table.add_column(heading, overflow="fold")
         for (where, rule, status, reason), count in _grouped(self.sites).items():
             table.add_row(where if count == 1 else f"{where}  x{count}", rule, status, reason)
         yield table

@@ -49,6 +49,14 @@ def pointwise(conv: nn.Conv2d) -> bool:
     )
 
 
+def foreign_processor(module: nn.Module) -> str | None:
+    """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
+    processor = vars(module).get("processor")
+    if processor is None or type(processor).__module__.startswith("diffusers."):
+        return None
+    return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
+
+
 def meta_weights(module: nn.Module) -> bool:
     """Whether some weights are not loaded, as under sequential offload."""
     return any(tensor.is_meta for tensor in module.parameters())

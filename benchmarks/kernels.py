@@ -41,7 +41,10 @@ def microseconds(run) -> float:
 
 def error(result, exact) -> float:
     results, exacts = (r if isinstance(r, tuple) else (r,) for r in (result, exact))
-    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(results, exacts))
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        for a, b in zip(results, exacts, strict=True)
+    )
 
 
 def op_row(op, case, dtype=torch.float16) -> dict:
@@ -65,9 +68,9 @@ def attention_row(name, shape) -> dict:
     batch, heads, queries, keys, dim = shape
     packed = queries == keys
     q, k, v = (
-        torch.randn(batch, s, (3 if packed else 1), heads, dim, device="cuda", dtype=torch.float16)[:, :, 0].transpose(1, 2)
+        torch.randn(batch, s, 3 if packed else 1, heads, dim, device="cuda").half()[:, :, 0].transpose(1, 2)
         for s in (queries, keys, keys)
-    )  # fmt: skip
+    )
     exact = BACKENDS["sdpa"].run(q[:, :1].float(), k[:, :1].float(), v[:, :1].float(), None)
     row = {"case": name, "shape": shape}
     for backend_name, backend in BACKENDS.items():

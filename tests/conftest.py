@@ -93,7 +93,7 @@ def unet_inputs(model, batch: int = 2, height: int = 8, width: int = 8, length: 
 
 
 def snapshot(root: torch.nn.Module) -> dict:
-    """All that restore has to bring back: attributes by identity, containers by content, weights by value and stride."""
+    """What restore has to bring back: attributes by identity, containers by content, weights by value and stride."""
     state = {}
     for path, module in root.named_modules():
         for name, value in vars(module).items():

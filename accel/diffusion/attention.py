@@ -13,7 +13,7 @@ from accel.layout import as_image, as_rows, nhwc
 from accel.patch import Stacked, stack_rows, stacked_rows
 from accel.probe import example
 from accel.rule import Match, Skip
-from accel.structure import all_plain, holds, meta_weights, plain
+from accel.structure import all_plain, foreign_processor, holds, meta_weights, plain
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 
@@ -103,6 +103,9 @@ def match_attention(site, context) -> Match | Skip | None:
         return None
     if isinstance(m.processor, nn.Module):
         return Skip(f"the processor {type(m.processor).__name__} has weights of its own")
+    reason = foreign_processor(m)
+    if reason is not None:
+        return Skip(reason)
     for part in PARTS:
         if getattr(m, part, None) is not None:
             return Skip(f"{part}: not handled by the fused attention")

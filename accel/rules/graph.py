@@ -9,6 +9,7 @@ from torch.nn.modules import module as torch_module
 from accel.forward import FastForward
 from accel.graphs import GraphPool, GraphRunner
 from accel.rule import Match, Skip
+from accel.structure import foreign_processor
 
 
 class GraphForward(FastForward):
@@ -42,7 +43,8 @@ class GraphForward(FastForward):
         if isinstance(step, bool) or not isinstance(step, int | float):
             return args, kwargs
         dtype = torch.float64 if isinstance(step, float) else torch.int64
-        kwargs = bound | {"timestep": torch.tensor([step], dtype=dtype)}
+        device = next(self.module.parameters()).device
+        kwargs = bound | {"timestep": torch.tensor([step], dtype=dtype, device=device)}
         return (), kwargs
 
 
@@ -57,9 +59,9 @@ def obstacle(root: nn.Module) -> str | None:
             return f"forward hooks on {where} would not run"
         if "forward" in attributes and not isinstance(attributes["forward"], FastForward):
             return f"{where} has a replaced forward that may keep state"
-        processor = attributes.get("processor")
-        if processor is not None and not type(processor).__module__.startswith("diffusers."):
-            return f"the attention processor {type(processor).__name__} on {where} may keep state"
+        reason = foreign_processor(module)
+        if reason is not None:
+            return f"{reason} ({where})"
     if len({tensor.device for tensor in root.parameters()}) > 1:
         return "weights on several devices"
     return None

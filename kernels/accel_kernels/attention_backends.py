@@ -88,8 +88,9 @@ BACKENDS = {
 
 
 def wins_nowhere(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Candidates not worth the seconds their first compilation takes: our kernel where a vendor one exists."""
-    return name == "triton" and q.shape[-1] <= 256
+    """Candidates not worth the seconds their first compilation takes: our kernel, where a vendor one exists and there
+    are more keys than a prompt has."""
+    return name == "triton" and q.shape[-1] <= 256 and k.shape[2] > 128
 
 
 class AttentionChooser:

@@ -250,3 +250,21 @@ def test_circular_padding_set_after_optimize(tiny):
                 module.padding_mode = "circular"
                 module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
     close(run(model, inputs), run(twin, inputs))
+
+
+def test_a_processor_from_elsewhere_is_called_as_ever(tiny):
+    """It may store what it sees, as prompt-to-prompt editors do; equal outputs do not show that."""
+    model = tiny.unet()
+    attention = model.mid_block.attentions[0].transformer_blocks[0].attn1
+    seen = []
+
+    def storing(attn, hidden_states, *args, inner=attention.processor, **kwargs):
+        seen.append(hidden_states.shape)
+        return inner(attn, hidden_states, *args, **kwargs)
+
+    attention.set_processor(storing)
+    accel.optimize(model)
+    seen.clear()
+    run(model, tiny.inputs(model))
+    assert len(seen) == 1
+    assert any("storing may keep state" in reason for *_, reason in accel.report(model).sites)
