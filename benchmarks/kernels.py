@@ -94,8 +94,8 @@ def main() -> None:
         for case in op.cases:
             rows.append(op_row(op, case))
             r = rows[-1]
-            print(f"{r['op']:13s} {r['case']:16s} {r['us']:8.1f} us  torch {r['torch_us']:8.1f}  {r['gb_s']:6.0f} GB/s  "
-                  f"error {r['error']:.1e} / {r['torch_error']:.1e}", flush=True)  # fmt: skip
+            times = f"{r['us']:8.1f} us  torch {r['torch_us']:8.1f}  {r['gb_s']:6.0f} GB/s"
+            print(f"{r['op']:13s} {r['case']:16s} {times}  error {r['error']:.1e} / {r['torch_error']:.1e}", flush=True)
     attention = []
     for name, shape in ATTENTION_SHAPES.items():
         attention.append(attention_row(name, shape))

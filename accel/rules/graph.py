@@ -1,7 +1,5 @@
 """Whole forwards as CUDA graphs: which modules, and what forbids it."""
 
-import inspect
-
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -18,10 +16,13 @@ class GraphForward(FastForward):
     def __init__(self, module: nn.Module, path: str, kernels, ledger, pool: GraphPool, keep: bool):
         super().__init__(module, path, kernels, ledger)
         self.runner = GraphRunner(module, path, pool, ledger, obstacle, keep)
+        self.names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args, **kwargs):
-        if next(self.module.parameters()).device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return self.stock(*args, **kwargs)  # nothing to capture, or part of somebody's capture
+        if torch.compiler.is_compiling() or next(self.module.parameters()).device.type != "cuda":
+            return self.stock(*args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            return self.stock(*args, **kwargs)  # part of somebody's capture
         return super().__call__(*args, **kwargs)
 
     def unfit(self, *args, **kwargs) -> str | None:
@@ -35,10 +36,9 @@ class GraphForward(FastForward):
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        if "timestep" not in names:
+        if "timestep" not in self.names:
             return args, kwargs
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = dict(zip(self.names, args, strict=False)) | kwargs
         step = bound.get("timestep")
         if isinstance(step, bool) or not isinstance(step, int | float):
             return args, kwargs

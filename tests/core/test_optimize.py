@@ -314,3 +314,21 @@ def test_report_tells_every_site_and_prints(pair):
     assert data["sites"][0].keys() == {"path", "rule", "status", "reason"}
     text = str(report)
     assert "resnet block" in text and "waits for CUDA" in text and report.summary() in text.replace("\n", " ")
+
+
+def test_torch_compile_on_top_sees_the_stock_model(pair):
+    model, twin, inputs = pair
+    accel.optimize(model)
+    compiled = torch.compile(model, backend="eager")
+    close(run(compiled, inputs), run(twin, inputs))
+    assert accel.report(model).fallbacks == []
+    torch.compiler.reset()
+
+
+def test_signatures_stay_those_of_the_stock_forwards(pair):
+    import inspect
+
+    model, twin, _ = pair
+    accel.optimize(model)
+    for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+        assert str(inspect.signature(ours.forward)) == str(inspect.signature(theirs.forward))

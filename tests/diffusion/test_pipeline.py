@@ -2,10 +2,11 @@
 
 import copy
 
-import accel
 import numpy as np
 import pytest
 import torch
+
+import accel
 
 
 def draw(pipe, prompts, seed=0, **kwargs):

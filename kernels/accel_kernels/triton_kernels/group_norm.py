@@ -14,10 +14,9 @@ from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.launch import floor_power_of_two, multiprocessors, power_of_two
 
 TILE = 4096  # elements a program loads at once
-BLOCK_CHANNELS = 32  # channels a program covers where groups are narrow: rows of 64 bytes in 16 bit
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole
 PROGRAMS_PER_SM = 4
-ELEMENTS_PER_WARP = 1024
+LARGE_ROWS = 16384  # from here on, memory and not latency decides: wider rows, more warps (measured on an H200)
 LEAST_CHUNKS = 64  # padded number of partial moments: one compiled kernel for all images up to that many
 UNSPECIALISED = (
     "has_add",
@@ -183,10 +182,11 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         )  # fmt: skip
         return y
 
-    group_block = min(floor_power_of_two(max(1, BLOCK_CHANNELS // cpg)), power_of_two(num_groups))
+    block_channels, warp_elements = (64, 512) if rows >= LARGE_ROWS else (32, 1024)
+    group_block = min(floor_power_of_two(max(1, block_channels // cpg)), power_of_two(num_groups))
     block_c = power_of_two(cpg * group_block)
     block_r = max(1, min(TILE // block_c, power_of_two(rows)))
-    warps = max(1, min(8, block_c * block_r // ELEMENTS_PER_WARP))
+    warps = max(1, min(8, block_c * block_r // warp_elements))
     shape = {"BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": warps}
     blocks, tiles = triton.cdiv(num_groups, group_block), triton.cdiv(rows, block_r)
     wanted = max(1, PROGRAMS_PER_SM * multiprocessors(x.device) // (blocks * batch))

@@ -1,0 +1,93 @@
+"""The pipeline that ships, on a GPU in half precision: offload, schedulers, and digits that can still be read."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import accel
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+@pytest.fixture
+def pipe():
+    from diffusers import DiffusionPipeline
+
+    folder = ROOT / "examples" / "models" / "tiny-sd-digits"
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(pipe, prompts, **kwargs):
+    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+    images = pipe(prompts, generator=generators, **({"num_inference_steps": 8} | kwargs)).images
+    return np.stack([np.asarray(image) for image in images]) / 255, images
+
+
+def alike(ours, stock):
+    """Half precision on both sides: equal to the eye, and far closer than that on the whole."""
+    assert ours.shape == stock.shape
+    assert np.sqrt(((ours - stock) ** 2).mean()) < 5e-3
+
+
+def test_digits_can_be_read(pipe):
+    spec = importlib.util.spec_from_file_location("digits", ROOT / "tests" / "diffusion" / "digits.py")
+    digits = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(digits)
+    pipe.to("cuda")
+    stock, images = draw(pipe, digits.PROMPTS, num_inference_steps=20)
+    assert sum(np.equal(digits.read_digits(images), range(10))) >= 9
+    accel.optimize(pipe, graphs=True)
+    ours, images = draw(pipe, digits.PROMPTS, num_inference_steps=20)
+    assert sum(np.equal(digits.read_digits(images), range(10))) >= 9
+    alike(ours, stock)
+    assert {row["path"] for row in accel.report(pipe).graphs if row["status"] == "graph"} >= {"unet", "text_encoder"}
+    accel.restore(pipe)
+    assert np.array_equal(draw(pipe, digits.PROMPTS, num_inference_steps=20)[0], stock)
+
+
+@pytest.mark.parametrize("name", ["PNDM", "EulerDiscrete", "DPMSolverMultistep", "LCM"])
+def test_schedulers(pipe, name):
+    import diffusers
+
+    pipe.to("cuda")
+    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
+    stock, _ = draw(pipe, ["a handwritten three"])
+    accel.optimize(pipe)
+    for _ in range(2):
+        alike(draw(pipe, ["a handwritten three"])[0], stock)
+
+
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+@pytest.mark.parametrize("kind", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offload(pipe, kind, order):
+    stock, _ = draw(copy.deepcopy(pipe).to("cuda"), ["a handwritten five"])
+    steps = [getattr(pipe, kind), lambda: accel.optimize(pipe)]
+    for step in steps if order == "offload first" else reversed(steps):
+        step()
+    for _ in range(2):
+        alike(draw(pipe, ["a handwritten five"])[0], stock)
+    assert not any(row["status"] == "graph" for row in accel.report(pipe).graphs)
+    accel.restore(pipe)
+    alike(draw(pipe, ["a handwritten five"])[0], stock)
+
+
+def test_optimize_before_moving_to_the_gpu(pipe):
+    stock, _ = draw(copy.deepcopy(pipe).to("cuda"), ["a handwritten six"])
+    accel.optimize(pipe, graphs=True)
+    pipe.to("cuda")
+    for _ in range(2):
+        alike(draw(pipe, ["a handwritten six"])[0], stock)
+    assert any(row["path"] == "unet" and row["status"] == "graph" for row in accel.report(pipe).graphs)
+
+
+def test_verify(pipe):
+    accel.optimize(pipe.to("cuda"))
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=10)
+    assert quality.finite and quality.psnr_db > 45
