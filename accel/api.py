@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from accel.objects import models
 from accel.options import parse
 from accel.plan import Context, Plan
 from accel.quality import Quality, compare
@@ -113,8 +114,6 @@ def _plan(model: nn.Module, context: Context) -> Plan:
 
 
 def _models(obj) -> dict[str, nn.Module]:
-    from accel.diffusion.family import models
-
     found = models(obj)
     if found is None:
         raise TypeError(f"accel cannot optimise a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")

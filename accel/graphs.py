@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accel_kernels.capture import capture
 from accel_kernels.rehearsal import rehearsal
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -195,7 +196,7 @@ class GraphRunner:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool.handle(device), capture_error_mode="thread_local"):
+        with capture(graph, self.pool.handle(device)):
             outputs, entry.spec = pytree.tree_flatten(eager(*args, **kwargs))
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph, entry.outputs = graph, outputs

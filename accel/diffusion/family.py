@@ -1,6 +1,5 @@
 """What makes a model a diffusion model, the rules for it, and which of its forwards are worth a CUDA graph."""
 
-import torch
 from torch import nn
 
 from accel.diffusion.attention import match_attention
@@ -59,25 +58,3 @@ def graph_paths(root: nn.Module) -> tuple[str, ...]:
         return ("encoder", "decoder")
     generates = getattr(root, "can_generate", None)
     return () if generates is not None and generates() else ("",)
-
-
-def models(obj: object) -> dict[str, nn.Module] | None:
-    """The models in a pipeline by component name, or {"": model}; None for anything else.
-
-    Pipelines and models are told by the base classes of diffusers and transformers, looked up only where the caller
-    has imported them already.
-    """
-    import sys
-
-    diffusers, transformers = sys.modules.get("diffusers"), sys.modules.get("transformers")
-    if diffusers is not None:
-        if isinstance(obj, diffusers.DiffusionPipeline):
-            return {name: part for name, part in obj.components.items() if isinstance(part, nn.Module)}
-        if isinstance(obj, diffusers.ModelMixin):
-            return {"": obj}
-    if transformers is not None:
-        if isinstance(obj, transformers.PreTrainedModel):
-            return {"": obj}
-        if isinstance(obj, transformers.Pipeline) and isinstance(obj.model, torch.nn.Module):
-            return {"model": obj.model}
-    return None

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention import attention
+from accel_kernels.capture import capture
 from accel_kernels.rehearsal import rehearsing
 
 
@@ -187,7 +188,7 @@ def _milliseconds(run: Callable[[], object], repeats: int = 8) -> float:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture(graph):
         for _ in range(repeats):
             run()
     times = []
