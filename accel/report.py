@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from accel.plan import Plan
 
 FALLBACK_LINES = 12
+WHOLE = "(whole model)"
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class Report:
             table = Table("graph of", "inputs", "status", "eager ms", "graph ms", "MB", "reason")
             for row in self.graphs:
                 times = (f"{row['eager_ms']:.2f}", f"{row['graph_ms']:.2f}", f"{row['memory_mb']:.0f}")
-                table.add_row(row["path"], row["inputs"], row["status"], *times, row["reason"])
+                table.add_row(row["path"] or WHOLE, row["inputs"], row["status"], *times, row["reason"])
             yield table
         if self.fallbacks:
             table = Table("ran stock", "calls", "reason")
             for path, reason, calls in self.fallbacks[:FALLBACK_LINES]:
-                table.add_row(path, str(calls), reason)
+                table.add_row(path or WHOLE, str(calls), reason)
             if len(self.fallbacks) > FALLBACK_LINES:
                 table.add_row(f"and {len(self.fallbacks) - FALLBACK_LINES} more in .fallbacks", "", "")
             yield table
@@ -87,6 +88,6 @@ def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str
     """Sites of one rule, status and reason under one heading: their path with numbers left out."""
     groups: Counter[tuple[str, str, str, str]] = Counter()
     for path, rule, status, reason in sites:
-        where = ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(whole model)"
+        where = ".".join("*" if part.isdigit() else part for part in path.split(".")) or WHOLE
         groups[where, rule, status, reason] += 1
     return groups

@@ -80,9 +80,7 @@ def match_graph(site, context) -> Match | Skip | None:
     if context.options.graphs is False:
         return Skip("graphs=False")
     keep = context.options.graphs is True
-    forward = GraphForward(
-        site.module, site.path or "(whole model)", context.kernels, context.ledger, context.pool, keep
-    )
+    forward = GraphForward(site.module, site.path, context.kernels, context.ledger, context.pool, keep)
     device = next(site.module.parameters()).device.type
     note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"
     return Match(forward, covers=(), note=note)

@@ -88,10 +88,9 @@ BACKENDS = {
 }
 
 
-def wins_nowhere(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Candidates not worth the seconds their first compilation takes: our kernel, where a vendor one exists and there
-    are more keys than a prompt has."""
-    return name == "triton" and q.shape[-1] <= 256 and k.shape[2] > 128
+def wins_nowhere(name: str, q: torch.Tensor) -> bool:
+    """Candidates not worth the seconds their first compilation takes: our kernel, where a vendor one exists."""
+    return name == "triton" and q.shape[-1] <= 256
 
 
 class AttentionChooser:
@@ -135,7 +134,7 @@ class AttentionChooser:
         if choice is not None:
             return choice
         if rehearsing():  # values are garbage: compile what could be chosen, measure later
-            return "sdpa" if _refuses_triton(q, k, v) or wins_nowhere("triton", q, k) else "triton"
+            return "sdpa" if _refuses_triton(q, k, v) or wins_nowhere("triton", q) else "triton"
         if torch.cuda.is_current_stream_capturing():
             return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
         with self._lock:
@@ -151,7 +150,7 @@ class AttentionChooser:
         limit = 0.02 * wanted.abs().max().clamp_min(1e-6)
         times = {}
         for name, backend in BACKENDS.items():
-            if name == "sdpa" or backend.refuses(q, k, v) is not None or wins_nowhere(name, q, k):
+            if name == "sdpa" or backend.refuses(q, k, v) is not None or wins_nowhere(name, q):
                 continue  # sdpa picks one of the others
             try:
                 agrees = bool((backend.run(q, k, v, None).float() - wanted).abs().max() <= limit)

@@ -50,8 +50,8 @@ def _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_single(
-    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, rows, channels, eps,
-    CPG: tl.constexpr, AFFINE: tl.constexpr, SILU: tl.constexpr,
+    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, silu, rows, channels, eps,
+    CPG: tl.constexpr, AFFINE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
@@ -69,8 +69,7 @@ def group_norm_single(
     deviation = tl.where(mask, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(deviation * deviation, axis=1), axis=0) / count + eps)
     y = deviation * (rstd * scale)[None, :] + offset[None, :]
-    if SILU:
-        y = y * tl.sigmoid(y)
+    y = y * tl.where(silu, tl.sigmoid(y), 1.0)
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -119,9 +118,9 @@ def group_norm_moments(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_apply(
-    x_ptr, y_ptr, partial_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift,
+    x_ptr, y_ptr, partial_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, silu,
     rows, channels, groups, chunks, chunk_rows, eps,
-    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr, SILU: tl.constexpr, CHUNKS: tl.constexpr,
+    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -158,8 +157,7 @@ def group_norm_apply(
         place = image + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
         x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
         y = (x - centre[None, :]) * scale[None, :] + offset[None, :]
-        if SILU:
-            y = y * tl.sigmoid(y)
+        y = y * tl.where(silu, tl.sigmoid(y), 1.0)
         tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -168,16 +166,16 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     batch, channels, height, width = x.shape
     rows, cpg = height * width, channels // num_groups
     y = torch.empty_like(x)
-    # A missing addend is a flag and a pointer never read, not a kernel of its own to compile.
+    # A missing addend is a flag and a pointer never read, and SiLU a flag, not kernels of their own to compile.
     addends = (x if add is None else add.contiguous(), x if shift is None else shift)
     flags = (add is not None, shift is not None)
-    affine = {"AFFINE": weight is not None, "SILU": silu}
+    affine = {"AFFINE": weight is not None}
 
     whole = power_of_two(rows) * power_of_two(cpg)
     if whole <= SINGLE_LIMIT:
         launch(
             group_norm_single, (num_groups, batch),
-            x, y, weight, bias, *addends, *flags, rows, channels, eps, cpg, **affine,
+            x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg, **affine,
             BLOCK_C=power_of_two(cpg), BLOCK_R=power_of_two(rows), num_warps=max(1, min(16, whole // 512)),
         )  # fmt: skip
         return y
@@ -201,7 +199,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     constants = {**affine, "CHUNKS": max(LEAST_CHUNKS, power_of_two(chunks)), **shape}
     launch(
         group_norm_apply, grid,
-        x, y, partial, weight, bias, *addends, *flags, rows, channels, num_groups, chunks, chunk_rows, eps,
+        x, y, partial, weight, bias, *addends, *flags, silu, rows, channels, num_groups, chunks, chunk_rows, eps,
         cpg, group_block, **constants,
     )  # fmt: skip
     return y
@@ -209,10 +207,10 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
 
 def _specimen(kernel, dtype):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("x", "y", "w", "b", "add", "shift")}
-    types |= dict.fromkeys(("has_add", "has_shift"), "i1")
+    types |= dict.fromkeys(("has_add", "has_shift", "silu"), "i1")
     types |= dict.fromkeys(("rows", "channels", "groups", "chunks", "chunk_rows"), "i32")
     types |= {"partial_ptr": "*fp32", "eps": "fp32"}
-    constants = {"CPG": 10, "GROUP_BLOCK": 4, "AFFINE": True, "SILU": True}
+    constants = {"CPG": 10, "GROUP_BLOCK": 4, "AFFINE": True}
     return kernel, types, constants | {"CHUNKS": 64, "BLOCK_C": 64, "BLOCK_R": 128}, 8
 
 

@@ -10,10 +10,10 @@ from accel_kernels.triton_kernels.launch import power_of_two
 TILE = 4096  # elements a program holds at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("has_residual", "rows"))
 def layer_norm_kernel(
-    x_ptr, residual_ptr, y_ptr, sum_ptr, w_ptr, b_ptr, rows, channels, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x_ptr, residual_ptr, y_ptr, sum_ptr, w_ptr, b_ptr, has_residual, rows, channels, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -22,7 +22,7 @@ def layer_norm_kernel(
     mask = (r_idx < rows)[:, None] & c_mask[None, :]
     place = r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if has_residual:
         x += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         stored = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + place, stored, mask=mask)
@@ -44,20 +44,23 @@ def layer_norm(x, weight, bias, eps, *, residual=None):
     rows = x.numel() // channels
     y = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
+    # A missing residual is a flag and pointers never used, not a kernel of its own to compile.
+    streams = (x, x, y, y) if residual is None else (x, residual, y, total)
     block_c = power_of_two(channels)
     block_r = max(1, min(TILE // block_c, power_of_two(rows)))
     warps = max(1, min(16, block_c * block_r // 512))
     launch(
-        layer_norm_kernel, (triton.cdiv(rows, block_r),), x, residual, y, total, weight, bias, rows, channels, eps,
-        residual is not None, weight is not None, bias is not None, block_c, block_r, num_warps=warps,
+        layer_norm_kernel, (triton.cdiv(rows, block_r),),
+        *streams, weight, bias, residual is not None, rows, channels, eps,
+        weight is not None, bias is not None, block_c, block_r, num_warps=warps,
     )  # fmt: skip
     return y if residual is None else (y, total)
 
 
 def _specimen(dtype):
     pointers = {f"{name}_ptr": f"*{dtype}" for name in ("x", "residual", "y", "sum", "w", "b")}
-    types = pointers | {"rows": "i32", "channels": "i32", "eps": "fp32"}
-    return types, {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_BIAS": True, "BLOCK_C": 1024, "BLOCK_R": 4}
+    types = pointers | {"has_residual": "i1", "rows": "i32", "channels": "i32", "eps": "fp32"}
+    return types, {"HAS_WEIGHT": True, "HAS_BIAS": True, "BLOCK_C": 1024, "BLOCK_R": 4}
 
 
 # What the compile check builds without a GPU: kernel, argument types, constants, warps.
