@@ -14,6 +14,8 @@ import triton
 from accel_kernels import OPS
 from accel_kernels.attention_backends import BACKENDS
 
+from accel.bench.machine import commit, machine, now
+
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),
     "sd15-32-self": (2, 8, 1024, 1024, 80),
@@ -102,9 +104,9 @@ def main() -> None:
         times = {k: f"{attention[-1][k]:.1f}" for k in BACKENDS if k in attention[-1]}
         errors = {k: f"{attention[-1][k + '_error']:.0e}" for k in BACKENDS if k + "_error" in attention[-1]}
         print(name, times, errors, flush=True)
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps({"machine": machine, "ops": rows, "attention": attention}, indent=1))
+        facts = {"machine": machine(torch.device("cuda")), "commit": commit(), "date": now()}
+        Path(sys.argv[1]).write_text(json.dumps(facts | {"ops": rows, "attention": attention}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
