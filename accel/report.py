@@ -56,10 +56,10 @@ class Report:
         from rich.table import Table
 
         table = Table(title=f"accel: {self.summary()}", title_justify="left")
-        for heading in ("sites", "rule", "status", "reason"):
+        for heading in ("where", "rule", "sites", "status", "reason"):
             table.add_column(heading, overflow="fold")
         for (where, rule, status, reason), count in _grouped(self.sites).items():
-            table.add_row(where if count == 1 else f"{where}  x{count}", rule, status, reason)
+            table.add_row(where, rule, str(count), status, reason)
         yield table
         if self.graphs:
             table = Table("graph of", "inputs", "status", "eager ms", "graph ms", "MB", "reason")
@@ -85,9 +85,10 @@ class Report:
 
 
 def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str, str], int]:
-    """Sites of one rule, status and reason under one heading: their path with numbers left out."""
+    """What was patched by its part of the model; what was skipped by its path, numbers left out, to be found again."""
     groups: Counter[tuple[str, str, str, str]] = Counter()
     for path, rule, status, reason in sites:
-        where = ".".join("*" if part.isdigit() else part for part in path.split(".")) or WHOLE
+        parts = ["*" if part.isdigit() else part for part in path.split(".")]
+        where = ".".join(parts if status == "skipped" else parts[:1]) or WHOLE
         groups[where, rule, status, reason] += 1
     return groups

@@ -46,7 +46,7 @@ UNETS = {
     },
     "scale-shift": {"resnet_time_scale_shift": "scale_shift"},
     "only-cross": {"only_cross_attention": True},
-    "double-self": {"dual_cross_attention": False, "attention_type": "default", "mid_block_scale_factor": 2.0},
+    "scaled": {"mid_block_scale_factor": 2.0},
     "resample-in-resnet": {
         "down_block_types": ("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),

@@ -22,7 +22,7 @@ def patched(model, rule):
     return [path for path, name, status, _ in accel.report(model).sites if name == rule and status == "patched"]
 
 
-FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "double-self", "resample-in-resnet"]
+FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "scaled", "resample-in-resnet"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -54,7 +54,7 @@ def test_odd_sizes_use_the_size_the_unet_asks_for(tiny):
     close(run(model, inputs), run(twin, inputs))
 
 
-@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl", "scaled", "only-cross"])
 def test_every_block_of_the_sd_families_is_replaced(family, tiny):
     model = tiny.unet(family)
     names = [name for name, _ in model.named_modules()]
@@ -268,3 +268,17 @@ def test_a_processor_from_elsewhere_is_called_as_ever(tiny):
     run(model, tiny.inputs(model))
     assert len(seen) == 1
     assert any("storing may keep state" in reason for *_, reason in accel.report(model).sites)
+
+
+def test_masks_given_to_a_stack_of_blocks_directly(tiny):
+    """The UNet hands over biases; other callers give keep-masks, which the stack turns into biases itself."""
+    model = tiny.unet()
+    twin = copy.deepcopy(model)
+    accel.optimize(model)
+    image, prompt = torch.randn(2, 32, 4, 3), torch.randn(2, 7, 12)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]])
+    call = {"encoder_hidden_states": prompt, "encoder_attention_mask": mask}
+    with torch.no_grad():
+        ours, wanted = (unet.mid_block.attentions[0](image, **call).sample for unet in (model, twin))
+    close(ours, wanted)
+    assert accel.report(model).fallbacks == []
