@@ -128,7 +128,6 @@ class GraphRunner:
                 if self.fingerprint.holds():
                     self.changes = 0
                     return outputs
-                torch.cuda.synchronize(device)
             if not self.fingerprint.holds():
                 self._renew()
             else:
@@ -144,13 +143,17 @@ class GraphRunner:
                     self._capture(entry, eager, leaves, spec, device)
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device)
-        if reason is not None:
+        if reason is None:
+            self._rehearse(eager, args, kwargs)
+        else:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
-        self._rehearse(eager, args, kwargs)
         return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
 
     def _rehearse(self, eager: Callable, args: tuple, kwargs: dict) -> None:
-        """Before the first call: compiles its kernels side by side. An error shows again in the call itself."""
+        """Before the first call: compiles its kernels side by side. An error shows again in the call itself.
+
+        Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
+        """
         if not self.rehearsed:
             self.rehearsed = True
             with contextlib.suppress(Exception), rehearsal():
@@ -159,6 +162,8 @@ class GraphRunner:
     def _renew(self) -> None:
         """Forgets all graphs: the module is not the one they were captured from."""
         self.changes += self.fingerprint is not None
+        for done in self.pool.done.values():
+            done.synchronize()  # a replay on another stream may still be at it
         self.entries.clear()
         self.fingerprint = Fingerprint(self.module)
         self.reason = self.obstacle(self.module)

@@ -1,7 +1,7 @@
 """What a module computes: its stock forward run against a candidate, on small random inputs.
 
-Structure says which formula a block should be; the probe makes sure. It fires no hooks on the module itself, touches
-no weights, and draws from a generator of its own.
+Structure says which formula a block should be; the probe makes sure. It runs none of the user's own code, touches no
+weights, and draws from a generator of its own.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel.structure import placement
+from accel.structure import placement, side_effects
 
 # Relative to the largest output. A wrong formula is off by the order of 1; rounding stays far below.
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -23,6 +23,9 @@ class Probe:
 
     def disagreement(self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None):
         """None where candidate(*args) equals the module's stock forward, else how far they are apart."""
+        reason = side_effects(module)
+        if reason is not None:
+            return reason
         key = _kind(module)
         if key not in self.verdicts:
             self.verdicts[key] = _compare(module, candidate, args, kwargs or {})

@@ -57,6 +57,17 @@ def foreign_processor(module: nn.Module) -> str | None:
     return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
 
 
+def side_effects(module: nn.Module) -> str | None:
+    """Why running the module only to look at it would be noticed: code of the user's inside it."""
+    for child in module.modules():
+        if child is not module and (vars(child)["_forward_hooks"] or vars(child)["_forward_pre_hooks"]):
+            return "forward hooks inside, which examining it would call"
+        reason = foreign_processor(child)
+        if reason is not None:
+            return reason
+    return None
+
+
 def meta_weights(module: nn.Module) -> bool:
     """Whether some weights are not loaded, as under sequential offload."""
     return any(tensor.is_meta for tensor in module.parameters())
