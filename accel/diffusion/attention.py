@@ -13,7 +13,7 @@ from accel.layout import as_image, as_rows, nhwc
 from accel.patch import Stacked, stack_rows, stacked_rows
 from accel.probe import example
 from accel.rule import Match, Skip
-from accel.structure import all_plain, foreign_processor, holds, meta_weights, plain
+from accel.structure import all_plain, foreign_processor, holds, meta_weights, plain, untouched
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 
@@ -93,7 +93,9 @@ class AttentionForward(FastForward):
 
 def _leaves(m: nn.Module) -> str | None:
     projections = (m.to_q, m.to_k, m.to_v, m.to_out[0])
-    return all_plain(*((layer, nn.Linear) for layer in projections), (m.group_norm, nn.GroupNorm))
+    return all_plain(*((layer, nn.Linear) for layer in projections), (m.group_norm, nn.GroupNorm)) or untouched(
+        *m.to_out
+    )
 
 
 def match_attention(site, context) -> Match | Skip | None:

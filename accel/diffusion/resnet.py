@@ -12,7 +12,7 @@ from accel.forward import FastForward
 from accel.layout import convolve, nhwc, project_image
 from accel.probe import example
 from accel.rule import Match, Skip
-from accel.structure import all_plain, holds, meta_weights, pointwise
+from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
 
 
 class ResnetForward(FastForward):
@@ -46,7 +46,7 @@ def _leaves(m: nn.Module) -> str | None:
         *((norm, nn.GroupNorm) for norm in norms),
         *((conv, nn.Conv2d) for conv in convolutions),
         (m.time_emb_proj, nn.Linear),
-    )
+    ) or untouched(m.nonlinearity, getattr(m, "dropout", None))
 
 
 def match_resnet(site, context) -> Match | Skip | None:

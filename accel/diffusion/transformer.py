@@ -12,7 +12,7 @@ from accel.forward import FastForward
 from accel.layout import as_image, as_rows, nhwc, project
 from accel.probe import example
 from accel.rule import Match, Skip
-from accel.structure import all_plain, holds, meta_weights, plain, pointwise
+from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
 
 
 class TransformerBlockForward(FastForward):
@@ -50,8 +50,9 @@ class TransformerBlockForward(FastForward):
         return self._feed_forward(n) + x
 
     def _feed_forward(self, x):
-        up, down = self.module.ff.net[0].proj, self.module.ff.net[2]
-        reason = all_plain((up, nn.Linear), (down, nn.Linear))
+        net = self.module.ff.net
+        up, down = getattr(net[0], "proj", None), net[2]
+        reason = plain(up, nn.Linear) or plain(down, nn.Linear) or untouched(self.module.ff, *net)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
             return self.module.ff(x)

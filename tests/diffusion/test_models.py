@@ -236,6 +236,23 @@ def test_optimize_fires_no_hooks_and_calls_fire_all(tiny):
     assert ours == stock and len(stock) > 100
 
 
+@pytest.mark.parametrize("kind", ["unet", "vae"])
+def test_a_hook_on_any_one_module_fires(tiny, kind):
+    model = tiny.unet() if kind == "unet" else tiny.vae()
+    twin = copy.deepcopy(model)
+    inputs = tiny.inputs(model) if kind == "unet" else {"sample": torch.randn(1, 3, 8, 8)}
+    accel.optimize(model)
+    for path, module in model.named_modules():
+        counts = []
+        for root, where in ((model, module), (twin, twin.get_submodule(path))):
+            seen = []
+            handle = where.register_forward_pre_hook(lambda *args, seen=seen: seen.append(1))
+            run(root, inputs)
+            handle.remove()
+            counts.append(len(seen))
+        assert counts[0] == counts[1], path
+
+
 def test_circular_padding_set_by_the_user(tiny):
     """Seamless textures: people set padding_mode on every convolution."""
     model = tiny.unet()
