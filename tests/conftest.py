@@ -46,6 +46,7 @@ UNETS = {
     },
     "scale-shift": {"resnet_time_scale_shift": "scale_shift"},
     "only-cross": {"only_cross_attention": True},
+    "inpainting": {"in_channels": 9},
     "scaled": {"mid_block_scale_factor": 2.0},
     "resample-in-resnet": {
         "down_block_types": ("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D"),
@@ -83,7 +84,7 @@ def unet_inputs(model, batch: int = 2, height: int = 8, width: int = 8, length: 
         return torch.randn(*shape, generator=g)
 
     inputs = {
-        "sample": rand(batch, 4, height, width),
+        "sample": rand(batch, model.config.in_channels, height, width),
         "timestep": torch.tensor(17),
         "encoder_hidden_states": rand(batch, length, model.config.cross_attention_dim),
     }

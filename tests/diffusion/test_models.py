@@ -22,7 +22,7 @@ def patched(model, rule):
     return [path for path, name, status, _ in accel.report(model).sites if name == rule and status == "patched"]
 
 
-FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "scaled", "resample-in-resnet"]
+FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -312,3 +312,27 @@ def test_masks_given_to_a_stack_of_blocks_directly(tiny):
         ours, wanted = (unet.mid_block.attentions[0](image, **call).sample for unet in (model, twin))
     close(ours, wanted)
     assert accel.report(model).fallbacks == []
+
+
+def test_a_controlnet_steers_as_ever(tiny):
+    from diffusers import ControlNetModel
+
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    torch.manual_seed(4)
+    control = ControlNetModel.from_unet(model, conditioning_embedding_out_channels=(8, 8)).eval()
+    for parameter in control.parameters():  # its zero convolutions would steer nothing
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    control_twin = copy.deepcopy(control)
+    accel.optimize(model)
+    accel.optimize(control)
+    assert len(patched(control, "resnet block")) > 2
+    hint = torch.rand(2, 3, 16, 16)
+    outputs = []
+    for unet, net in ((model, control), (twin, control_twin)):
+        with torch.no_grad():
+            down, mid = net(**inputs, controlnet_cond=hint, return_dict=False)
+        steer = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+        outputs.append(run(unet, inputs | steer))
+    close(*outputs)
+    assert float((outputs[1] - run(twin, inputs)).abs().max()) > 1e-3
