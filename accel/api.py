@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.objects import models
+from accel.objects import models_in
 from accel.options import parse
 from accel.plan import Context, Plan
 from accel.quality import Quality, compare
@@ -114,7 +114,7 @@ def _plan(model: nn.Module, context: Context) -> Plan:
 
 
 def _models(obj) -> dict[str, nn.Module]:
-    found = models(obj)
+    found = models_in(obj)
     if found is None:
         raise TypeError(f"accel cannot optimise a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
     unique = {id(model): name for name, model in reversed(found.items())}

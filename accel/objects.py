@@ -5,7 +5,7 @@ import sys
 from torch import nn
 
 
-def models(obj: object) -> dict[str, nn.Module] | None:
+def models_in(obj: object) -> dict[str, nn.Module] | None:
     """The models in a pipeline by component name, or {"": model}; None for anything else.
 
     Pipelines and models are told by the base classes of diffusers and transformers, looked up only where the caller

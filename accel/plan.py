@@ -52,7 +52,7 @@ class Plan:
         self.ledger, self.pool = context.ledger, context.pool
         self.rows: list[Row] = []
         self.patches: list = []
-        self._visit(Site("", root, root), rules, context)
+        self._visit(Site("", root), rules, context)
 
     def _visit(self, site: Site, rules: Sequence[Rule], context: Context) -> None:
         covered: set[str] | None = set()

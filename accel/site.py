@@ -8,12 +8,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Site:
-    """`root` is the model that `optimize` was given or found in a pipeline; `path` is the module's name from there."""
+    """`path` is the module's name from the model that `optimize` was given or found in a pipeline; "" is that model."""
 
     path: str
     module: nn.Module
-    root: nn.Module
 
     def children(self) -> Iterator["Site"]:
         for name, child in self.module.named_children():
-            yield Site(f"{self.path}.{name}" if self.path else name, child, self.root)
+            yield Site(f"{self.path}.{name}" if self.path else name, child)

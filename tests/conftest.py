@@ -20,6 +20,46 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+# Triton's interpreter truncates to bfloat16 where the GPU rounds: one more unit in the last place.
+TRUNCATION = {torch.bfloat16: 2**-8}
+# fp32 sums in another order than torch's; relative to the largest output.
+FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+
+
+def assert_as_good_as_torch(op, args, kwargs, dtype):
+    """The kernel's largest error against float64 is at most twice the reference's own in this dtype."""
+
+    def double(value):
+        return value.double() if isinstance(value, torch.Tensor) else value
+
+    def many(output):
+        return output if isinstance(output, tuple) else (output,)
+
+    exact = many(op.reference(*map(double, args), **{name: double(value) for name, value in kwargs.items()}))
+    torchs = many(op.reference(*args, **kwargs))
+    ours = many(op.triton(*args, **kwargs))
+    slack = FLOOR[dtype] + (0.0 if args[0].is_cuda else TRUNCATION.get(dtype, 0.0))
+    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        assert mine.dtype == dtype and mine.shape == truth.shape
+        assert torch.isfinite(mine).all()
+        peak = truth.abs().max().clamp_min(1e-3)
+        error, allowed = (float((t.double() - truth).abs().max() / peak) for t in (mine, theirs))
+        assert error <= 2 * allowed + slack, f"error {error:.2e}, torch's own {allowed:.2e}"
+
+
+@pytest.fixture
+def as_good_as_torch(monkeypatch):
+    """The check of a kernel; fresh memory holds NaN meanwhile, so that an element no program wrote shows."""
+    for name in ("empty", "empty_like"):
+
+        def poisoned(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poisoned)
+    return assert_as_good_as_torch
+
+
 SD = {
     "sample_size": 8,
     "block_out_channels": (16, 32),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.bench import configs
+from accel.diffusion.inputs import unet_inputs
 
 SEED = 0
 STEPS = 4  # different inputs, used in turn
@@ -54,22 +55,16 @@ def _builder(class_name: str, config: dict):
     return build
 
 
-def _unet(name, about, config, batch, size, *, tokens=77, text_dim=None, real=True) -> Case:
-    """A UNet on `size` x `size` latents; `text_dim` is the width of SDXL's pooled prompt."""
+def _unet(name, about, config, batch, size, *, tokens=77, real=True) -> Case:
+    """A UNet on `size` x `size` latents."""
 
     def inputs(device, dtype):
-        generator = _generator(device)
+        def drawn(seed):
+            return unet_inputs(config, device, dtype, batch=batch, size=size, tokens=tokens, seed=seed)
 
-        def rand(*shape):
-            return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-        fixed = {"encoder_hidden_states": rand(batch, tokens, config["cross_attention_dim"])}
-        if text_dim:
-            pixels = float(size * 8)
-            time_ids = torch.tensor([[pixels, pixels, 0.0, 0.0, pixels, pixels]], device=device, dtype=dtype)
-            fixed["added_cond_kwargs"] = {"text_embeds": rand(batch, text_dim), "time_ids": time_ids.repeat(batch, 1)}
+        first = drawn(SEED)
         timesteps = torch.linspace(999, 1, STEPS, device=device).long()
-        return [{"sample": rand(batch, 4, size, size), "timestep": t, **fixed} for t in timesteps]
+        return [first | {"sample": drawn(SEED + i)["sample"], "timestep": t} for i, t in enumerate(timesteps)]
 
     return Case(name, about, _builder("UNet2DConditionModel", config), inputs, real=real)
 
@@ -89,7 +84,7 @@ CASES = {
         _unet("sd15", "SD1.5 UNet, 512 px, batch 2", configs.SD15_UNET, 2, 64),
         _unet("sd15-b16", "SD1.5 UNet, 512 px, batch 16", configs.SD15_UNET, 16, 64),
         _unet("sd21", "SD2.1 UNet, 768 px, batch 2", configs.SD21_UNET, 2, 96),
-        _unet("sdxl", "SDXL UNet, 1024 px, batch 2", configs.SDXL_UNET, 2, 128, text_dim=1280),
+        _unet("sdxl", "SDXL UNet, 1024 px, batch 2", configs.SDXL_UNET, 2, 128),
         _vae_decode("vae512", "SD VAE decode, 512 px", configs.SD_VAE, 1, 64),
         _vae_decode("vae1024", "SD VAE decode, 1024 px", configs.SD_VAE, 1, 128),
         _unet("tiny", "a small UNet, for a smoke run", configs.TINY_UNET, 2, 16, tokens=8, real=False),

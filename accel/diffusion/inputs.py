@@ -1,36 +1,50 @@
-"""Random inputs for a model from its configuration: for verify and benchmarks."""
+"""Random inputs for a UNet from its configuration: for verify and benchmarks."""
+
+from collections.abc import Mapping
 
 import torch
 
 from accel.structure import placement
 
 
-def example_inputs(model, batch: int = 2, height: int | None = None, width: int | None = None, seed: int = 0) -> dict:
+def unet_inputs(
+    config: Mapping,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch: int = 2,
+    size: int | None = None,
+    tokens: int = 77,
+    seed: int = 0,
+) -> dict:
     """Keyword inputs of a UNet2DConditionModel: latents, timestep, prompt embeddings and SDXL's conditions.
 
-    height, width: of the latents; the configuration's sample size by default. Raises TypeError for another model.
+    config: the model's, or the keyword arguments it is made of. size: height and width of the latents; the
+    configuration's sample size by default. The values are the same on every device.
     """
-    config = getattr(model, "config", {})
-    if "cross_attention_dim" not in config or "sample_size" not in config:
-        raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
-    device, dtype = placement(model)
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    size = config["sample_size"] or 64
-    latents = rand(batch, config["in_channels"], height or size, width or size)
-    width_of_prompt = config["cross_attention_dim"]
-    if not isinstance(width_of_prompt, int):
-        width_of_prompt = width_of_prompt[0]
+    size = size or config["sample_size"] or 64
+    width = config["cross_attention_dim"]
     inputs = {
-        "sample": latents,
+        "sample": rand(batch, config.get("in_channels", 4), size, size),
         "timestep": torch.tensor(500, device=device),
-        "encoder_hidden_states": rand(batch, 77, width_of_prompt),
+        "encoder_hidden_states": rand(batch, tokens, width if isinstance(width, int) else width[0]),
     }
     if config.get("addition_embed_type") == "text_time":
+        pixels = 8.0 * size
+        ids = torch.tensor([[pixels, pixels, 0.0, 0.0, pixels, pixels]], device=device, dtype=dtype)
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        ids = torch.tensor([[height or 8 * size, width or 8 * size, 0, 0, 8 * size, 8 * size]], device=device)
-        inputs["added_cond_kwargs"] = {"text_embeds": rand(batch, pooled), "time_ids": ids.repeat(batch, 1).to(dtype)}
+        inputs["added_cond_kwargs"] = {"text_embeds": rand(batch, pooled), "time_ids": ids.repeat(batch, 1)}
     return inputs
+
+
+def example_inputs(model) -> dict:
+    """Inputs for a model, on its device and in its dtype. Raises TypeError for one whose inputs are not known."""
+    config = getattr(model, "config", {})
+    if "cross_attention_dim" not in config or "sample_size" not in config:
+        raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
+    return unet_inputs(config, *placement(model))

@@ -11,23 +11,23 @@ from accel.structure import plain
 class GroupNormForward(FastForward):
     """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
 
-    def unfit(self, x) -> str | None:
-        return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+    def unfit(self, input) -> str | None:
+        return None if type(input) is torch.Tensor else f"input of type {type(input).__name__}"
 
-    def fast(self, x):
+    def fast(self, input):
         m = self.module
-        return self.kernels.group_norm(x, m.num_groups, m.weight, m.bias, m.eps)
+        return self.kernels.group_norm(input, m.num_groups, m.weight, m.bias, m.eps)
 
 
 class LayerNormForward(FastForward):
     """nn.LayerNorm over the last dimension through the fused kernel."""
 
-    def unfit(self, x) -> str | None:
-        return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+    def unfit(self, input) -> str | None:
+        return None if type(input) is torch.Tensor else f"input of type {type(input).__name__}"
 
-    def fast(self, x):
+    def fast(self, input):
         m = self.module
-        return self.kernels.layer_norm(x, m.weight, m.bias, m.eps)
+        return self.kernels.layer_norm(input, m.weight, m.bias, m.eps)
 
 
 def match_group_norm(site, context) -> Match | None:

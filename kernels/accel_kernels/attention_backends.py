@@ -1,6 +1,6 @@
 """Which attention implementation to run: measured on this card, for this shape, once, and remembered on disk.
 
-The best one differs from card to card: cuDNN is 1.7-2.3x faster than flash on Hopper and slower on Ampere.
+The best one differs from card to card and from shape to shape: kernels/README.md has the table of one card.
 """
 
 import json
@@ -107,7 +107,7 @@ class AttentionChooser:
         self.preference = preference
         self.cache = cache
         self.choices: dict[str, str] = {}
-        self._loaded = False
+        self._stored: dict[str, str] | None = None  # of earlier processes, not yet known to hold in this one
         self._lock = threading.Lock()
 
     def __getstate__(self):
@@ -138,12 +138,14 @@ class AttentionChooser:
         if torch.cuda.is_current_stream_capturing():
             return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
         with self._lock:
-            self._load()
-            choice = self.choices.get(key)
-            if choice is None or BACKENDS[choice].refuses(q, k, v) is not None:
-                self.choices[key] = choice = self._measure(q, k, v)
-                self._save()
-        return choice
+            if key not in self.choices:
+                stored = self._read().get(key)
+                if stored is not None and BACKENDS[stored].refuses(q, k, v) is None:
+                    self.choices[key] = stored
+                else:  # new, or a library that was there then is gone
+                    self.choices[key] = self._measure(q, k, v)
+                    self._save()
+            return self.choices[key]
 
     def _measure(self, q, k, v) -> str:
         wanted = _sdpa(q, k, v, None).float()
@@ -160,15 +162,14 @@ class AttentionChooser:
                 continue
         return min(times, key=times.get) if times else "sdpa"
 
-    def _load(self) -> None:
-        if self._loaded or self.cache is None:
-            return
-        self._loaded = True
-        try:
-            stored = json.loads(self.cache.read_text())
-        except (OSError, ValueError):
-            return  # no cache yet, or a damaged one: it is measured and written again
-        self.choices = {key: name for key, name in stored.items() if name in BACKENDS} | self.choices
+    def _read(self) -> dict[str, str]:
+        if self._stored is None:
+            try:
+                stored = json.loads(self.cache.read_text()) if self.cache is not None else {}
+            except (OSError, ValueError):
+                stored = {}  # no cache yet, or a damaged one: it is measured and written again
+            self._stored = {key: name for key, name in stored.items() if name in BACKENDS}
+        return self._stored
 
     def _save(self) -> None:
         if self.cache is None:
@@ -176,7 +177,7 @@ class AttentionChooser:
         try:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.cache.parent, delete=False) as file:
-                json.dump(self.choices, file, indent=1)
+                json.dump(self._read() | self.choices, file, indent=1)
             os.replace(file.name, self.cache)
         except OSError:
             self.cache = None  # a read-only home only costs measuring again next time

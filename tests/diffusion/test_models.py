@@ -336,3 +336,13 @@ def test_a_controlnet_steers_as_ever(tiny):
         outputs.append(run(unet, inputs | steer))
     close(*outputs)
     assert float((outputs[1] - run(twin, inputs)).abs().max()) > 1e-3
+
+
+def test_norms_take_their_input_by_name(tiny):
+    model = tiny.unet()
+    twin = copy.deepcopy(model)
+    accel.optimize(model)
+    image = torch.randn(1, 16, 4, 4)
+    with torch.no_grad():
+        close(model.conv_norm_out(input=image), twin.conv_norm_out(input=image))
+    assert accel.report(model).fallbacks == []

@@ -6,43 +6,18 @@ from accel_kernels import OPS
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
 
 CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
-# fp32 sums in another order than torch's; relative to the largest output.
-FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-
-
-def double(value):
-    return value.double() if isinstance(value, torch.Tensor) else value
-
-
-def many(output):
-    return output if isinstance(output, tuple) else (output,)
-
-
-def poisoned(make):
-    return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op, case", CASES)
-def test_kernel_is_as_good_as_torch(op, case, dtype, monkeypatch):
+def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cuda"), dtype)
     if op.supports(*args, **kwargs) is not None:
         assert op.name == "attention" and dtype == torch.float32, op.supports(*args, **kwargs)
         pytest.skip(op.supports(*args, **kwargs))
     if sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)) > 3e8:
         pytest.skip("its float64 reference takes too much memory")
-    exact = many(op.reference(*map(double, args), **{name: double(value) for name, value in kwargs.items()}))
-    torchs = many(op.reference(*args, **kwargs))
-    torch.cuda.empty_cache()
-    for name in ("empty", "empty_like"):  # what no program writes stays NaN
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    ours = many(op.triton(*args, **kwargs))
-    monkeypatch.undo()
-    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
-        assert mine.dtype == dtype and torch.isfinite(mine).all()
-        peak = float(truth.abs().max())
-        error, allowed = (float((t.double() - truth).abs().max()) / peak for t in (mine, theirs))
-        assert error <= 2 * allowed + FLOOR[dtype], f"error {error:.2e}, torch's own {allowed:.2e}"
+    as_good_as_torch(op, args, kwargs, dtype)
 
 
 @pytest.mark.parametrize("name", [n for n in BACKENDS if n != "xformers"])

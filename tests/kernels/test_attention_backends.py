@@ -44,19 +44,45 @@ def test_copies_start_without_choices_and_keep_the_preference(tmp_path):
         assert twin.choices == {} and twin.cache == chooser.cache and twin.preference == "auto"
 
 
-def test_choices_survive_on_disk_and_a_damaged_file_is_ignored(tmp_path):
-    path = tmp_path / "deep" / "choices.json"
+class OnGpu:
+    """What the chooser reads of a CUDA tensor, without a GPU."""
+
+    is_cuda, dtype, shape = True, torch.float16, (2, 3, 5, 8)
+
+    def stride(self, axis):
+        return 24
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Choosers that believe in a GPU, and measure `flash` as the fastest; the shapes measured so far."""
+    shapes = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(AttentionChooser, "_measure", lambda self, q, k, v: shapes.append(q.shape) or "flash")
+    return shapes
+
+
+def test_a_choice_is_measured_once_and_kept_on_disk(tmp_path, measured):
+    path, t = tmp_path / "deep" / "choices.json", OnGpu()
     first = AttentionChooser("auto", path)
-    first.choices["shape"] = "flash"
-    first._save()
-    second = AttentionChooser("auto", path)
-    second._load()
-    assert second.choices == {"shape": "flash"}
-    path.write_text(json.dumps({"shape": "no such backend"}))
-    third = AttentionChooser("auto", path)
-    third._load()
-    assert third.choices == {}
-    path.write_text("{ damaged")
-    fourth = AttentionChooser("auto", path)
-    fourth._load()
-    assert fourth.choices == {}
+    assert [first.choose(t, t, t) for _ in range(2)] == ["flash", "flash"]
+    assert AttentionChooser("auto", path).choose(t, t, t) == "flash"
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("content", ["{ damaged", "no such backend", "a backend that cannot run any more"])
+def test_what_is_on_disk_is_not_trusted(tmp_path, measured, monkeypatch, content):
+    path, t = tmp_path / "choices.json", OnGpu()
+    AttentionChooser("auto", path).choose(t, t, t)
+    (key,) = json.loads(path.read_text())
+    if content == "{ damaged":
+        path.write_text(content)
+    elif content == "no such backend":
+        path.write_text(json.dumps({key: content}))
+    else:
+        path.write_text(json.dumps({key: "xformers", "another shape": "cudnn"}))
+        monkeypatch.setitem(BACKENDS, "xformers", BACKENDS["xformers"]._replace(refuses=lambda q, k, v: "uninstalled"))
+    assert AttentionChooser("auto", path).choose(t, t, t) == "flash"
+    assert len(measured) == 2
+    assert json.loads(path.read_text())[key] == "flash"
+    assert ("another shape" in path.read_text()) == content.startswith("a backend that")
