@@ -5,10 +5,12 @@ Every change knows what was there before, "nothing" included, so undoing it leav
 
 import enum
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+
+from accel.structure import stock_method
 
 
 class Sentinel(enum.Enum):
@@ -52,32 +54,51 @@ class Patch:
 
 
 class ForwardPatch(Patch):
-    """Replaces the forward of one module, underneath accelerate's hook where there is one.
+    """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
 
-    accelerate keeps the forward it wraps in `_old_forward`, and moves it there when a hook comes after us: both places
-    are looked at, so hooks and patches may come and go in any order.
+    Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
+    and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
+    go in any order.
     """
 
-    SLOTS = ("forward", "_old_forward")
-
     def __init__(self, module: nn.Module, value: object):
-        super().__init__(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", value)
+        super().__init__(module, "forward", value)
 
-    def _slot(self) -> str | None:
-        return next((name for name in self.SLOTS if vars(self.owner).get(name) is self.value), None)
+    def apply(self) -> None:
+        places = self._places(lambda value: stock_method(self.owner, value))
+        holder, self.name = places[0] if places else (vars(self.owner), "forward")
+        self.before = holder.get(self.name, MISSING)
+        holder[self.name] = self.value
 
     def check(self) -> None:
-        if self._slot() is None:
+        if not self._places(lambda value: value is self.value):
+            self.name = "forward"
             super().check()
 
     def undo(self) -> None:
-        slot = self._slot()
-        if slot == self.name:
-            super().undo()
-        elif slot == "_old_forward":  # a hook was put on top: let it wrap the stock forward
-            vars(self.owner)[slot] = types.MethodType(type(self.owner).forward, self.owner)
-        elif slot == "forward":  # the hook we were under is gone
-            del vars(self.owner)[slot]
+        for holder, name in self._places(lambda value: value is self.value):
+            if name == self.name and self.before is not MISSING:
+                holder[name] = self.before
+            elif name == "forward" and holder is vars(self.owner):  # nothing was there, or our hook is gone
+                del holder[name]
+            else:  # a hook was put on top: let it wrap the stock forward
+                holder[name] = types.MethodType(type(self.owner).forward, self.owner)
+
+    def _places(self, wanted: Callable) -> list[tuple[dict, str]]:
+        """(attributes, name) of all places where a forward of the module is kept that is `wanted`."""
+        attributes = vars(self.owner)
+        references = getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())
+        places = [(attributes, "forward"), (attributes, "_old_forward")]
+        places += [(vars(reference), name) for reference in references for name in ("forward", "original_forward")]
+        return [(holder, name) for holder, name in places if wanted(holder.get(name))]
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Why the module's forward may not be replaced: someone else did so, and no hook keeps the stock one."""
+    patch = ForwardPatch(module, None)
+    if "forward" not in vars(module) or patch._places(lambda value: stock_method(module, value)):
+        return None
+    return f"its forward was replaced ({type(vars(module)['forward']).__name__})"
 
 
 class ChannelsLast:
@@ -113,7 +134,7 @@ class Stacked:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        self.linears = tuple(linears)
+        self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
 
     def apply(self) -> None:
         for name in ("weight", "bias"):

@@ -10,11 +10,14 @@ from torch import nn
 from accel.forward import Kernels
 from accel.graphs import GraphPool
 from accel.ledger import Ledger
+from accel.loop import Loop
 from accel.options import Options
-from accel.patch import ForwardPatch
+from accel.patch import ForwardPatch, foreign_forward
 from accel.probe import Probe
 from accel.rule import Match, Rule, Skip
 from accel.site import Site
+
+PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 
 
 @dataclass
@@ -27,11 +30,17 @@ class Context:
     pool: GraphPool
     probe: Probe = field(default_factory=Probe)
     graph_paths: tuple[str, ...] = ()
+    loop: Loop = field(default_factory=Loop)
+    shared: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def create(cls, options: Options, cache: Path | None) -> "Context":
         kernels = Kernels(AttentionChooser(options.attention, cache))
         return cls(options, kernels, Ledger(), GraphPool(options.graph_memory_gb))
+
+    def share(self, name: str, kind: type):
+        """The one object of this name that the sites of the model being planned share; made at first."""
+        return self.shared.setdefault(name, kind())
 
 
 @dataclass(frozen=True)
@@ -45,19 +54,23 @@ class Row:
 
 
 class Plan:
-    """The patches of one model and the rows that tell about them."""
+    """The patches of one model, scheduler or pipeline, and the rows that tell about them."""
 
-    def __init__(self, root: nn.Module, rules: Sequence[Rule], context: Context):
+    def __init__(self, root: object, rules: Sequence[Rule], context: Context):
         self.root, self.options = root, context.options
         self.ledger, self.pool = context.ledger, context.pool
         self.rows: list[Row] = []
         self.patches: list = []
+        context.shared = {}
         self._visit(Site("", root), rules, context)
 
     def _visit(self, site: Site, rules: Sequence[Rule], context: Context) -> None:
         covered: set[str] | None = set()
         for rule in rules:
             answer = rule.match(site, context)
+            if isinstance(answer, Match) and answer.forward is not None:
+                reason = foreign_forward(site.module)
+                answer = answer if reason is None else Skip(reason)
             if isinstance(answer, Skip):
                 self._row(site, rule, "skipped", answer.reason)
             elif isinstance(answer, Match):
@@ -67,7 +80,7 @@ class Plan:
                     self.patches.append(ForwardPatch(site.module, answer.forward))
                     covered = None if answer.covers is None else {*covered, *answer.covers}
                     break
-        if covered is None:
+        if covered is None or not isinstance(site.module, nn.Module):
             return
         for child in site.children():
             if child.path.rpartition(".")[2] not in covered:

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.forward import FastForward
+from accel.joint import JointLinears, together
 from accel.layout import as_image, as_rows, nhwc
-from accel.patch import Stacked, stack_rows, stacked_rows
+from accel.patch import Stacked
 from accel.probe import example
 from accel.rule import Match, Skip
 from accel.structure import all_plain, foreign_processor, holds, meta_weights, plain, untouched
@@ -21,9 +22,10 @@ PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(self, module, path, kernels, ledger, processor: type, stack: bool = True):
+    def __init__(self, module, path, kernels, ledger, processor: type, prompt: JointLinears, stack: bool = True):
         super().__init__(module, path, kernels, ledger)
         self.processor = processor  # the type whose formula the probe confirmed
+        self.prompt = prompt  # the projections of the prompt in all of the model
         self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
     def unfit(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> str | None:
@@ -70,25 +72,11 @@ class AttentionForward(FastForward):
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:
-            q, k, v = self._joint((m.to_q, m.to_k, m.to_v), x)
+            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack)
         else:
-            q, (k, v) = F.linear(x, m.to_q.weight, m.to_q.bias), self._joint((m.to_k, m.to_v), context)
+            q = F.linear(x, m.to_q.weight, m.to_q.bias)
+            k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))
         return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
-
-    def _joint(self, linears: tuple[nn.Linear, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs of several linears on one input, from one product where their weights lie in one storage."""
-        weight = self._stacked([layer.weight for layer in linears], x)
-        bias = None if linears[0].bias is None else self._stacked([layer.bias for layer in linears], x)
-        if weight is None or (bias is None) != (linears[0].bias is None):
-            return [F.linear(x, layer.weight, layer.bias) for layer in linears]
-        return list(F.linear(x, weight, bias).split([layer.out_features for layer in linears], dim=-1))
-
-    def _stacked(self, parts: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
-        whole = stacked_rows(parts)
-        if whole is None and self.stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            stack_rows(parts)  # a move to another dtype or device gave each its own storage again
-            whole = stacked_rows(parts)
-        return whole
 
 
 def _leaves(m: nn.Module) -> str | None:
@@ -116,16 +104,16 @@ def match_attention(site, context) -> Match | Skip | None:
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain(m.to_out[0], nn.Linear) or _leaves(m)
     if reason is None:
-        candidate = AttentionForward(
-            m, site.path, context.kernels.plain(), context.ledger, type(m.processor), stack=False
-        )
+        plain_kernels, own = context.kernels.plain(), JointLinears()
+        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, type(m.processor), own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
-    # Self-attention projects one input three times; cross-attention the prompt twice.
-    joint = (m.to_k, m.to_v) if m.is_cross_attention else (m.to_q, m.to_k, m.to_v)
-    forward = AttentionForward(m, site.path, context.kernels, context.ledger, type(m.processor))
-    return Match(forward, patches=(Stacked(joint),))
+    prompt = context.share("prompt projections", JointLinears)
+    # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
+    patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, type(m.processor), prompt)
+    return Match(forward, patches)
 
 
 def _probe(m: nn.Module, candidate: AttentionForward, context) -> str | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.forward import FastForward
+from accel.joint import JointLinears
 from accel.layout import convolve, nhwc, project_image
 from accel.probe import example
 from accel.rule import Match, Skip
@@ -17,6 +18,10 @@ from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
 
 class ResnetForward(FastForward):
     """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
+
+    def __init__(self, module, path, kernels, ledger, times: JointLinears):
+        super().__init__(module, path, kernels, ledger)
+        self.times = times  # the time projections of all resnets of the model
 
     def unfit(self, input_tensor, temb=None, *args, **kwargs) -> str | None:
         if type(input_tensor) is not torch.Tensor:
@@ -32,7 +37,7 @@ class ResnetForward(FastForward):
         h, shift = convolve(h, m.conv1)
         add = None
         if m.time_emb_proj is not None:
-            add = F.linear(F.silu(temb), m.time_emb_proj.weight, m.time_emb_proj.bias)
+            add = self.times.of(m.time_emb_proj, temb, F.silu)
         norm2 = m.norm2
         h = norm(h, norm2.num_groups, norm2.weight, norm2.bias, norm2.eps, add=add, shift=shift, silu=True)
         h, bias = convolve(h, m.conv2)
@@ -64,7 +69,7 @@ def match_resnet(site, context) -> Match | Skip | None:
         return Skip("weights are not loaded (meta device)")
     reason = _leaves(m)
     if reason is None:
-        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger)
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, JointLinears())
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
         reason = context.probe.disagreement(m, candidate.fast, (x, temb))
@@ -72,4 +77,6 @@ def match_resnet(site, context) -> Match | Skip | None:
         return Skip(reason)
     if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
         return Skip("a shortcut that is not a 1x1 convolution")
-    return Match(ResnetForward(m, site.path, context.kernels, context.ledger))
+    times = context.share("time projections", JointLinears)
+    patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
+    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times), patches)

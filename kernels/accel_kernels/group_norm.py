@@ -33,6 +33,8 @@ def supports(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=Fal
         return "more than 2048 channels a group"
     if (weight is None) != (bias is None):
         return "weight without bias or bias without weight"
+    if add is not None and add.stride(1) != 1:
+        return "an added term whose channels are not contiguous"
     return dtype_reason(x, weight, bias, add, shift)
 
 
@@ -56,6 +58,7 @@ CASES = (
     _case("odd", 3, 30, 5, 7, groups=3, add=True, shift=True, small=True),
     _case("one-pixel", 1, 64, 1, 1, groups=8, small=True),
     _case("one-group", 2, 20, 9, 3, groups=1, silu=False, small=True),
+    _case("uneven", 2, 30, 41, 47, groups=3, add=True, shift=True, small=True),
     _case("many-rows", 1, 32, 97, 53, groups=8, add=True, small=True),
     _case("far-mean", 1, 32, 33, 65, groups=4, mean=30.0, small=True),
     _case("sd15-64", 2, 320, 64, 64, add=True, shift=True),

@@ -1,38 +1,40 @@
-"""GroupNorm over NHWC: moments and normalisation, split over row chunks and blocks of groups.
+"""GroupNorm over NHWC: moments of every channel in chunks of rows, merged by group, then one pass that normalises.
 
-One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle.
-Here rows are cut into chunks as well; each chunk writes its mean and sum of squared deviations per group, and the
-second kernel merges them (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero. Small
-images take one program a group, which holds the group in registers.
+One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle;
+programs that hold whole groups waste the lanes by which ten channels miss a power of two. Here the two passes over the
+image know nothing of groups: the first writes mean and sum of squared deviations of each channel and chunk, and a small
+kernel between them merges these (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero.
+Small images take one program a group, which holds the group in registers.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.launch import floor_power_of_two, multiprocessors, power_of_two
+from accel_kernels.triton_kernels.launch import multiprocessors, power_of_two
 
 TILE = 4096  # elements a program loads at once
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole
 PROGRAMS_PER_SM = 4
-LARGE_ROWS = 16384  # from here on, memory and not latency decides: wider rows, more warps (measured on an H200)
-LEAST_CHUNKS = 64  # padded number of partial moments: one compiled kernel for all images up to that many
+LARGE_ROWS = 65536  # from here on, memory and not latency decides: wider rows, loads ahead (measured on an H200)
 UNSPECIALISED = (
     "has_add",
     "has_shift",
+    "add_stride",
     "rows",
-    "groups",
     "chunks",
     "chunk_rows",
-)  # would compile anew for each divisibility, and gain nothing
+)  # one kernel whatever divides them
 
 
 @triton.jit
-def _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels):
+def _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride):
     extra = tl.zeros(c_idx.shape, tl.float32)
     if has_add:
-        extra += tl.load(add_ptr + n * channels + c_idx, mask=c_mask, other=0.0).to(tl.float32)
+        extra += tl.load(add_ptr + n * add_stride + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     if has_shift:
         extra += tl.load(shift_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     return extra
@@ -50,7 +52,7 @@ def _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_single(
-    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, silu, rows, channels, eps,
+    x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride, silu, rows, channels, eps,
     CPG: tl.constexpr, AFFINE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +63,7 @@ def group_norm_single(
     r_idx = tl.arange(0, BLOCK_R)
     mask = (r_idx < rows)[:, None] & c_mask[None, :]
     place = n.to(tl.int64) * rows * channels + r_idx[:, None] * channels + c_idx[None, :]
-    extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
+    extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
     scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE)
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
     count = rows.to(tl.float32) * CPG
@@ -75,16 +77,13 @@ def group_norm_single(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_moments(
-    x_ptr, partial_ptr, add_ptr, shift_ptr, has_add, has_shift, rows, channels, groups, chunks, chunk_rows,
-    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    x_ptr, moments_ptr, rows, channels, chunks, chunk_rows,
+    EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     n = tl.program_id(2)
-    c = tl.arange(0, BLOCK_C)
-    g = tl.arange(0, GROUP_BLOCK)
-    c_idx = tl.program_id(1) * GROUP_BLOCK * CPG + c
-    c_mask = (c < GROUP_BLOCK * CPG) & (c_idx < channels)
+    c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = (c_idx >= 0) if EVEN else (c_idx < channels)
     row = chunk * chunk_rows
     row_end = tl.minimum(row + chunk_rows, rows)
     x_ptr += n.to(tl.int64) * rows * channels
@@ -93,7 +92,7 @@ def group_norm_moments(
     pivot = tl.load(x_ptr + row.to(tl.int64) * channels + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for r in range(row, row_end, BLOCK_R):
+    for r in tl.range(row, row_end, BLOCK_R, num_stages=STAGES):
         r_idx = r + tl.arange(0, BLOCK_R)
         mask = (r_idx < row_end)[:, None] & c_mask[None, :]
         place = r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
@@ -103,62 +102,86 @@ def group_norm_moments(
         squares += deviation * deviation
     count = (row_end - row).to(tl.float32)
     shift = tl.sum(sums, axis=0) / count
-    m2 = tl.sum(squares, axis=0) - shift * shift * count
-    mean = pivot + shift + _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
+    slot = (n * chunks + chunk) * 2 * channels + c_idx
+    tl.store(moments_ptr + slot, pivot + shift, mask=c_mask)
+    tl.store(moments_ptr + slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
 
-    member = ((c // CPG)[:, None] == g[None, :]) & c_mask[:, None]
-    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), axis=0) / CPG
-    spread = mean[:, None] - group_mean[None, :]
-    group_m2 = tl.sum(tl.where(member, m2[:, None] + count * spread * spread, 0.0), axis=0)
-    g_idx = tl.program_id(1) * GROUP_BLOCK + g
-    slot = ((n * chunks + chunk) * groups + g_idx) * 2
-    tl.store(partial_ptr + slot, group_mean, mask=g_idx < groups)
-    tl.store(partial_ptr + slot + 1, group_m2, mask=g_idx < groups)
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def group_norm_merge(
+    moments_ptr, table_ptr, w_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride,
+    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1)
+    c = tl.arange(0, BLOCK_C)
+    c_idx = tl.program_id(0) * CPG + c
+    c_mask = c < CPG
+    extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
+    moments_ptr += n * chunks * 2 * channels
+    total = rows.to(tl.float32) * CPG
+    sums = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    for first in range(0, chunks, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        mask = (k < chunks)[:, None] & c_mask[None, :]
+        means = tl.load(moments_ptr + k[:, None] * 2 * channels + c_idx[None, :], mask=mask, other=0.0)
+        counts = tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)
+        sums += tl.where(mask, (means + extra[None, :]) * counts[:, None], 0.0)
+    mean = tl.sum(tl.sum(sums, axis=1), axis=0) / total
+    squares = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    for first in range(0, chunks, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        mask = (k < chunks)[:, None] & c_mask[None, :]
+        place = moments_ptr + k[:, None] * 2 * channels + c_idx[None, :]
+        means = tl.load(place, mask=mask, other=0.0) + extra[None, :]
+        m2s = tl.load(place + channels, mask=mask, other=0.0)
+        counts = tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)
+        squares += tl.where(mask, m2s + counts[:, None] * (means - mean) * (means - mean), 0.0)
+    rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / total + eps)
+    scale = extra * 0.0 + rstd
+    if AFFINE:
+        scale *= tl.load(w_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
+    slot = n * 2 * channels + c_idx
+    tl.store(table_ptr + slot, mean - extra, mask=c_mask)
+    tl.store(table_ptr + slot + channels, scale, mask=c_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_apply(
-    x_ptr, y_ptr, partial_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, silu,
-    rows, channels, groups, chunks, chunk_rows, eps,
-    CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    x_ptr, y_ptr, table_ptr, b_ptr, silu, rows, channels,
+    AFFINE: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
     n = tl.program_id(2)
-    c = tl.arange(0, BLOCK_C)
-    g = tl.arange(0, GROUP_BLOCK)
-    k = tl.arange(0, CHUNKS)
-    c_idx = tl.program_id(1) * GROUP_BLOCK * CPG + c
-    c_mask = (c < GROUP_BLOCK * CPG) & (c_idx < channels)
+    c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = (c_idx >= 0) if EVEN else (c_idx < channels)
+    centre = tl.load(table_ptr + n * 2 * channels + c_idx, mask=c_mask, other=0.0)
+    scale = tl.load(table_ptr + (n * 2 + 1) * channels + c_idx, mask=c_mask, other=0.0)
+    r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = (r_idx < rows)[:, None] & c_mask[None, :]
+    place = n.to(tl.int64) * rows * channels + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    y = (x - centre[None, :]) * scale[None, :]
+    if AFFINE:
+        y += tl.load(b_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+    y = y * tl.where(silu, tl.sigmoid(y), 1.0)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
-    g_idx = tl.program_id(1) * GROUP_BLOCK + g
-    slot = ((n * chunks + k)[:, None] * groups + g_idx[None, :]) * 2
-    known = (k < chunks)[:, None] & (g_idx < groups)[None, :]
-    means = tl.load(partial_ptr + slot, mask=known, other=0.0)
-    m2s = tl.load(partial_ptr + slot + 1, mask=known, other=0.0)
-    counts = tl.maximum(tl.minimum(rows - k * chunk_rows, chunk_rows), 0).to(tl.float32) * CPG
-    total = rows.to(tl.float32) * CPG
-    mean = tl.sum(means * counts[:, None], axis=0) / total
-    spread = means - mean[None, :]
-    m2 = tl.sum(tl.where(known, m2s + counts[:, None] * spread * spread, 0.0), axis=0)
-    rstd = tl.rsqrt(m2 / total + eps)
 
-    member = (c // CPG)[:, None] == g[None, :]
-    scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE)
-    scale *= tl.sum(tl.where(member, rstd[None, :], 0.0), axis=1)
-    centre = tl.sum(tl.where(member, mean[None, :], 0.0), axis=1)
-    centre -= _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, channels)
-    row = chunk * chunk_rows
-    row_end = tl.minimum(row + chunk_rows, rows)
-    image = n.to(tl.int64) * rows * channels
-    for r in range(row, row_end, BLOCK_R):
-        r_idx = r + tl.arange(0, BLOCK_R)
-        mask = (r_idx < row_end)[:, None] & c_mask[None, :]
-        place = image + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
-        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        y = (x - centre[None, :]) * scale[None, :] + offset[None, :]
-        y = y * tl.where(silu, tl.sigmoid(y), 1.0)
-        tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+class Chunks(NamedTuple):
+    """How an image is cut for the moments of its channels; the same for everyone who makes or merges them."""
+
+    block_c: int
+    block_r: int
+    rows: int
+    number: int
+
+    @classmethod
+    def of(cls, batch: int, channels: int, rows: int, device: torch.device) -> "Chunks":
+        block_c = _block_channels(channels, 64)
+        block_r = max(1, min(TILE // block_c, power_of_two(rows)))
+        tiles = triton.cdiv(rows, block_r)
+        wanted = PROGRAMS_PER_SM * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
+        chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
+        return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
 
 
 def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False):
@@ -167,56 +190,69 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     rows, cpg = height * width, channels // num_groups
     y = torch.empty_like(x)
     # A missing addend is a flag and a pointer never read, and SiLU a flag, not kernels of their own to compile.
-    addends = (x if add is None else add.contiguous(), x if shift is None else shift)
-    flags = (add is not None, shift is not None)
-    affine = {"AFFINE": weight is not None}
+    addends = (x if add is None else add, x if shift is None else shift)
+    flags = (add is not None, shift is not None, 0 if add is None else add.stride(0))
+    affine = weight is not None
 
     whole = power_of_two(rows) * power_of_two(cpg)
     if whole <= SINGLE_LIMIT:
         launch(
             group_norm_single, (num_groups, batch),
-            x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg, **affine,
+            x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg, affine,
             BLOCK_C=power_of_two(cpg), BLOCK_R=power_of_two(rows), num_warps=max(1, min(16, whole // 512)),
         )  # fmt: skip
         return y
 
-    block_channels, warp_elements = (64, 512) if rows >= LARGE_ROWS else (32, 1024)
-    group_block = min(floor_power_of_two(max(1, block_channels // cpg)), power_of_two(num_groups))
-    block_c = power_of_two(cpg * group_block)
-    block_r = max(1, min(TILE // block_c, power_of_two(rows)))
-    warps = max(1, min(8, block_c * block_r // warp_elements))
-    shape = {"BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": warps}
-    blocks, tiles = triton.cdiv(num_groups, group_block), triton.cdiv(rows, block_r)
-    wanted = max(1, PROGRAMS_PER_SM * multiprocessors(x.device) // (blocks * batch))
-    chunk_rows = triton.cdiv(tiles, min(wanted, tiles)) * block_r
-    chunks = triton.cdiv(rows, chunk_rows)
-    grid = (chunks, blocks, batch)
-    partial = torch.empty((batch, chunks, num_groups, 2), device=x.device, dtype=torch.float32)
+    cut = Chunks.of(batch, channels, rows, x.device)
+    moments = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
     launch(
-        group_norm_moments, grid,
-        x, partial, *addends, *flags, rows, channels, num_groups, chunks, chunk_rows, cpg, group_block, **shape,
+        group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
+        x, moments, rows, channels, cut.number, cut.rows,
+        EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
+        STAGES=3 if rows >= LARGE_ROWS else 1, num_warps=4,
     )  # fmt: skip
-    constants = {**affine, "CHUNKS": max(LEAST_CHUNKS, power_of_two(chunks)), **shape}
+    table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
+    block_c = power_of_two(cpg)
     launch(
-        group_norm_apply, grid,
-        x, y, partial, weight, bias, *addends, *flags, silu, rows, channels, num_groups, chunks, chunk_rows, eps,
-        cpg, group_block, **constants,
+        group_norm_merge, (num_groups, batch),
+        moments, table, weight, *addends, *flags, rows, channels, cut.number, cut.rows, eps, cpg, affine,
+        BLOCK_C=block_c, BLOCK_K=max(1, min(64, TILE // block_c)), num_warps=4,
+    )  # fmt: skip
+    block_c = _block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
+    block_r = max(1, TILE // block_c)
+    launch(
+        group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
+        x, y, table, bias, silu, rows, channels,
+        AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
     )  # fmt: skip
     return y
 
 
-def _specimen(kernel, dtype):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("x", "y", "w", "b", "add", "shift")}
-    types |= dict.fromkeys(("has_add", "has_shift", "silu"), "i1")
-    types |= dict.fromkeys(("rows", "channels", "groups", "chunks", "chunk_rows"), "i32")
-    types |= {"partial_ptr": "*fp32", "eps": "fp32"}
-    constants = {"CPG": 10, "GROUP_BLOCK": 4, "AFFINE": True}
-    return kernel, types, constants | {"CHUNKS": 64, "BLOCK_C": 64, "BLOCK_R": 128}, 8
+def _block_channels(channels: int, most: int) -> int:
+    """The widest block up to `most` that divides the channels, or a padded one where none of 64 and more does."""
+    return next(
+        (width for width in (256, 128, 64) if width <= most and channels % width == 0), min(64, power_of_two(channels))
+    )
+
+
+_POINTERS = ("x", "y", "w", "b", "add", "shift")
+_INTEGERS = ("add_stride", "rows", "channels", "chunks", "chunk_rows", "CPG")
+
+
+def _specimen(kernel, dtype, warps, **constants):
+    types = {f"{name}_ptr": f"*{dtype}" for name in _POINTERS} | {"moments_ptr": "*fp32", "table_ptr": "*fp32"}
+    types |= dict.fromkeys(("has_add", "has_shift", "silu"), "i1") | dict.fromkeys(_INTEGERS, "i32") | {"eps": "fp32"}
+    return kernel, {name: kind for name, kind in types.items() if name not in constants}, constants, warps
 
 
 # What the compile check builds without a GPU: kernel, argument types, constants, warps.
 SPECIMENS = tuple(
-    _specimen(kernel, dtype)
-    for kernel in (group_norm_single, group_norm_moments, group_norm_apply)
+    specimen
     for dtype in ("fp16", "bf16", "fp32")
+    for specimen in (
+        _specimen(group_norm_single, dtype, 8, CPG=40, AFFINE=True, BLOCK_C=64, BLOCK_R=256),
+        _specimen(group_norm_moments, dtype, 4, EVEN=True, BLOCK_C=64, BLOCK_R=64, STAGES=3),
+        _specimen(group_norm_merge, dtype, 4, AFFINE=True, BLOCK_C=16, BLOCK_K=64),
+        _specimen(group_norm_apply, dtype, 8, AFFINE=True, EVEN=True, BLOCK_C=64, BLOCK_R=64),
+    )
 )
