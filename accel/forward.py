@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from accel_kernels import geglu, group_norm, layer_norm, residual_add, upsample
+from accel_kernels import group_norm, layer_norm, linear_geglu, residual_add, upsample_convolve
 from accel_kernels.attention_backends import AttentionChooser
 from torch import nn
 
 from accel.ledger import Ledger
+from accel.structure import hooked
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,14 @@ class Kernels:
     """The operations fast forwards are written in; `plain()` gives the same ones in torch alone, for probes."""
 
     attention: object
-    geglu: object = geglu
     group_norm: object = group_norm
     layer_norm: object = layer_norm
+    linear_geglu: object = linear_geglu
     residual_add: object = residual_add
-    upsample: object = upsample
+    upsample_convolve: object = upsample_convolve
 
     def plain(self) -> "Kernels":
-        names = ("geglu", "group_norm", "layer_norm", "residual_add", "upsample")
+        names = ("group_norm", "layer_norm", "linear_geglu", "residual_add", "upsample_convolve")
         return Kernels(AttentionChooser("sdpa"), **{name: getattr(self, name).reference for name in names})
 
 
@@ -36,7 +37,14 @@ class FastForward(ABC):
     """
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
-        self.module, self.path, self.kernels, self.ledger = module, path, kernels, ledger
+        self.__setstate__({"module": module, "path": path, "kernels": kernels, "ledger": ledger})
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name not in ("kind", "function")}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.kind, self.function = type(self.module), type(self.module).forward
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -44,6 +52,9 @@ class FastForward(ABC):
         return stock.replace(parameters=list(stock.parameters.values())[1:])
 
     def stock(self, *args, **kwargs):
+        # The compiler cannot look a method up on a class that diffusers allows in its graphs; it can call a function.
+        if torch.compiler.is_compiling() and type(self.module) is self.kind:
+            return self.function(self.module, *args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args, **kwargs):
@@ -67,6 +78,17 @@ class FastForward(ABC):
 
     def unfit(self, *args, **kwargs) -> str | None:
         return None
+
+    @classmethod
+    def taken(cls, module: nn.Module, *args, **kwargs):
+        """The fast forward of this class that calling the module with these arguments would run; None if another would.
+
+        For whoever calls a part of it instead, to leave its last addition to the next fused operation.
+        """
+        forward = vars(module).get("forward")
+        if type(forward) is not cls or hooked(module) or torch.compiler.is_compiling():
+            return None
+        return forward if (forward.mode() or forward.unfit(*args, **kwargs)) is None else None
 
     @abstractmethod
     def fast(self, *args, **kwargs):

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-ATTENTION = ("auto", "cudnn", "flash", "efficient", "xformers", "triton", "sdpa")
+ATTENTION = ("auto", "cudnn", "flash", "efficient", "xformers", "triton", "matmul", "sdpa")
 LAYOUT = ("auto", "channels_last", "keep")
 
 

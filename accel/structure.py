@@ -4,16 +4,30 @@ import torch
 from torch import nn
 
 
-def tampered(module: nn.Module) -> str | None:
-    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+def hooked(module: nn.Module) -> str | None:
+    """Why calling the module does more than running its forward."""
     attributes = vars(module)
     if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
         return "forward hooks"
     if "_hf_hook" in attributes:
         return "an accelerate hook"
-    if "forward" in attributes:
+    return None
+
+
+def tampered(module: nn.Module) -> str | None:
+    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+    attributes = vars(module)
+    reason = hooked(module)
+    if reason is not None:
+        return reason
+    if "forward" in attributes and not stock_method(module, attributes["forward"]):
         return f"a replaced forward ({type(attributes['forward']).__name__})"
     return None
+
+
+def stock_method(module: nn.Module, value: object) -> bool:
+    """Whether value is the class's own forward bound to the module, which hooks leave there when they are removed."""
+    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is type(module).forward
 
 
 def plain(module: nn.Module | None, *kinds: type) -> str | None:

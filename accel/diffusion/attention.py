@@ -41,8 +41,22 @@ class AttentionForward(FastForward):
 
     def fast(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
         m = self.module
+        fused = hidden_states.dim() == 4 and m.residual_connection
+        out, bias = self.unbiased(hidden_states, encoder_hidden_states, attention_mask, defer=fused)
+        if m.residual_connection:
+            if out.dim() == 4:
+                return self.kernels.residual_add(out, nhwc(hidden_states), bias, m.rescale_output_factor)
+            out = out + hidden_states
+        return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
+
+    def unbiased(self, hidden_states, encoder_hidden_states=None, attention_mask=None, defer=True):
+        """The output projection before residual and scale, and the bias that the caller still has to add to it.
+
+        On a CPU, or with defer=False, that is None: the product has added it.
+        """
+        m = self.module
         image = hidden_states.dim() == 4
-        x = residual = nhwc(hidden_states) if image else hidden_states
+        x = nhwc(hidden_states) if image else hidden_states
         if m.group_norm is not None:
             norm = m.group_norm
             x = x if image else as_image(x, x.shape[1], 1)
@@ -58,15 +72,13 @@ class AttentionForward(FastForward):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out = out.transpose(1, 2).reshape(rows.shape[0], -1, q.shape[1] * q.shape[3])
         last = m.to_out[0]
-        fold = image and m.residual_connection and out.is_cuda
-        out = F.linear(out, last.weight, None if fold else last.bias)
-        if image:
-            out = as_image(out, *hidden_states.shape[2:])
-            if m.residual_connection:
-                return self.kernels.residual_add(out, residual, last.bias if fold else None, m.rescale_output_factor)
-        elif m.residual_connection:
-            out = out + residual
-        return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
+        defer = defer and out.is_cuda
+        out = F.linear(out, last.weight, None if defer else last.bias)
+        return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
+
+    def adds_nothing(self) -> bool:
+        """Whether the output projection is all there is: no residual of its own, no scale."""
+        return not self.module.residual_connection and self.module.rescale_output_factor == 1.0
 
     def _projections(self, x, context) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""

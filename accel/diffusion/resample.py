@@ -14,6 +14,15 @@ from accel.structure import holds, meta_weights, plain
 MOST_ELEMENTS, MOST_IMAGES = 2**31 - 1, 63
 
 
+def same_padded(conv: nn.Conv2d) -> bool:
+    """Whether it is the 3x3 convolution with zeros around that the fused one computes."""
+    return (
+        (conv.kernel_size, conv.stride, conv.dilation, conv.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        and conv.padding in ((1, 1), "same")
+        and conv.padding_mode == "zeros"
+    )
+
+
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbour, then the convolution."""
 
@@ -23,15 +32,17 @@ class UpsampleForward(FastForward):
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
         large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
-        if large and (output_size is not None or not hidden_states.is_cuda):
+        ours = output_size is None and same_padded(self.module.conv)
+        if large and not (ours and hidden_states.is_cuda):
             return "an image too large for torch's channels-last upsampling"
         return plain(self.module.conv, nn.Conv2d)
 
     def fast(self, hidden_states, output_size=None, *args, **kwargs):
-        x = nhwc(hidden_states)
-        if output_size is None:
-            return self.module.conv.forward(self.kernels.upsample(x))
-        return self.module.conv.forward(F.interpolate(x, size=output_size, mode="nearest"))
+        x, conv = nhwc(hidden_states), self.module.conv
+        if output_size is None and same_padded(conv):
+            return self.kernels.upsample_convolve(x, conv.weight, conv.bias)
+        size = [2 * side for side in x.shape[2:]] if output_size is None else output_size
+        return conv.forward(F.interpolate(x, size=size, mode="nearest"))
 
 
 class DownsampleForward(FastForward):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from accel.diffusion.attention import AttentionForward
 from accel.forward import FastForward
 from accel.layout import as_image, as_rows, nhwc, project
 from accel.probe import example
@@ -15,10 +16,33 @@ from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
 
 
+class Stream:
+    """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
+
+    def __init__(self, x: torch.Tensor, bias: torch.Tensor | None = None):
+        self.x, self.last, self.bias = x, None, bias
+
+    def add(self, last: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.last, self.bias = last.contiguous(), bias
+
+    def settle(self, x: torch.Tensor) -> None:
+        """x is the sum of all three."""
+        self.x, self.last, self.bias = x, None, None
+
+    def total(self, kernels) -> torch.Tensor:
+        """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
+        if self.last is not None:
+            rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
+            self.settle(as_rows(kernels.residual_add(rows, residual, self.bias)))
+        elif self.bias is not None:
+            self.settle(self.x + self.bias)
+        return self.x
+
+
 class TransformerBlockForward(FastForward):
     """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
 
-    The attentions are called as modules: they have a fast forward of their own, or a user's processor.
+    An attention that is fused leaves its bias to the norm after it; any other is called as the module it is.
     """
 
     def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
@@ -37,26 +61,53 @@ class TransformerBlockForward(FastForward):
         self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
         timestep=None, cross_attention_kwargs=None, class_labels=None, added_cond_kwargs=None,
     ):  # fmt: skip
-        m, k = self.module, self.kernels
-        extra = cross_attention_kwargs or {}
-        x = hidden_states.contiguous()
-        n = k.layer_norm(x, m.norm1.weight, m.norm1.bias, m.norm1.eps)
-        context = encoder_hidden_states if m.only_cross_attention else None
-        a = m.attn1(n, encoder_hidden_states=context, attention_mask=attention_mask, **extra)
-        if m.attn2 is not None:
-            n, x = k.layer_norm(a, m.norm2.weight, m.norm2.bias, m.norm2.eps, residual=x)
-            a = m.attn2(n, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **extra)
-        n, x = k.layer_norm(a, m.norm3.weight, m.norm3.bias, m.norm3.eps, residual=x)
-        return self._feed_forward(n) + x
+        stream = Stream(hidden_states.contiguous())
+        self.advance(stream, attention_mask, encoder_hidden_states, encoder_attention_mask, cross_attention_kwargs)
+        return stream.total(self.kernels)
 
-    def _feed_forward(self, x):
+    def advance(
+        self, stream, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        cross_attention_kwargs=None,
+    ):  # fmt: skip
+        """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
+        m = self.module
+        extra = cross_attention_kwargs or {}
+        normed = self._norm(m.norm1, stream)
+        context = encoder_hidden_states if m.only_cross_attention else None
+        self._attend(m.attn1, stream, normed, context, attention_mask, extra)
+        if m.attn2 is not None:
+            normed = self._norm(m.norm2, stream)
+            self._attend(m.attn2, stream, normed, encoder_hidden_states, encoder_attention_mask, extra)
+        normed = self._norm(m.norm3, stream)
+        stream.add(*self._feed_forward(normed))
+
+    def _norm(self, norm: nn.LayerNorm, stream: "Stream") -> torch.Tensor:
+        if stream.last is None and stream.bias is None:
+            return self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps)
+        x, residual = (stream.x, None) if stream.last is None else (stream.last, stream.x)
+        addends = {"residual": residual, "shift": stream.bias}
+        normed, total = self.kernels.layer_norm(x, norm.weight, norm.bias, norm.eps, **addends)
+        stream.settle(total)
+        return normed
+
+    def _attend(self, attention, stream, x, context, mask, extra) -> None:
+        """A fused attention leaves its bias to the next norm; anything else is called as the module it is."""
+        call = {"encoder_hidden_states": context, "attention_mask": mask}
+        fused = AttentionForward.taken(attention, x, **call, **extra)
+        if fused is not None and fused.adds_nothing():
+            stream.add(*fused.unbiased(x, context, mask))
+        else:
+            stream.add(attention(x, **call, **extra))
+
+    def _feed_forward(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         net = self.module.ff.net
         up, down = getattr(net[0], "proj", None), net[2]
         reason = plain(up, nn.Linear) or plain(down, nn.Linear) or untouched(self.module.ff, *net)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
-            return self.module.ff(x)
-        return F.linear(self.kernels.geglu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+            return self.module.ff(x), None
+        h = self.kernels.linear_geglu(x, up.weight, up.bias)
+        return F.linear(h, down.weight, None if h.is_cuda else down.bias), down.bias if h.is_cuda else None
 
 
 class TransformerStackForward(FastForward):
@@ -76,18 +127,22 @@ class TransformerStackForward(FastForward):
         m = self.module
         x = nhwc(hidden_states)
         h = self.kernels.group_norm(x, m.norm.num_groups, m.norm.weight, m.norm.bias, m.norm.eps)
-        rows = project(as_rows(h), m.proj_in)
+        fold = x.is_cuda  # biases cost nothing in the pass that comes next, nor in a CPU matrix product
+        stream = Stream(project(as_rows(h), m.proj_in, bias=not fold), m.proj_in.bias if fold else None)
+        call = {
+            "attention_mask": _as_bias(attention_mask, x.dtype),
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": _as_bias(encoder_attention_mask, x.dtype),
+            "cross_attention_kwargs": cross_attention_kwargs,
+        }
         for block in m.transformer_blocks:
-            rows = block(
-                rows,
-                attention_mask=_as_bias(attention_mask, rows.dtype),
-                encoder_hidden_states=encoder_hidden_states,
-                encoder_attention_mask=_as_bias(encoder_attention_mask, rows.dtype),
-                timestep=timestep,
-                cross_attention_kwargs=cross_attention_kwargs,
-                class_labels=class_labels,
-            )
-        fold = x.is_cuda  # the bias costs nothing in the pass that adds the residual, nor in a CPU matrix product
+            fused = TransformerBlockForward.taken(block, stream.x, **call)
+            if fused is not None:
+                fused.advance(stream, **call)
+            else:
+                rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
+                stream.settle(rows)
+        rows = stream.total(self.kernels)
         h = as_image(project(rows, m.proj_out, bias=not fold), *x.shape[2:])
         out = self.kernels.residual_add(h, x, m.proj_out.bias if fold else None)
         return self._output(out) if return_dict else (out,)

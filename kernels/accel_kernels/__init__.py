@@ -8,10 +8,26 @@ from accel_kernels.attention import attention
 from accel_kernels.geglu import geglu
 from accel_kernels.group_norm import group_norm
 from accel_kernels.layer_norm import layer_norm
+from accel_kernels.linear_geglu import linear_geglu
 from accel_kernels.op import Case, Op
 from accel_kernels.residual_add import residual_add
+from accel_kernels.softmax import softmax
 from accel_kernels.upsample import upsample
+from accel_kernels.upsample_convolve import upsample_convolve
 
-OPS = (attention, geglu, group_norm, layer_norm, residual_add, upsample)
+OPS = (attention, geglu, group_norm, layer_norm, linear_geglu, residual_add, softmax, upsample, upsample_convolve)
 
-__all__ = ["OPS", "Case", "Op", "attention", "geglu", "group_norm", "layer_norm", "residual_add", "upsample"]
+__all__ = [
+    "OPS",
+    "Case",
+    "Op",
+    "attention",
+    "geglu",
+    "group_norm",
+    "layer_norm",
+    "linear_geglu",
+    "residual_add",
+    "softmax",
+    "upsample",
+    "upsample_convolve",
+]

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from accel_kernels.attention import attention
 from accel_kernels.capture import capture
+from accel_kernels.matmul_attention import matmul_attention
+from accel_kernels.matmul_attention import refuses as refuses_matmul
 from accel_kernels.rehearsal import rehearsing
 
 
@@ -84,13 +86,21 @@ BACKENDS = {
     "efficient": Backend(_efficient, _refuses_cuda),
     "xformers": Backend(_xformers, _refuses_xformers),
     "triton": Backend(lambda q, k, v, scale: attention.triton(q, k, v, scale), _refuses_triton),
+    "matmul": Backend(matmul_attention, refuses_matmul),
     "sdpa": Backend(_sdpa, lambda q, k, v: None),
 }
 
 
-def wins_nowhere(name: str, q: torch.Tensor) -> bool:
-    """Candidates not worth the seconds their first compilation takes: our kernel, where a vendor one exists."""
-    return name == "triton" and q.shape[-1] <= 256
+def worth_trying(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a backend wins anywhere near this shape: those that do not are not worth compiling and timing."""
+    dim, keys = q.shape[-1], k.shape[2]
+    if name == "triton":  # a prompt's few keys, where vendor kernels fill half a tile
+        return keys <= 128 and dim <= 128
+    return name != "matmul" or dim > 256  # materialised scores: where no vendor kernel keeps a block in registers
+
+
+def _possible(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return worth_trying(name, q, k) and BACKENDS[name].refuses(q, k, v) is None
 
 
 class AttentionChooser:
@@ -134,7 +144,7 @@ class AttentionChooser:
         if choice is not None:
             return choice
         if rehearsing():  # values are garbage: compile what could be chosen, measure later
-            return "sdpa" if _refuses_triton(q, k, v) or wins_nowhere("triton", q) else "triton"
+            return next((name for name in ("triton", "matmul") if _possible(name, q, k, v)), "sdpa")
         if torch.cuda.is_current_stream_capturing():
             return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
         with self._lock:
@@ -152,7 +162,7 @@ class AttentionChooser:
         limit = 0.02 * wanted.abs().max().clamp_min(1e-6)
         times = {}
         for name, backend in BACKENDS.items():
-            if name == "sdpa" or backend.refuses(q, k, v) is not None or wins_nowhere(name, q):
+            if name == "sdpa" or not _possible(name, q, k, v):
                 continue  # sdpa picks one of the others
             try:
                 agrees = bool((backend.run(q, k, v, None).float() - wanted).abs().max() <= limit)

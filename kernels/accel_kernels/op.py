@@ -29,6 +29,8 @@ class Op:
     reference: plain torch; the fallback and the oracle of the tests.
     kernel:    "module:function" of the Triton launcher, imported at its first use, same arguments as `reference`.
     supports:  same arguments; None, or the reason why the Triton kernel cannot take this call.
+    pays:      same arguments; whether the kernel is worth it where it could run. Without it, always.
+    instead:   same arguments and result; what runs on CUDA where the kernel does not. Without it, `reference`.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Op:
     kernel: str
     supports: Callable[..., str | None]
     cases: tuple[Case, ...] = ()
+    pays: Callable[..., bool] | None = None
+    instead: Callable[..., Any] | None = None
 
     @cached_property
     def triton(self) -> Callable[..., Any]:
@@ -46,10 +50,15 @@ class Op:
         return _by_name, (self.name,)  # copies and pickles refer to the one op
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
-        if x.is_cuda and self.supports(x, *args, **kwargs) is None:
+        if not x.is_cuda:
+            return self.reference(x, *args, **kwargs)
+        if self.supports(x, *args, **kwargs) is None and (self.pays is None or self.pays(x, *args, **kwargs)):
             return self.triton(x, *args, **kwargs)
-        return self.reference(x, *args, **kwargs)
+        return (self.instead or self.reference)(x, *args, **kwargs)
 
+
+# Triton's interpreter runs on CPU tensors; any count gives the same results there.
+INTERPRETER_SMS = 4
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -64,11 +73,20 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
             return f"tensors on {given[0].device} and {tensor.device}"
     if given[0].is_cuda:
         least = (8, 0) if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
-        if _capability(given[0].device) < least:
+        if capability(given[0].device) < least:
             return f"compute capability below {least[0]}.{least[1]}"
     return None
 
 
 @lru_cache(maxsize=16)
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    if device.type != "cuda":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

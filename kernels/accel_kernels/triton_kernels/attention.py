@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.launch import multiprocessors, power_of_two
+from accel_kernels.triton_kernels.launch import power_of_two
 
 LOG2E = 1.4426950408889634
 

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.launch import multiprocessors, power_of_two
+from accel_kernels.triton_kernels.launch import power_of_two
 
 TILE = 4096  # elements a program loads at once
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole

@@ -1,19 +1,4 @@
-"""What every launcher needs: the number of multiprocessors to fill, and powers of two."""
-
-from functools import lru_cache
-
-import torch
-
-# Triton's interpreter runs on CPU tensors; any count gives the same results there.
-INTERPRETER_SMS = 4
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    if device.type != "cuda":
-        return INTERPRETER_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+"""Powers of two, which block sizes are."""
 
 
 def power_of_two(n: int) -> int:

@@ -1,0 +1,86 @@
+"""Matrix product with two accumulators, value and gate, and GEGLU on them before anything is written.
+
+Tiles come through the tensor memory accelerator (Hopper and later); rows of tiles are grouped so that neighbours share
+their weights in the L2 cache.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from accel_kernels.linear_geglu import BLOCK_M, BLOCK_N
+from accel_kernels.rehearsal import launch
+
+BLOCK_K, GROUP, WARPS, STAGES = 64, 8, 8, 3
+
+
+@triton.jit(do_not_specialize=("has_bias", "rows"))
+def linear_geglu_kernel(
+    x_desc, w_desc, b_ptr, y_desc, has_bias, rows, inner, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(inner, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    m = (first + program % (GROUP * tiles_n) % height) * BLOCK_M
+    n = program % (GROUP * tiles_n) // height * BLOCK_N
+    value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, depth, BLOCK_K):
+        x = x_desc.load([m, k])
+        w_value = w_desc.load([n, k])
+        w_gate = w_desc.load([inner + n, k])
+        if UPCAST:
+            x, w_value, w_gate = x.to(tl.float32), w_value.to(tl.float32), w_gate.to(tl.float32)
+        value = tl.dot(x, w_value.T, value)
+        gate = tl.dot(x, w_gate.T, gate)
+    if has_bias:
+        n_idx = n + tl.arange(0, BLOCK_N)
+        value += tl.load(b_ptr + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(b_ptr + inner + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+    y = value * gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+    y_desc.store([m, n], y.to(y_desc.dtype))
+
+
+def linear_geglu(x, weight, bias=None):
+    """Same arguments and result as the reference; x and weight contiguous, features in multiples of 8."""
+    depth, inner = x.shape[-1], weight.shape[0] // 2
+    rows = x.numel() // depth
+    y = torch.empty((*x.shape[:-1], inner), device=x.device, dtype=x.dtype)
+    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(inner, BLOCK_N)
+    # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
+    upcast = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype == torch.bfloat16
+    launch(
+        linear_geglu_kernel, (tiles,),
+        TensorDescriptor.from_tensor(x.view(rows, depth), [BLOCK_M, BLOCK_K]),
+        TensorDescriptor.from_tensor(weight.detach(), [BLOCK_N, BLOCK_K]),
+        x if bias is None else bias,
+        TensorDescriptor.from_tensor(y.view(rows, inner), [BLOCK_M, BLOCK_N]),
+        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return y
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps, stages.
+SPECIMENS = tuple(
+    (
+        linear_geglu_kernel,
+        {
+            "x_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_K}]>",
+            "w_desc": f"tensordesc<{dtype}[{BLOCK_N}, {BLOCK_K}]>",
+            "y_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_N}]>",
+            "b_ptr": f"*{dtype}",
+            "has_bias": "i1",
+        }
+        | dict.fromkeys(("rows", "inner", "depth"), "i32"),
+        {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "GROUP": GROUP, "UPCAST": False},
+        WARPS,
+        STAGES,
+    )
+    for dtype in ("fp16", "bf16")
+)
