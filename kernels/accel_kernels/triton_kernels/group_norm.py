@@ -108,10 +108,20 @@ def group_norm_moments(
     tl.store(moments_ptr + slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
 
 
+@triton.jit
+def _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows):
+    """Means with what is added to the image, sums of squared deviations, and rows, of some chunks."""
+    place = moments_ptr + k[:, None] * 2 * channels + c_idx[None, :]
+    means = tl.load(place, mask=mask, other=0.0) + extra[None, :]
+    m2s = tl.load(place + channels, mask=mask, other=0.0)
+    return means, m2s, tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)[:, None]
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_merge(
     moments_ptr, table_ptr, w_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride,
-    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     c = tl.arange(0, BLOCK_C)
@@ -120,23 +130,26 @@ def group_norm_merge(
     extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
     moments_ptr += n * chunks * 2 * channels
     total = rows.to(tl.float32) * CPG
-    sums = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
-    for first in range(0, chunks, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
+    if WHOLE:  # all chunks at once: one trip to memory
+        k = tl.arange(0, BLOCK_K)
         mask = (k < chunks)[:, None] & c_mask[None, :]
-        means = tl.load(moments_ptr + k[:, None] * 2 * channels + c_idx[None, :], mask=mask, other=0.0)
-        counts = tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)
-        sums += tl.where(mask, (means + extra[None, :]) * counts[:, None], 0.0)
-    mean = tl.sum(tl.sum(sums, axis=1), axis=0) / total
-    squares = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
-    for first in range(0, chunks, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        mask = (k < chunks)[:, None] & c_mask[None, :]
-        place = moments_ptr + k[:, None] * 2 * channels + c_idx[None, :]
-        means = tl.load(place, mask=mask, other=0.0) + extra[None, :]
-        m2s = tl.load(place + channels, mask=mask, other=0.0)
-        counts = tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)
-        squares += tl.where(mask, m2s + counts[:, None] * (means - mean) * (means - mean), 0.0)
+        means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
+        mean = tl.sum(tl.sum(tl.where(mask, means * counts, 0.0), axis=1), axis=0) / total
+        squares = tl.where(mask, m2s + counts * (means - mean) * (means - mean), 0.0)
+    else:
+        sums = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+        for first in range(0, chunks, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            mask = (k < chunks)[:, None] & c_mask[None, :]
+            means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
+            sums += tl.where(mask, means * counts, 0.0)
+        mean = tl.sum(tl.sum(sums, axis=1), axis=0) / total
+        squares = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+        for first in range(0, chunks, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            mask = (k < chunks)[:, None] & c_mask[None, :]
+            means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
+            squares += tl.where(mask, m2s + counts * (means - mean) * (means - mean), 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / total + eps)
     scale = extra * 0.0 + rstd
     if AFFINE:
@@ -214,10 +227,11 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     )  # fmt: skip
     table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
     block_c = power_of_two(cpg)
+    block_k = max(1, min(64, TILE // block_c))
     launch(
         group_norm_merge, (num_groups, batch),
         moments, table, weight, *addends, *flags, rows, channels, cut.number, cut.rows, eps, cpg, affine,
-        BLOCK_C=block_c, BLOCK_K=max(1, min(64, TILE // block_c)), num_warps=4,
+        WHOLE=cut.number <= block_k, BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     block_c = _block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
     block_r = max(1, TILE // block_c)
@@ -253,7 +267,7 @@ SPECIMENS = tuple(
     for specimen in (
         _specimen(group_norm_single, dtype, 8, CPG=40, AFFINE=True, BLOCK_C=64, BLOCK_R=256),
         _specimen(group_norm_moments, dtype, 4, EVEN=True, BLOCK_C=64, BLOCK_R=64, STAGES=3),
-        _specimen(group_norm_merge, dtype, 4, AFFINE=True, BLOCK_C=16, BLOCK_K=64),
+        _specimen(group_norm_merge, dtype, 4, AFFINE=True, WHOLE=True, BLOCK_C=16, BLOCK_K=64),
         _specimen(group_norm_apply, dtype, 8, AFFINE=True, EVEN=True, BLOCK_C=64, BLOCK_R=64),
     )
 )

@@ -1,6 +1,7 @@
 """Matrix product with two accumulators, value and gate, and GEGLU on them before anything is written.
 
-Tiles come through the tensor memory accelerator (Hopper and later); rows of tiles are grouped so that neighbours share
+Tiles come through the tensor memory accelerator (Hopper and later). Each program computes tiles until none is left, so
+that the next one's first loads overlap the end of the one before; rows of tiles are grouped so that neighbours share
 their weights in the L2 cache.
 """
 
@@ -12,9 +13,24 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accel_kernels.linear_geglu import BLOCK_M, BLOCK_N
+from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
 
 BLOCK_K, GROUP, WARPS, STAGES = 64, 8, 8, 3
+
+
+@triton.jit
+def gelu(x):
+    """Exact GELU, x * Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26): a third of libdevice's instructions.
+
+    The tail is computed as such, not as 1 minus a number near 1, so small values keep their digits.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = t * (-1.453152027 + t * 1.061405429)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + series)))
+    tail = 0.5 * series * tl.exp2(z * z * -1.4426950408889634)
+    return x * tl.where(x < 0, tail, 1.0 - tail)
 
 
 @triton.jit(do_not_specialize=("has_bias", "rows"))
@@ -22,28 +38,27 @@ def linear_geglu_kernel(
     x_desc, w_desc, b_ptr, y_desc, has_bias, rows, inner, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(inner, BLOCK_N)
-    first = program // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    m = (first + program % (GROUP * tiles_n) % height) * BLOCK_M
-    n = program % (GROUP * tiles_n) // height * BLOCK_N
-    value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, depth, BLOCK_K):
-        x = x_desc.load([m, k])
-        w_value = w_desc.load([n, k])
-        w_gate = w_desc.load([inner + n, k])
-        if UPCAST:
-            x, w_value, w_gate = x.to(tl.float32), w_value.to(tl.float32), w_gate.to(tl.float32)
-        value = tl.dot(x, w_value.T, value)
-        gate = tl.dot(x, w_gate.T, gate)
-    if has_bias:
-        n_idx = n + tl.arange(0, BLOCK_N)
-        value += tl.load(b_ptr + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
-        gate += tl.load(b_ptr + inner + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
-    y = value * gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-    y_desc.store([m, n], y.to(y_desc.dtype))
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
+        n = tile % (GROUP * tiles_n) // height * BLOCK_N
+        value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            x = x_desc.load([m, k])
+            w_value = w_desc.load([n, k])
+            w_gate = w_desc.load([inner + n, k])
+            if UPCAST:
+                x, w_value, w_gate = x.to(tl.float32), w_value.to(tl.float32), w_gate.to(tl.float32)
+            value = tl.dot(x, w_value.T, value)
+            gate = tl.dot(x, w_gate.T, gate)
+        if has_bias:
+            n_idx = n + tl.arange(0, BLOCK_N)
+            value += tl.load(b_ptr + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(b_ptr + inner + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+        y_desc.store([m, n], (value * gelu(gate)).to(y_desc.dtype))
 
 
 def linear_geglu(x, weight, bias=None):
@@ -55,7 +70,7 @@ def linear_geglu(x, weight, bias=None):
     # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
     upcast = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype == torch.bfloat16
     launch(
-        linear_geglu_kernel, (tiles,),
+        linear_geglu_kernel, (min(tiles, multiprocessors(x.device)),),
         TensorDescriptor.from_tensor(x.view(rows, depth), [BLOCK_M, BLOCK_K]),
         TensorDescriptor.from_tensor(weight.detach(), [BLOCK_N, BLOCK_K]),
         x if bias is None else bias,
