@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from accel_kernels import group_norm, layer_norm, linear_geglu, residual_add, upsample_convolve
+from accel_kernels import group_norm, image_concat, image_sum, layer_norm, linear_geglu, upsample_convolve
 from accel_kernels.attention_backends import AttentionChooser
 from torch import nn
 
@@ -19,13 +19,14 @@ class Kernels:
 
     attention: object
     group_norm: object = group_norm
+    image_concat: object = image_concat
+    image_sum: object = image_sum
     layer_norm: object = layer_norm
     linear_geglu: object = linear_geglu
-    residual_add: object = residual_add
     upsample_convolve: object = upsample_convolve
 
     def plain(self) -> "Kernels":
-        names = ("group_norm", "layer_norm", "linear_geglu", "residual_add", "upsample_convolve")
+        names = ("group_norm", "image_concat", "image_sum", "layer_norm", "linear_geglu", "upsample_convolve")
         return Kernels(AttentionChooser("sdpa"), **{name: getattr(self, name).reference for name in names})
 
 

@@ -48,7 +48,10 @@ class JointLinears:
         if waiting is None or waiting[0] != stamp or id(layer) not in waiting[1]:
             waiting = (stamp, dict(self._outputs(layer, before(x))))
             vars(x)[MARK] = waiting
-        return waiting[1].pop(id(layer))
+        output = waiting[1].pop(id(layer))
+        if not waiting[1]:
+            del vars(x)[MARK]
+        return output
 
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])

@@ -6,6 +6,8 @@ from torch import nn
 
 from accel.structure import pointwise
 
+MOMENTS = "_accel_moments"  # where an image carries the moments of its channels
+
 
 def nhwc(x: torch.Tensor) -> torch.Tensor:
     """x: (N, C, H, W) in channels-last memory; free where it already is."""
@@ -21,6 +23,22 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def as_image(rows: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """(N, H * W, C) seen as (N, C, H, W) channels-last; a view."""
     return rows.reshape(rows.shape[0], height, width, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def moments_kept(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """The image of an op that also returns its moments, which hang on it from now on until it changes."""
+    image, moments = result
+    if moments is not None and not image.is_inference():  # an inference tensor does not tell when it changes
+        vars(image)[MOMENTS] = (image._version, moments)
+    return image
+
+
+def normalise(kernels, x: torch.Tensor, norm: nn.GroupNorm, **more) -> torch.Tensor:
+    """The fused group norm with the module's settings, and the moments of x where they are known."""
+    version, moments = vars(x).get(MOMENTS, (None, None))
+    if moments is not None and version == x._version:
+        more["moments"] = moments
+    return kernels.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, **more)
 
 
 def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor | None]:

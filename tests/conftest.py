@@ -40,6 +40,8 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
     ours = many(op.triton(*args, **kwargs))
     slack = FLOOR[dtype] + (0.0 if args[0].is_cuda else TRUNCATION.get(dtype, 0.0))
     for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        if truth is None:  # what the kernel makes besides; has a test of its own
+            continue
         assert mine.dtype == dtype and mine.shape == truth.shape
         assert torch.isfinite(mine).all()
         peak = truth.abs().max().clamp_min(1e-3)

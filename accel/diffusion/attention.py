@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.forward import FastForward
 from accel.joint import JointLinears, together
-from accel.layout import as_image, as_rows, nhwc
+from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise
 from accel.patch import Stacked
 from accel.probe import example
 from accel.rule import Match, Skip
@@ -45,7 +45,8 @@ class AttentionForward(FastForward):
         out, bias = self.unbiased(hidden_states, encoder_hidden_states, attention_mask, defer=fused)
         if m.residual_connection:
             if out.dim() == 4:
-                return self.kernels.residual_add(out, nhwc(hidden_states), bias, m.rescale_output_factor)
+                total = self.kernels.image_sum(out, nhwc(hidden_states), bias, m.rescale_output_factor)
+                return moments_kept(total)
             out = out + hidden_states
         return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
 
@@ -58,9 +59,7 @@ class AttentionForward(FastForward):
         image = hidden_states.dim() == 4
         x = nhwc(hidden_states) if image else hidden_states
         if m.group_norm is not None:
-            norm = m.group_norm
-            x = x if image else as_image(x, x.shape[1], 1)
-            x = self.kernels.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+            x = normalise(self.kernels, x if image else as_image(x, x.shape[1], 1), m.group_norm)
         rows = as_rows(x) if x.dim() == 4 else x
         q, k, v = self._projections(rows, encoder_hidden_states)
         if attention_mask is None:

@@ -3,9 +3,12 @@
 from torch import nn
 
 from accel.diffusion.attention import match_attention
+from accel.diffusion.convolution import match_convolution
+from accel.diffusion.overflow_guard import match_overflow_guard
 from accel.diffusion.resample import match_resample
 from accel.diffusion.resnet import match_resnet
 from accel.diffusion.transformer import match_transformer_block, match_transformer_stack
+from accel.diffusion.up_block import match_up_block
 from accel.patch import ChannelsLast
 from accel.rule import Match, Rule, Skip
 from accel.rules.graph import match_graph
@@ -39,12 +42,15 @@ def images(match):
 
 RULES = (
     Rule("channels-last weights", match_layout),
+    Rule("overflow guard", match_overflow_guard),
     Rule("CUDA graph", match_graph),
     Rule("resnet block", images(match_resnet)),
+    Rule("upward block", images(match_up_block)),
     Rule("transformer stack", images(match_transformer_stack)),
     Rule("transformer block", match_transformer_block),
     Rule("attention", match_attention),
     Rule("resampling", images(match_resample)),
+    Rule("convolution", images(match_convolution)),
     Rule("group norm", match_group_norm),
     Rule("layer norm", match_layer_norm),
 )

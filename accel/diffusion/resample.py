@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.forward import FastForward
-from accel.layout import nhwc
+from accel.layout import convolve, moments_kept, nhwc
 from accel.probe import example
 from accel.rule import Match, Skip
 from accel.structure import holds, meta_weights, plain
@@ -57,7 +57,8 @@ class DownsampleForward(FastForward):
         x = nhwc(hidden_states)
         if self.module.padding == 0:
             x = F.pad(x, (0, 1, 0, 1))
-        return self.module.conv.forward(x)
+        y, bias = convolve(x, self.module.conv)
+        return y if bias is None else moments_kept(self.kernels.image_sum(nhwc(y), None, bias))
 
 
 def match_resample(site, context) -> Match | Skip | None:

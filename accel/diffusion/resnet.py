@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.forward import FastForward
 from accel.joint import JointLinears
-from accel.layout import convolve, nhwc, project_image
+from accel.layout import convolve, moments_kept, nhwc, normalise, project_image
 from accel.probe import example
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
@@ -31,18 +31,17 @@ class ResnetForward(FastForward):
         return _leaves(self.module)
 
     def fast(self, input_tensor, temb=None, *args, **kwargs):
-        m, norm = self.module, self.kernels.group_norm
+        m, k = self.module, self.kernels
         x = nhwc(input_tensor)
-        h = norm(x, m.norm1.num_groups, m.norm1.weight, m.norm1.bias, m.norm1.eps, silu=True)
+        h = normalise(k, x, m.norm1, silu=True)
         h, shift = convolve(h, m.conv1)
         add = None
         if m.time_emb_proj is not None:
             add = self.times.of(m.time_emb_proj, temb, F.silu)
-        norm2 = m.norm2
-        h = norm(h, norm2.num_groups, norm2.weight, norm2.bias, norm2.eps, add=add, shift=shift, silu=True)
+        h = normalise(k, h, m.norm2, add=add, shift=shift, silu=True)
         h, bias = convolve(h, m.conv2)
         shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut)
-        return self.kernels.residual_add(h, shortcut, bias, m.output_scale_factor)
+        return moments_kept(k.image_sum(h, shortcut, bias, m.output_scale_factor))
 
 
 def _leaves(m: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.diffusion.attention import AttentionForward
 from accel.forward import FastForward
-from accel.layout import as_image, as_rows, nhwc, project
+from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise, project
 from accel.probe import example
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
@@ -33,7 +33,7 @@ class Stream:
         """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
         if self.last is not None:
             rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
-            self.settle(as_rows(kernels.residual_add(rows, residual, self.bias)))
+            self.settle(as_rows(kernels.image_sum(rows, residual, self.bias)[0]))
         elif self.bias is not None:
             self.settle(self.x + self.bias)
         return self.x
@@ -126,7 +126,7 @@ class TransformerStackForward(FastForward):
     ):  # fmt: skip
         m = self.module
         x = nhwc(hidden_states)
-        h = self.kernels.group_norm(x, m.norm.num_groups, m.norm.weight, m.norm.bias, m.norm.eps)
+        h = normalise(self.kernels, x, m.norm)
         fold = x.is_cuda  # biases cost nothing in the pass that comes next, nor in a CPU matrix product
         stream = Stream(project(as_rows(h), m.proj_in, bias=not fold), m.proj_in.bias if fold else None)
         call = {
@@ -144,7 +144,7 @@ class TransformerStackForward(FastForward):
                 stream.settle(rows)
         rows = stream.total(self.kernels)
         h = as_image(project(rows, m.proj_out, bias=not fold), *x.shape[2:])
-        out = self.kernels.residual_add(h, x, m.proj_out.bias if fold else None)
+        out = moments_kept(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return self._output(out) if return_dict else (out,)
 
     def _output(self, sample):

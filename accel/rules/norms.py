@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from accel.forward import FastForward
+from accel.layout import normalise
 from accel.rule import Match
 from accel.structure import plain
 
@@ -15,8 +16,7 @@ class GroupNormForward(FastForward):
         return None if type(input) is torch.Tensor else f"input of type {type(input).__name__}"
 
     def fast(self, input):
-        m = self.module
-        return self.kernels.group_norm(input, m.num_groups, m.weight, m.bias, m.eps)
+        return normalise(self.kernels, input, self.module)
 
 
 class LayerNormForward(FastForward):

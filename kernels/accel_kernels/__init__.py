@@ -7,15 +7,26 @@ else its plain-torch reference, with the same result up to rounding. Knows nothi
 from accel_kernels.attention import attention
 from accel_kernels.geglu import geglu
 from accel_kernels.group_norm import group_norm
+from accel_kernels.image_sum import image_concat, image_sum
 from accel_kernels.layer_norm import layer_norm
 from accel_kernels.linear_geglu import linear_geglu
 from accel_kernels.op import Case, Op
-from accel_kernels.residual_add import residual_add
 from accel_kernels.softmax import softmax
 from accel_kernels.upsample import upsample
 from accel_kernels.upsample_convolve import upsample_convolve
 
-OPS = (attention, geglu, group_norm, layer_norm, linear_geglu, residual_add, softmax, upsample, upsample_convolve)
+OPS = (
+    attention,
+    geglu,
+    group_norm,
+    image_concat,
+    image_sum,
+    layer_norm,
+    linear_geglu,
+    softmax,
+    upsample,
+    upsample_convolve,
+)
 
 __all__ = [
     "OPS",
@@ -24,9 +35,10 @@ __all__ = [
     "attention",
     "geglu",
     "group_norm",
+    "image_concat",
+    "image_sum",
     "layer_norm",
     "linear_geglu",
-    "residual_add",
     "softmax",
     "upsample",
     "upsample_convolve",

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from accel_kernels.op import Case, Op, dtype_reason
 
 
-def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False):
-    """x: (N, C, H, W); weight, bias, shift: (C,) or None; add: (N, C) or None. Returns a tensor like x."""
+def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, moments=None):
+    """x: (N, C, H, W); weight, bias, shift: (C,) or None; add: (N, C) or None. Returns a tensor like x.
+
+    moments: what `image_sum` or `image_concat` returned beside x, which saves reading it; None where it did not.
+    """
     if shift is not None:
         x = x + shift.to(x.dtype)[:, None, None]
     if add is not None:
@@ -20,7 +23,7 @@ def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=Fa
     return F.silu(y) if silu else y
 
 
-def supports(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False) -> str | None:
+def supports(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, moments=None) -> str | None:
     if x.dim() != 4:
         return f"{x.dim()} dimensions, not 4"
     if not x.is_contiguous(memory_format=torch.channels_last):

@@ -52,7 +52,7 @@ def test_unsupported_inputs_are_named():
     assert "odd" in refused(ops["geglu"], torch.randn(2, 7))
     assert "contiguous" in refused(ops["layer_norm"], torch.randn(4, 4).t(), None, None, 1e-5)
     assert "residual" in refused(ops["layer_norm"], torch.randn(4, 4), None, None, 1e-5, residual=torch.randn(4, 5))
-    assert "residual" in refused(ops["residual_add"], nhwc, nhwc[:1])
+    assert "residual" in refused(ops["image_sum"], nhwc, nhwc[:1])
     assert "channels-last" in refused(ops["upsample"], image)
     q = torch.randn(1, 1, 4, 1024)
     assert "head dimension" in refused(ops["attention"], q, q, q)
@@ -69,3 +69,19 @@ def test_group_norm_keeps_its_digits_far_from_zero():
     ours = op.triton(x.float(), 2, None, None, 1e-5)
     naive_floor = float((x.float().double() - x).abs().max())  # what rounding the input to fp32 costs already
     assert float((ours.double() - exact).abs().max()) < 20 * naive_floor
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["image_sum", "image_concat"])
+def test_moments_taken_while_writing_serve_the_norm(name, dtype):
+    ops = {op.name: op for op in OPS}
+    x, other = (
+        (torch.randn(2, 48, 40, 33) * 2 + 5).to(dtype).contiguous(memory_format=torch.channels_last) for _ in range(2)
+    )
+    given = (x, other, torch.randn(48).to(dtype), 1.5) if name == "image_sum" else (x, other)
+    y, moments = ops[name].triton(*given)
+    weight, bias, add = torch.randn(y.shape[1]), torch.randn(y.shape[1]), torch.randn(2, y.shape[1])
+    args, more = (3, weight.to(dtype), bias.to(dtype), 1e-5), {"add": add.to(dtype), "silu": True}
+    ours = ops["group_norm"].triton(y, *args, **more, moments=moments)
+    torch.testing.assert_close(ours, ops["group_norm"].triton(y, *args, **more), rtol=1e-3, atol=2e-5)

@@ -7,19 +7,15 @@ kernel between them merges these (Chan, Golub and LeVeque, 1983), which loses no
 Small images take one program a group, which holds the group in registers.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.chunks import TILE, Chunks, block_channels
 from accel_kernels.triton_kernels.launch import power_of_two
 
-TILE = 4096  # elements a program loads at once
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole
-PROGRAMS_PER_SM = 4
 LARGE_ROWS = 65536  # from here on, memory and not latency decides: wider rows, loads ahead (measured on an H200)
 UNSPECIALISED = (
     "has_add",
@@ -180,25 +176,7 @@ def group_norm_apply(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-class Chunks(NamedTuple):
-    """How an image is cut for the moments of its channels; the same for everyone who makes or merges them."""
-
-    block_c: int
-    block_r: int
-    rows: int
-    number: int
-
-    @classmethod
-    def of(cls, batch: int, channels: int, rows: int, device: torch.device) -> "Chunks":
-        block_c = _block_channels(channels, 64)
-        block_r = max(1, min(TILE // block_c, power_of_two(rows)))
-        tiles = triton.cdiv(rows, block_r)
-        wanted = PROGRAMS_PER_SM * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
-        chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
-        return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
-
-
-def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False):
+def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, moments=None):
     """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, moments in fp32."""
     batch, channels, height, width = x.shape
     rows, cpg = height * width, channels // num_groups
@@ -218,13 +196,14 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         return y
 
     cut = Chunks.of(batch, channels, rows, x.device)
-    moments = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
-    launch(
-        group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
-        x, moments, rows, channels, cut.number, cut.rows,
-        EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
-        STAGES=3 if rows >= LARGE_ROWS else 1, num_warps=4,
-    )  # fmt: skip
+    if moments is None:
+        moments = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
+        launch(
+            group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
+            x, moments, rows, channels, cut.number, cut.rows,
+            EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
+            STAGES=3 if rows >= LARGE_ROWS else 1, num_warps=4,
+        )  # fmt: skip
     table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
     block_c = power_of_two(cpg)
     block_k = max(1, min(64, TILE // block_c))
@@ -233,7 +212,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         moments, table, weight, *addends, *flags, rows, channels, cut.number, cut.rows, eps, cpg, affine,
         WHOLE=cut.number <= block_k, BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
-    block_c = _block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
+    block_c = block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
     block_r = max(1, TILE // block_c)
     launch(
         group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
@@ -241,13 +220,6 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
     )  # fmt: skip
     return y
-
-
-def _block_channels(channels: int, most: int) -> int:
-    """The widest block up to `most` that divides the channels, or a padded one where none of 64 and more does."""
-    return next(
-        (width for width in (256, 128, 64) if width <= most and channels % width == 0), min(64, power_of_two(channels))
-    )
 
 
 _POINTERS = ("x", "y", "w", "b", "add", "shift")

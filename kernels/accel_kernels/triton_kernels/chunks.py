@@ -1,0 +1,37 @@
+"""How an image is cut for the moments of its channels, by everyone who makes or merges them."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from accel_kernels.op import multiprocessors
+from accel_kernels.triton_kernels.launch import power_of_two
+
+TILE = 4096  # elements a program loads at once
+PROGRAMS_PER_SM = 4
+
+
+class Chunks(NamedTuple):
+    """Blocks of channels, blocks of rows within a chunk, rows of a chunk, and the number of chunks: by shape alone."""
+
+    block_c: int
+    block_r: int
+    rows: int
+    number: int
+
+    @classmethod
+    def of(cls, batch: int, channels: int, rows: int, device: torch.device) -> "Chunks":
+        block_c = block_channels(channels, 64)
+        block_r = max(1, min(TILE // block_c, power_of_two(rows)))
+        tiles = triton.cdiv(rows, block_r)
+        wanted = PROGRAMS_PER_SM * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
+        chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
+        return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
+
+
+def block_channels(channels: int, most: int) -> int:
+    """The widest block up to `most` that divides the channels, or a padded one where none of 64 and more does."""
+    return next(
+        (width for width in (256, 128, 64) if width <= most and channels % width == 0), min(64, power_of_two(channels))
+    )

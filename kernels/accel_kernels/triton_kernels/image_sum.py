@@ -1,0 +1,116 @@
+"""One pass over an image that writes a sum, or a concatenation, and the moments of its channels in chunks of rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.chunks import Chunks
+
+UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
+
+
+@triton.jit
+def _value(
+    x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale,
+    OTHER: tl.constexpr, CONCAT: tl.constexpr,
+):  # fmt: skip
+    row = r_idx.to(tl.int64)[:, None]
+    if CONCAT:
+        left = (c_idx < split)[None, :]
+        value = tl.load(x_ptr + row * split + c_idx[None, :], mask=mask & left, other=0.0).to(tl.float32)
+        place = row * (channels - split) + (c_idx - split)[None, :]
+        value += tl.load(other_ptr + place, mask=mask & (c_idx >= split)[None, :], other=0.0).to(tl.float32)
+    else:
+        place = row * channels + c_idx[None, :]
+        value = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
+        if OTHER:
+            value += tl.load(other_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        value *= inverse_scale
+    return value
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def image_sum_kernel(
+    x_ptr, other_ptr, bias_ptr, y_ptr, moments_ptr, has_bias, rows, channels, split, chunks, chunk_rows, inverse_scale,
+    OTHER: tl.constexpr, CONCAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    n = tl.program_id(2).to(tl.int64)
+    c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = (c_idx >= 0) if EVEN else (c_idx < channels)
+    extra = tl.zeros((BLOCK_C,), tl.float32)
+    if has_bias:
+        extra += tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
+    row = chunk * chunk_rows
+    row_end = tl.minimum(row + chunk_rows, rows)
+    x_ptr += n * rows * split
+    other_ptr += n * rows * ((channels - split) if CONCAT else channels)
+    y_ptr += n * rows * channels
+    # Deviations from the chunk's first row, as in group_norm_moments; of the values as they are stored.
+    one = row + tl.arange(0, 1)
+    pivot = (
+        _value(x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, inverse_scale, OTHER, CONCAT)
+        .to(y_ptr.dtype.element_ty)
+        .to(tl.float32)
+    )
+    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for r in range(row, row_end, BLOCK_R):
+        r_idx = r + tl.arange(0, BLOCK_R)
+        mask = (r_idx < row_end)[:, None] & c_mask[None, :]
+        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale, OTHER, CONCAT)
+        stored = value.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :], stored, mask=mask)
+        deviation = tl.where(mask, stored.to(tl.float32) - pivot, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    count = (row_end - row).to(tl.float32)
+    shift = tl.sum(sums, axis=0) / count
+    slot = moments_ptr + (n * chunks + chunk) * 2 * channels + c_idx
+    tl.store(slot, tl.sum(pivot, axis=0) + shift, mask=c_mask)
+    tl.store(slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
+
+
+def image_sum(x, residual=None, bias=None, scale=1.0):
+    """Same arguments as the reference, channels-last; returns the sum and its moments, (N, chunks, 2, C) in fp32."""
+    y = torch.empty_like(x)
+    moments = _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, concat=False)
+    return y, moments
+
+
+def image_concat(x, other):
+    """Same arguments as the reference, channels-last; returns the concatenation and its moments."""
+    n, channels, height, width = x.shape
+    shape = (n, channels + other.shape[1], height, width)
+    y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    return y, _launch(x, other, None, y, channels, 1.0, concat=True)
+
+
+def _launch(x, other, bias, y, split, inverse_scale, concat):
+    n, channels, height, width = y.shape
+    cut = Chunks.of(n, channels, height * width, y.device)
+    moments = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
+    launch(
+        image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
+        x, x if other is None else other, x if bias is None else bias, y, moments, bias is not None,
+        height * width, channels, split, cut.number, cut.rows, inverse_scale,
+        OTHER=other is not None, CONCAT=concat, EVEN=channels % cut.block_c == 0,
+        BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=8,
+    )  # fmt: skip
+    return moments
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps.
+SPECIMENS = tuple(
+    (
+        image_sum_kernel,
+        {f"{name}_ptr": f"*{dtype}" for name in ("x", "other", "bias", "y")}
+        | {"moments_ptr": "*fp32", "has_bias": "i1", "inverse_scale": "fp32"}
+        | dict.fromkeys(("rows", "channels", "split", "chunks", "chunk_rows"), "i32"),
+        {"OTHER": True, "CONCAT": concat, "EVEN": True, "BLOCK_C": 64, "BLOCK_R": 64},
+        8,
+    )
+    for dtype in ("fp16", "bf16", "fp32")
+    for concat in (False, True)
+)
