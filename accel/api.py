@@ -3,50 +3,55 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from accel.objects import models_in
+from accel.ledger import Ledger
+from accel.objects import is_scheduler, models_in, parts_in
 from accel.options import parse
-from accel.plan import Context, Plan
-from accel.quality import Quality, compare
+from accel.plan import PLAN, Context, Plan
+from accel.quality import Quality
 from accel.report import Report
+from accel.verify import against_stock
 
-PLAN = "_accel_plan"  # where a model keeps its plan; copies and pickles of the model take it along
 VALID = "a diffusers pipeline, a diffusers model, a transformers model, or a transformers pipeline"
 
 
 def optimize(obj, **options):
     """Makes every later call of obj faster, in place; returns obj.
 
-    obj: a diffusers pipeline (all its models), a diffusers or transformers model, or a transformers pipeline.
+    obj: a diffusers pipeline (its models and schedulers), a diffusers or transformers model, or a transformers
+    pipeline.
     options: the fields of `accel.Options`. Calling it again plans anew, with the new options.
     Raises TypeError for another object or an unknown option, ValueError for a wrong value, or, with strict=True, for a
     site that would be skipped; obj is then as it was.
     """
     chosen = parse(options)
-    models = _models(obj)
-    before = {name: vars(model).get(PLAN) for name, model in models.items()}
+    parts = _parts(obj)
+    before = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken, applied = [], []
     try:
         for name, plan in before.items():
             if plan is not None:
                 plan.undo()
                 taken.append(name)
-        context = Context.create(chosen, _attention_cache())
-        for name, model in models.items():
-            plan = _plan(model, context)
+        context = Context.create(chosen, _choices_file)
+        for name, part in parts.items():
+            plan = _plan(part, context)
             plan.apply()
             applied.append(name)
-            vars(model)[PLAN] = plan
+            vars(part)[PLAN] = plan
+        if chosen.step_cache is not None:
+            _settle_step_cache(obj, chosen.step_cache)
     except BaseException:
         for name in reversed(applied):
-            vars(models[name]).pop(PLAN).undo()
+            vars(parts[name]).pop(PLAN).undo()
         for name in taken:
             before[name].apply()
-            vars(models[name])[PLAN] = before[name]
+            vars(parts[name])[PLAN] = before[name]
         raise
     return obj
 
@@ -84,64 +89,69 @@ def optimized(obj, **options) -> Iterator:
 def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
     """Runs obj(*args, **kwargs) optimised and stock, from the same seed, and compares the outputs.
 
-    For a pipeline give what you call it with (verify(pipe, "a prompt", num_inference_steps=20)); for a model, its
-    inputs; a UNet2DConditionModel makes its own if none are given. obj is optimised again afterwards, also after an
-    error. Raises ValueError for an object that is not optimised.
+    For a pipeline give what you call it with (verify(pipe, "a prompt", num_inference_steps=20)); without arguments a
+    text-to-image pipeline draws an example. Its models are compared one by one too, each on the inputs it had in the
+    stock run. For a model give its inputs; UNets, VAEs and text encoders make their own if none are given.
+    `Quality.passed` and `.verdict` say whether rounding explains the difference: a model passes where it is no more
+    than twice as far from itself in full precision as stock is. Generators among the arguments are left as they were.
+    obj is optimised again afterwards, also after an error. Raises ValueError for an object that is not optimised or
+    a pipeline of which no example call is known, TypeError for such a model.
     """
     plans = _plans(obj)
     if not plans:
         raise ValueError("nothing to verify: this object is not optimised; call accel.optimize(obj) first")
     if not args and not kwargs:
-        args, kwargs = _example_call(obj)
-    ours = _call(obj, args, kwargs, seed)
-    undone = []
-    try:
-        for plan in plans.values():
-            plan.undo()
-            undone.append(plan)
-        stock = _call(obj, args, kwargs, seed)
-    finally:
-        for plan in undone:
-            plan.apply()
-    return compare(stock, ours)
+        kwargs = _example_call(obj)
+    return against_stock(obj, plans, args, kwargs, seed)
 
 
-def _plan(model: nn.Module, context: Context) -> Plan:
-    from accel.diffusion.family import RULES, graph_paths
+def _plan(part: object, context: Context) -> Plan:
+    from accel.diffusion import family, pipeline, schedulers
 
-    context.graph_paths = graph_paths(model)
-    return Plan(model, RULES, context)
+    own = replace(context, ledger=Ledger())
+    if isinstance(part, nn.Module):
+        own.graph_paths = family.graph_paths(part)
+        return Plan(part, family.RULES, own)
+    return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.PipelinePlan(part, own)
+
+
+def _settle_step_cache(obj, wanted: int | str) -> None:
+    from accel.diffusion.step_cache_budget import settle
+
+    settle(obj, _plans(obj).values(), wanted)
 
 
 def _models(obj) -> dict[str, nn.Module]:
     found = models_in(obj)
     if found is None:
         raise TypeError(f"accel cannot optimise a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
-    unique = {id(model): name for name, model in reversed(found.items())}
-    return {name: model for name, model in found.items() if unique[id(model)] == name}
+    return _unique(found)
+
+
+def _parts(obj) -> dict[str, object]:
+    return _unique(_models(obj) | parts_in(obj))
+
+
+def _unique(parts: dict[str, object]) -> dict[str, object]:
+    """Each object once, by the first of its names."""
+    first = {id(part): name for name, part in reversed(parts.items())}
+    return {name: part for name, part in parts.items() if first[id(part)] == name}
 
 
 def _plans(obj) -> dict[str, Plan]:
-    return {name: vars(model)[PLAN] for name, model in _models(obj).items() if PLAN in vars(model)}
+    return {name: vars(part)[PLAN] for name, part in _parts(obj).items() if PLAN in vars(part)}
 
 
-def _call(obj, args, kwargs, seed: int):
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        torch.manual_seed(seed)
-        return obj(*args, **kwargs)
+def _example_call(obj) -> dict:
+    from accel.diffusion.inputs import example_call, example_inputs
+
+    return example_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)
 
 
-def _example_call(obj) -> tuple[tuple, dict]:
-    from accel.diffusion.inputs import example_inputs
-
-    return (), example_inputs(obj)
-
-
-def _attention_cache() -> Path | None:
-    """Where attention choices are kept: one file a GPU and set of versions, below ACCEL_CACHE_DIR or ~/.cache/accel."""
+def _choices_file(kind: str) -> Path | None:
+    """Where choices are kept: one file a GPU and set of versions, below ACCEL_CACHE_DIR or ~/.cache/accel."""
     if not torch.cuda.is_available():
         return None
     folder = os.environ.get("ACCEL_CACHE_DIR") or Path.home() / ".cache" / "accel"
     name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
-    return Path(folder) / ("attention-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")
+    return Path(folder) / (f"{kind}-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")

@@ -2,10 +2,11 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from accel_kernels import group_norm, image_concat, image_sum, layer_norm, linear_geglu, upsample_convolve
+import torch.nn.functional as F
+from accel_kernels import Op, group_norm, image_concat, image_sum, layer_norm, linear_geglu, upsample_convolve
 from accel_kernels.attention_backends import AttentionChooser
 from torch import nn
 
@@ -18,6 +19,7 @@ class Kernels:
     """The operations fast forwards are written in; `plain()` gives the same ones in torch alone, for probes."""
 
     attention: object
+    linear: object
     group_norm: object = group_norm
     image_concat: object = image_concat
     image_sum: object = image_sum
@@ -26,8 +28,8 @@ class Kernels:
     upsample_convolve: object = upsample_convolve
 
     def plain(self) -> "Kernels":
-        names = ("group_norm", "image_concat", "image_sum", "layer_norm", "linear_geglu", "upsample_convolve")
-        return Kernels(AttentionChooser("sdpa"), **{name: getattr(self, name).reference for name in names})
+        references = {field.name: field.default.reference for field in fields(self) if isinstance(field.default, Op)}
+        return Kernels(AttentionChooser("sdpa"), F.linear, **references)
 
 
 class FastForward(ABC):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.fingerprint import Fingerprint
+from accel.joint import JointLinears
 from accel.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
@@ -37,6 +38,23 @@ class Entry:
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
+    constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
+    source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An input that stays the same through a loop: `joint` computes once what the model makes of it.
+
+    Used for as long as the caller gives the same tensor object, unchanged, in the same loop.
+    """
+
+    tensor: torch.Tensor
+    joint: JointLinears
+    loop: int
+
+    def source(self) -> tuple:
+        return self.tensor, self.tensor._version, self.loop
 
 
 class GraphPool:
@@ -112,11 +130,15 @@ class GraphRunner:
         self.rehearsed = False
         self.pool.runners.append(self)
 
-    def __call__(self, eager: Callable, args: tuple, kwargs: dict):
-        """eager(*args, **kwargs), or the replay of its graph."""
+    def __call__(
+        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple = (), constant: Constant | None = None
+    ):
+        """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too."""
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = _key(leaves, spec)
+        if constant is not None:
+            variant = (*variant, "prompt kept")
+        key = _key(leaves, spec, variant)
         with self.pool.lock:
             if self.fingerprint is None or not self.fingerprint.reachable():
                 self._renew()
@@ -124,7 +146,7 @@ class GraphRunner:
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
-                outputs = self._replay(entry, leaves, device)
+                outputs = self._replay(entry, leaves, device, constant)
                 if self.fingerprint.holds():
                     self.changes = 0
                     return outputs
@@ -140,16 +162,16 @@ class GraphRunner:
                 if entry is None:
                     self._remember(key)
                 elif entry.reason is None:
-                    self._capture(entry, eager, leaves, spec, device)
+                    self._capture(entry, eager, leaves, spec, device, constant)
                     if entry.graph is not None:
-                        return self._replay(entry, leaves, device)
+                        return self._replay(entry, leaves, device, constant)
         if reason is None:
-            self._rehearse(eager, args, kwargs)
+            self._rehearse(eager, leaves, spec)
         else:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
         return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
 
-    def _rehearse(self, eager: Callable, args: tuple, kwargs: dict) -> None:
+    def _rehearse(self, eager: Callable, leaves: list, spec) -> None:
         """Before the first call: compiles its kernels side by side. An error shows again in the call itself.
 
         Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
@@ -157,6 +179,7 @@ class GraphRunner:
         if not self.rehearsed:
             self.rehearsed = True
             with contextlib.suppress(Exception), rehearsal():
+                args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
                 eager(*args, **kwargs)
 
     def _renew(self) -> None:
@@ -175,10 +198,10 @@ class GraphRunner:
             del self.entries[next(iter(self.entries))]
         self.entries[key] = Entry()
 
-    def _capture(self, entry: Entry, eager: Callable, leaves: list, spec, device: torch.device) -> None:
+    def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant) -> None:
         try:
             with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-                self._capture_on_device(entry, eager, leaves, spec, device)
+                self._capture_on_device(entry, eager, leaves, spec, device, constant)
         except Exception as error:  # whatever a forward may raise under capture: this shape stays eager
             entry.graph = entry.inputs = entry.outputs = None
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -187,14 +210,20 @@ class GraphRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _capture_on_device(self, entry: Entry, eager: Callable, leaves: list, spec, device: torch.device) -> None:
+    def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant) -> None:
         entry.inputs = [_buffer(leaf, device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if constant is not None:
+            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            entry.constant = next(i for i, leaf in enumerate(given) if leaf is constant.tensor)
+        self._fill(entry, leaves, constant)
         fixed = iter(entry.inputs)
-        args, kwargs = pytree.tree_unflatten(
-            [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-        )
-        self._fill(entry, leaves)
-        entry.eager_ms = _milliseconds(lambda: eager(*args, **kwargs), device)
+        leaves = [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def run():
+            args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
+            return eager(*args, **kwargs)
+
+        entry.eager_ms = _milliseconds(run, device)
 
         if self.pool.used_mb() > self.pool.limit_mb(device):
             self.pool.clear()
@@ -202,7 +231,7 @@ class GraphRunner:
         before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self.pool.handle(device)):
-            outputs, entry.spec = pytree.tree_flatten(eager(*args, **kwargs))
+            outputs, entry.spec = pytree.tree_flatten(run())
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph, entry.outputs = graph, outputs
         entry.graph_ms = _milliseconds(graph.replay, device)
@@ -213,16 +242,21 @@ class GraphRunner:
         if entry.reason is not None:
             entry.graph = entry.inputs = entry.outputs = None
 
-    def _fill(self, entry: Entry, leaves: list) -> None:
+    def _fill(self, entry: Entry, leaves: list, constant: Constant | None) -> None:
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for buffer, tensor in zip(entry.inputs, given, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        for number, (buffer, tensor) in enumerate(zip(entry.inputs, given, strict=True)):
+            if number != entry.constant:
+                buffer.copy_(tensor, non_blocking=True)
+            elif not entry.source or entry.source[0] is not tensor or entry.source[1:] != constant.source()[1:]:
+                buffer.copy_(tensor, non_blocking=True)
+                constant.joint.keep(buffer)
+                entry.source = constant.source()
 
-    def _replay(self, entry: Entry, leaves: list, device: torch.device):
+    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None):
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
-            self._fill(entry, leaves)
+            self._fill(entry, leaves, constant)
             entry.graph.replay()
             outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
             done.record(stream)
@@ -244,7 +278,7 @@ class GraphRunner:
         ]
 
 
-def _key(leaves: list, spec) -> tuple | None:
+def _key(leaves: list, spec, variant: tuple) -> tuple | None:
     """What a graph depends on besides the module: shapes, dtypes, plain values, and torch's numeric switches."""
     shapes, parts = [], []
     for leaf in leaves:
@@ -261,7 +295,7 @@ def _key(leaves: list, spec) -> tuple | None:
         torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    return ", ".join(shapes), tuple(parts), spec, switches
+    return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches, variant
 
 
 def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

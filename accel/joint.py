@@ -12,21 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from accel.passes import Passes
 from accel.patch import Stacked, stack_rows, stacked_rows
 from accel.structure import plain
 
 MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs for a moment on top
 MARK = "_accel_joint"  # where a tensor carries the outputs that are still to be taken
+KEPT = "_accel_kept"  # where a graph's input carries outputs that stay
 
 
 class JointLinears:
     """Groups of linears with one input; `of(layer, x)` is that layer's output, alone or taken from its group's.
 
-    The outputs hang on the tensor x itself and each can be taken once, by the thread that made them and only while x
-    is unchanged: a later forward with the same x computes them anew, so weights may change between forwards.
+    The outputs hang on the tensor x itself and each can be taken once, by the thread that made them, within the same
+    forward of the whole model, and only while x is unchanged: weights may change between forwards.
     """
 
-    def __init__(self):
+    def __init__(self, passes: Passes):
+        self.passes = passes
         self.groups: list[list[nn.Linear]] = []
 
     def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
@@ -41,9 +44,12 @@ class JointLinears:
 
     def of(self, layer: nn.Linear, x: torch.Tensor, before: Callable = lambda x: x) -> torch.Tensor:
         """layer(before(x)); `before` must be the same for all layers that are given this x."""
-        if x.is_inference():  # such a tensor does not tell when it changes
+        kept = vars(x).get(KEPT, {}).get(id(layer))
+        if kept is not None:
+            return kept
+        if not self.passes.tracked or x.is_inference():  # an inference tensor does not tell when it changes
             return F.linear(before(x), layer.weight, layer.bias)
-        stamp = (x._version, threading.get_ident())
+        stamp = (x._version, threading.get_ident(), self.passes.number)
         waiting = vars(x).get(MARK)
         if waiting is None or waiting[0] != stamp or id(layer) not in waiting[1]:
             waiting = (stamp, dict(self._outputs(layer, before(x))))
@@ -53,13 +59,30 @@ class JointLinears:
             del vars(x)[MARK]
         return output
 
+    def keep(self, x: torch.Tensor) -> None:
+        """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
+        kept = vars(x).setdefault(KEPT, {})
+        for group in self.groups:
+            members = self._present(group, x)
+            for member, output in zip(members, together(members, x), strict=True):
+                if id(member) in kept:
+                    kept[id(member)].copy_(output)
+                else:
+                    kept[id(member)] = output
+
+    def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
+        here = (x.device, x.dtype)  # under offload the others may be elsewhere
+        return [m for m in group if plain(m, nn.Linear) is None and (m.weight.device, m.weight.dtype) == here]
+
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
-        members = [member for member in group if plain(member, nn.Linear) is None]
+        members = self._present(group, x)
         return zip(map(id, members), together(members, x), strict=True)
 
 
-def together(layers: Sequence[nn.Linear], x: torch.Tensor, stack: bool = True) -> Sequence[torch.Tensor]:
+def together(
+    layers: Sequence[nn.Linear], x: torch.Tensor, stack: bool = True, linear: Callable = F.linear
+) -> Sequence[torch.Tensor]:
     """The outputs of plain linears on x: views of one product where their weights lie in one storage.
 
     stack: put them there if they do not, as after a move to another dtype or device gave each its own storage again.
@@ -67,8 +90,8 @@ def together(layers: Sequence[nn.Linear], x: torch.Tensor, stack: bool = True) -
     stack = stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     weight, bias = (_whole([getattr(layer, name) for layer in layers], stack) for name in ("weight", "bias"))
     if weight is None or (bias is None) != (layers[0].bias is None):
-        return [F.linear(x, layer.weight, layer.bias) for layer in layers]
-    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        return [linear(x, layer.weight, layer.bias) for layer in layers]
+    return linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 def alike(a: nn.Linear, b: nn.Linear) -> bool:

@@ -52,13 +52,13 @@ def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tens
     return y, conv.bias if x.is_cuda else None
 
 
-def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True) -> torch.Tensor:
+def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear=F.linear) -> torch.Tensor:
     """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
-    return F.linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
+    return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
 
 
-def project_image(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
+def project_image(x: torch.Tensor, conv: nn.Conv2d, linear=F.linear) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product."""
     if not pointwise(conv):
         return conv.forward(x)
-    return as_image(project(as_rows(x), conv), *x.shape[2:])
+    return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])

@@ -1,4 +1,4 @@
-"""The models inside what a user hands to accel."""
+"""The models and schedulers inside what a user hands to accel."""
 
 import sys
 
@@ -14,7 +14,8 @@ def models_in(obj: object) -> dict[str, nn.Module] | None:
     diffusers, transformers = sys.modules.get("diffusers"), sys.modules.get("transformers")
     if diffusers is not None:
         if isinstance(obj, diffusers.DiffusionPipeline):
-            return {name: part for name, part in obj.components.items() if isinstance(part, nn.Module)}
+            models = ((name, uncompiled(part)) for name, part in obj.components.items())
+            return {name: part for name, part in models if isinstance(part, nn.Module)}
         if isinstance(obj, diffusers.ModelMixin):
             return {"": obj}
     if transformers is not None:
@@ -23,3 +24,26 @@ def models_in(obj: object) -> dict[str, nn.Module] | None:
         if isinstance(obj, transformers.Pipeline) and isinstance(obj.model, nn.Module):
             return {"model": obj.model}
     return None
+
+
+def uncompiled(part: object) -> object:
+    """The module inside what torch.compile returned, which users put in its place; any other part as it is."""
+    return part._modules.get("_orig_mod", part) if isinstance(part, nn.Module) else part
+
+
+def is_scheduler(obj: object) -> bool:
+    """Whether obj is made like a scheduler of diffusers: it sets timesteps, steps through them, and has a config."""
+    return all(hasattr(obj, name) for name in ("set_timesteps", "step", "timesteps", "config"))
+
+
+def schedulers_in(pipe: object) -> dict[str, object]:
+    """The schedulers of a diffusers pipeline by component name."""
+    return {name: part for name, part in pipe.components.items() if is_scheduler(part)}
+
+
+def parts_in(obj: object) -> dict[str, object]:
+    """What of obj may be patched besides its models: a pipeline's schedulers, and the pipeline itself as ""."""
+    diffusers = sys.modules.get("diffusers")
+    if diffusers is None or not isinstance(obj, diffusers.DiffusionPipeline):
+        return {}
+    return schedulers_in(obj) | {"": obj}

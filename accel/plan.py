@@ -1,10 +1,11 @@
 """From a model to patches: every site asked of every rule, applied all or nothing, undone last in, first out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from accel_kernels.attention_backends import AttentionChooser
+from accel_kernels.linear import LinearChooser
 from torch import nn
 
 from accel.forward import Kernels
@@ -34,13 +35,16 @@ class Context:
     shared: dict[str, object] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, options: Options, cache: Path | None) -> "Context":
-        kernels = Kernels(AttentionChooser(options.attention, cache))
+    def create(cls, options: Options, cache: Callable[[str], Path | None] | None) -> "Context":
+        attention, linear = (cache(kind) if cache else None for kind in ("attention", "linear"))
+        kernels = Kernels(AttentionChooser(options.attention, attention), LinearChooser(linear))
         return cls(options, kernels, Ledger(), GraphPool(options.graph_memory_gb))
 
-    def share(self, name: str, kind: type):
-        """The one object of this name that the sites of the model being planned share; made at first."""
-        return self.shared.setdefault(name, kind())
+    def share(self, name: str, make: Callable[[], object]):
+        """The one object of this name that the sites of the model being planned share; made when first asked for."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
 
 
 @dataclass(frozen=True)

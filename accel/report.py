@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import nn
+
 from accel.plan import Plan
 
 FALLBACK_LINES = 12
@@ -29,7 +31,7 @@ class Report:
 
             sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
             fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.ledger.rows()]
-            own = {id(module) for module in plan.root.modules()}
+            own = {id(module) for module in plan.root.modules()} if isinstance(plan.root, nn.Module) else set()
             for runner in plan.pool.runners:
                 if id(runner.module) in own:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]

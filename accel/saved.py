@@ -22,8 +22,10 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device):
         if model is None:
             raise ValueError(f"{folder} is a {config['_class_name']}, which this diffusers does not know")
         return model.from_pretrained(folder, dtype=dtype).to(device).eval()
-    if not config.get("architectures"):
-        raise ValueError(f"{folder}/config.json names neither a diffusers class nor an architecture of transformers")
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    names = config.get("architectures") or []
+    model = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+    if model is None:
+        raise ValueError(f"{folder}/config.json names neither a diffusers class nor an architecture of transformers")
+    return model.from_pretrained(folder, dtype=dtype).to(device).eval()

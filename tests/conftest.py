@@ -1,6 +1,9 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +160,39 @@ def assert_same_state(before: dict, after: dict) -> None:
             assert wanted == after[key], key
 
 
+def differences(ours: object, stock: object) -> list[str]:
+    """Names of attributes, weights and strides, on any module of the two, that are not the same in both."""
+    found = []
+    ours, stock = (dict(x.named_modules()) if isinstance(x, torch.nn.Module) else {"": x} for x in (ours, stock))
+    for path in ours.keys() | stock.keys():
+        pair = [vars(modules[path]) if path in modules else {} for modules in (ours, stock)]
+        for name in pair[0].keys() | pair[1].keys():
+            mine, theirs = (described(attributes.get(name)) for attributes in pair)
+            if mine != theirs:
+                found.append(f"{path}.{name}: {mine}, stock {theirs}")
+    return found
+
+
+def described(value, depth: int = 3):
+    """A value in a form that can be compared between an object and its deep copy."""
+    if isinstance(value, torch.Tensor):
+        bits = None if value.is_meta else value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        where = (type(value).__name__, value.dtype, value.device, tuple(value.shape), value.stride())
+        return where, None if bits is None else hash(bits.tobytes())
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return value
+    if isinstance(value, dict) and depth:
+        keys = (number if isinstance(key, int) else str(key) for number, key in enumerate(value))  # hooks are numbered
+        return {key: described(item, depth - 1) for key, item in zip(keys, value.values(), strict=True)}
+    if isinstance(value, list | tuple) and depth:
+        return [described(item, depth - 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if hasattr(value, "__func__"):  # the class's own forward, left by a hook, is as good as none
+        return None if value.__func__ is type(value.__self__).forward else value.__func__.__qualname__
+    return type(value).__qualname__
+
+
 @pytest.fixture
 def tiny():
     """Makers of tiny models and their inputs, and what tests ask about them."""
@@ -169,4 +205,82 @@ def tiny():
         families=tuple(UNETS),
         snapshot=snapshot,
         assert_same_state=assert_same_state,
+        differences=differences,
     )
+
+
+@pytest.fixture
+def sdxl_pipe():
+    """Tiny and random, built as SDXL is: two text encoders, conditions on sizes, a VAE that may not run in half.
+
+    It predicts v, so that what its UNet says shows in the image: a random one's noise would drown in the latents'.
+    """
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    tokenizer = Path(__file__).parents[1] / "examples" / "models" / "tiny-sd-digits" / "tokenizer"
+    sizes = {"vocab_size": 601, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"bos_token_id": 599, "eos_token_id": 600, "pad_token_id": 600}
+    small, large = (CLIPTextConfig(hidden_size=n, projection_dim=10, **sizes, **tokens) for n in (12, 20))
+    torch.manual_seed(3)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        norm_num_groups=4,
+        sample_size=64,
+        force_upcast=True,
+    )
+    pipeline = StableDiffusionXLPipeline(
+        vae=vae.eval(),
+        text_encoder=CLIPTextModel(small).eval(),
+        text_encoder_2=CLIPTextModelWithProjection(large).eval(),
+        tokenizer=CLIPTokenizer.from_pretrained(tokenizer),
+        tokenizer_2=CLIPTokenizer.from_pretrained(tokenizer),
+        unet=make_unet("sdxl", cross_attention_dim=32),
+        scheduler=EulerDiscreteScheduler(
+            beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction"
+        ),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load(name: str):
+    """What tests of both CPU and GPU need, and no fixture can hold; by this name the next one can import it."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+load("live_adapters")
+LIVE, CALLS = load("live_changes"), load("live_calls")
+STEP_ORACLE = load("step_oracle").Oracle
+
+
+@pytest.fixture
+def step_oracle():
+    return STEP_ORACLE
+
+
+@pytest.fixture
+def live():
+    return LIVE
+
+
+@pytest.fixture
+def calls():
+    return CALLS
+
+
+@pytest.fixture(params=LIVE.CHANGES, ids=lambda change: change.name)
+def change(request):
+    """Every change of the table in turn."""
+    return request.param
+
+
+@pytest.fixture(params=CALLS.BETWEEN_STEPS)
+def between_steps(request):
+    """Everything done between two steps in turn: a function of (pipe, adapter) that gives the keywords of a call."""
+    return CALLS.BETWEEN_STEPS[request.param]

@@ -1,27 +1,15 @@
 """How far an output is from the same model run in full precision."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from accel.bench.cases import Case
+from accel.precision import full_precision
 
 # The optimised module may err at most this many times as much as stock does in the same dtype.
 LIMIT = 2.0
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 inside; the caller's settings are put back."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 def _cast(value, dtype: torch.dtype):

@@ -11,6 +11,7 @@ from torch import nn
 from accel.forward import FastForward
 from accel.joint import JointLinears, together
 from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise
+from accel.passes import Passes
 from accel.patch import Stacked
 from accel.probe import example
 from accel.rule import Match, Skip
@@ -72,7 +73,7 @@ class AttentionForward(FastForward):
         out = out.transpose(1, 2).reshape(rows.shape[0], -1, q.shape[1] * q.shape[3])
         last = m.to_out[0]
         defer = defer and out.is_cuda
-        out = F.linear(out, last.weight, None if defer else last.bias)
+        out = self.kernels.linear(out, last.weight, None if defer else last.bias)
         return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
 
     def adds_nothing(self) -> bool:
@@ -83,9 +84,9 @@ class AttentionForward(FastForward):
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:
-            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack)
+            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
         else:
-            q = F.linear(x, m.to_q.weight, m.to_q.bias)
+            q = self.kernels.linear(x, m.to_q.weight, m.to_q.bias)
             k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))
         return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
 
@@ -115,12 +116,12 @@ def match_attention(site, context) -> Match | Skip | None:
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain(m.to_out[0], nn.Linear) or _leaves(m)
     if reason is None:
-        plain_kernels, own = context.kernels.plain(), JointLinears()
+        plain_kernels, own = context.kernels.plain(), JointLinears(Passes())
         candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, type(m.processor), own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
-    prompt = context.share("prompt projections", JointLinears)
+    prompt = context.share("prompt projections", lambda: JointLinears(context.share("passes", Passes)))
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
     patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
     forward = AttentionForward(m, site.path, context.kernels, context.ledger, type(m.processor), prompt)

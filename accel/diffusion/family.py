@@ -1,5 +1,7 @@
 """What makes a model a diffusion model, the rules for it, and which of its forwards are worth a CUDA graph."""
 
+from functools import partial
+
 from torch import nn
 
 from accel.diffusion.attention import match_attention
@@ -7,6 +9,8 @@ from accel.diffusion.convolution import match_convolution
 from accel.diffusion.overflow_guard import match_overflow_guard
 from accel.diffusion.resample import match_resample
 from accel.diffusion.resnet import match_resnet
+from accel.diffusion.step_cache import NAME as STEP_CACHE
+from accel.diffusion.step_cache_rule import match_step_cache
 from accel.diffusion.transformer import match_transformer_block, match_transformer_stack
 from accel.diffusion.up_block import match_up_block
 from accel.patch import ChannelsLast
@@ -40,9 +44,7 @@ def images(match):
     return matched
 
 
-RULES = (
-    Rule("channels-last weights", match_layout),
-    Rule("overflow guard", match_overflow_guard),
+FORWARDS = (
     Rule("CUDA graph", match_graph),
     Rule("resnet block", images(match_resnet)),
     Rule("upward block", images(match_up_block)),
@@ -53,6 +55,12 @@ RULES = (
     Rule("convolution", images(match_convolution)),
     Rule("group norm", match_group_norm),
     Rule("layer norm", match_layer_norm),
+)
+RULES = (
+    Rule("channels-last weights", match_layout),
+    Rule("overflow guard", match_overflow_guard),
+    Rule(STEP_CACHE, partial(match_step_cache, beneath=FORWARDS)),
+    *FORWARDS,
 )
 
 

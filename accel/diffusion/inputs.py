@@ -1,10 +1,14 @@
-"""Random inputs for a UNet from its configuration: for verify and benchmarks."""
+"""Example inputs for models and pipelines, from their configuration and signature: for verify and benchmarks."""
 
+import inspect
 from collections.abc import Mapping
 
 import torch
 
 from accel.structure import placement
+
+PROMPT, STEPS = "a photograph of an astronaut riding a horse", 4
+TOKENS = 77
 
 
 def unet_inputs(
@@ -14,7 +18,7 @@ def unet_inputs(
     *,
     batch: int = 2,
     size: int | None = None,
-    tokens: int = 77,
+    tokens: int = TOKENS,
     seed: int = 0,
 ) -> dict:
     """Keyword inputs of a UNet2DConditionModel: latents, timestep, prompt embeddings and SDXL's conditions.
@@ -42,9 +46,37 @@ def unet_inputs(
     return inputs
 
 
-def example_inputs(model) -> dict:
-    """Inputs for a model, on its device and in its dtype. Raises TypeError for one whose inputs are not known."""
+def example_inputs(model, batch: int | None = None, size: int | None = None) -> dict:
+    """Keyword inputs for a UNet, a VAE or a text model, on its device and in its dtype.
+
+    size: height and width of a VAE's image or a UNet's latents; the configuration's sample size by default.
+    Raises TypeError for a model whose inputs are not known.
+    """
     config = getattr(model, "config", {})
-    if "cross_attention_dim" not in config or "sample_size" not in config:
-        raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
-    return unet_inputs(config, *placement(model))
+    device, dtype = placement(model)
+    generator = torch.Generator("cpu").manual_seed(0)
+    if "cross_attention_dim" in config and "sample_size" in config:
+        return unet_inputs(config, device, dtype, batch=batch or 2, size=size)
+    if hasattr(model, "decode") and "latent_channels" in config and "sample_size" in config:
+        size = size or config["sample_size"]
+        shape = (batch or 1, config["in_channels"], size, size)
+        return {"sample": (2 * torch.rand(shape, generator=generator) - 1).to(device, dtype)}
+    if hasattr(config, "vocab_size"):
+        shape = (batch or 2, min(TOKENS, getattr(config, "max_position_embeddings", TOKENS)))
+        return {"input_ids": torch.randint(config.vocab_size, shape, generator=generator).to(device)}
+    raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
+
+
+def example_call(pipe) -> dict:
+    """Keyword arguments with which a pipeline draws from a text, or from nothing, in a few steps.
+
+    Raises ValueError for a pipeline that needs more than that, such as an image.
+    """
+    known = inspect.signature(type(pipe).__call__).parameters
+    asks = [name for name in known if name.rpartition("_")[2] in ("image", "images", "video", "audio")]
+    asks = [name for name in asks if not name.startswith("ip_adapter")]
+    if asks or "num_inference_steps" not in known:
+        takes = f"it takes {', '.join(asks)}" if asks else "it takes no num_inference_steps"
+        raise ValueError(f"no example call is known for a {type(pipe).__name__} ({takes}); give what you call it with")
+    call = {"prompt": PROMPT, "num_inference_steps": STEPS}
+    return {name: value for name, value in call.items() if name in known}

@@ -11,6 +11,7 @@ from torch import nn
 from accel.forward import FastForward
 from accel.joint import JointLinears
 from accel.layout import convolve, moments_kept, nhwc, normalise, project_image
+from accel.passes import Passes
 from accel.probe import example
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
@@ -40,7 +41,7 @@ class ResnetForward(FastForward):
             add = self.times.of(m.time_emb_proj, temb, F.silu)
         h = normalise(k, h, m.norm2, add=add, shift=shift, silu=True)
         h, bias = convolve(h, m.conv2)
-        shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut)
+        shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut, k.linear)
         return moments_kept(k.image_sum(h, shortcut, bias, m.output_scale_factor))
 
 
@@ -62,13 +63,13 @@ def match_resnet(site, context) -> Match | Skip | None:
         return Skip("a resnet block of another make")
     if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
         return Skip("resamples inside the block")
-    if m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
-        return Skip("the time embedding scales as well as shifts")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = _leaves(m)
+    if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
+        reason = "the time embedding scales as well as shifts"
     if reason is None:
-        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, JointLinears())
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, JointLinears(Passes()))
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
         reason = context.probe.disagreement(m, candidate.fast, (x, temb))
@@ -76,6 +77,6 @@ def match_resnet(site, context) -> Match | Skip | None:
         return Skip(reason)
     if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
         return Skip("a shortcut that is not a 1x1 convolution")
-    times = context.share("time projections", JointLinears)
+    times = context.share("time projections", lambda: JointLinears(context.share("passes", Passes)))
     patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
     return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times), patches)

@@ -5,7 +5,6 @@ matrix products on the channels-last image, which is a row matrix already, so no
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from accel.diffusion.attention import AttentionForward
@@ -33,7 +32,7 @@ class Stream:
         """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
         if self.last is not None:
             rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
-            self.settle(as_rows(kernels.image_sum(rows, residual, self.bias)[0]))
+            self.settle(as_rows(kernels.image_sum(rows, residual, self.bias, moments=False)[0]))
         elif self.bias is not None:
             self.settle(self.x + self.bias)
         return self.x
@@ -107,7 +106,8 @@ class TransformerBlockForward(FastForward):
             self.ledger.fell_back(f"{self.path}.ff", reason)
             return self.module.ff(x), None
         h = self.kernels.linear_geglu(x, up.weight, up.bias)
-        return F.linear(h, down.weight, None if h.is_cuda else down.bias), down.bias if h.is_cuda else None
+        defer = h.is_cuda
+        return self.kernels.linear(h, down.weight, None if defer else down.bias), down.bias if defer else None
 
 
 class TransformerStackForward(FastForward):
@@ -128,7 +128,7 @@ class TransformerStackForward(FastForward):
         x = nhwc(hidden_states)
         h = normalise(self.kernels, x, m.norm)
         fold = x.is_cuda  # biases cost nothing in the pass that comes next, nor in a CPU matrix product
-        stream = Stream(project(as_rows(h), m.proj_in, bias=not fold), m.proj_in.bias if fold else None)
+        stream = Stream(project(as_rows(h), m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
         call = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
             "encoder_hidden_states": encoder_hidden_states,
@@ -143,7 +143,7 @@ class TransformerStackForward(FastForward):
                 rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
                 stream.settle(rows)
         rows = stream.total(self.kernels)
-        h = as_image(project(rows, m.proj_out, bias=not fold), *x.shape[2:])
+        h = as_image(project(rows, m.proj_out, not fold, self.kernels.linear), *x.shape[2:])
         out = moments_kept(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return self._output(out) if return_dict else (out,)
 

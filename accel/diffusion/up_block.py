@@ -12,7 +12,7 @@ from accel.forward import FastForward
 from accel.layout import moments_kept, nhwc
 from accel.probe import example
 from accel.rule import Match, Skip
-from accel.structure import holds, meta_weights, untouched
+from accel.structure import all_plain, holds, meta_weights, untouched
 
 SKIPS = "res_hidden_states_tuple"
 FREEU = ("s1", "s2", "b1", "b2")  # the scales that Si et al., "FreeU", 2024, sets on a block
@@ -52,6 +52,9 @@ def match_up_block(site, context) -> Match | Skip | None:
         return Skip("an upward block with parts of another make")
     if not all(holds(resnet, "conv1", "conv2") for resnet in m.resnets):
         return Skip("resnets of another make")
+    reason = all_plain(*((conv, nn.Conv2d) for resnet in m.resnets for conv in (resnet.conv1, resnet.conv2)))
+    if reason is not None:
+        return Skip(reason)
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.ledger)

@@ -1,20 +1,31 @@
 """Whole forwards as CUDA graphs: which modules, and what forbids it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.forward import FastForward
-from accel.graphs import GraphPool, GraphRunner
+from accel.graphs import Constant, GraphPool, GraphRunner
+from accel.joint import JointLinears
+from accel.loop import Loop
+from accel.passes import Passes
 from accel.rule import Match, Skip
-from accel.structure import foreign_processor
+from accel.structure import foreign_processor, stock_method
+
+PROMPT = "encoder_hidden_states"
 
 
 class GraphForward(FastForward):
     """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape."""
 
-    def __init__(self, module: nn.Module, path: str, kernels, ledger, pool: GraphPool, keep: bool):
+    def __init__(self, module, path, kernels, ledger, pool: GraphPool, keep: bool, passes, prompt, loop: Loop):
         super().__init__(module, path, kernels, ledger)
+        self.prompt, self.loop = prompt, loop
+        self.passes = passes
+        self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
+        passes.tracked = True
         self.runner = GraphRunner(module, path, pool, ledger, obstacle, keep)
         self.names = tuple(self.__signature__.parameters)
 
@@ -25,6 +36,11 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)  # part of somebody's capture
         return super().__call__(*args, **kwargs)
 
+    def stock(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            self.passes.begin()
+        return super().stock(*args, **kwargs)
+
     def unfit(self, *args, **kwargs) -> str | None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "global module hooks would not run in a graph"
@@ -32,7 +48,17 @@ class GraphForward(FastForward):
 
     def fast(self, *args, **kwargs):
         args, kwargs = self._timestep_as_tensor(args, kwargs)
-        return self.runner(self.stock, args, kwargs)
+        variant = () if self.variant is None else self.variant()
+        return self.runner(self.stock, args, kwargs, variant, self._constant(args, kwargs))
+
+    def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
+        """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
+        if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
+            return None
+        prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
+        if type(prompt) is not torch.Tensor or prompt.is_inference():  # which does not tell when it changes
+            return None
+        return Constant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
@@ -53,11 +79,12 @@ def obstacle(root: nn.Module) -> str | None:
     for name, module in root.named_modules():
         attributes = vars(module)
         where = name or type(root).__name__
-        if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
+        if "_hf_hook" in attributes or getattr(attributes.get("_diffusers_hook"), "hooks", None):
             return f"hooks on {where} may move weights (offload)"
         if module is not root and _foreign_hooks(module):
             return f"forward hooks on {where} would not run"
-        if "forward" in attributes and not isinstance(attributes["forward"], FastForward):
+        forward = attributes.get("forward")
+        if forward is not None and not isinstance(forward, FastForward) and not stock_method(module, forward):
             return f"{where} has a replaced forward that may keep state"
         reason = foreign_processor(module)
         if reason is not None:
@@ -80,7 +107,10 @@ def match_graph(site, context) -> Match | Skip | None:
     if context.options.graphs is False:
         return Skip("graphs=False")
     keep = context.options.graphs is True
-    forward = GraphForward(site.module, site.path, context.kernels, context.ledger, context.pool, keep)
+    passes = context.share("passes", Passes)
+    prompt = context.share("prompt projections", lambda: JointLinears(passes))
+    parts = (context.kernels, context.ledger, context.pool, keep, passes, prompt, context.loop)
+    forward = GraphForward(site.module, site.path, *parts)
     device = next(site.module.parameters()).device.type
     note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"
     return Match(forward, covers=(), note=note)

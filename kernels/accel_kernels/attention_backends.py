@@ -3,10 +3,6 @@
 The best one differs from card to card and from shape to shape: kernels/README.md has the table of one card.
 """
 
-import json
-import os
-import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention import attention
-from accel_kernels.capture import capture
+from accel_kernels.choices import Choices, milliseconds
 from accel_kernels.matmul_attention import matmul_attention
 from accel_kernels.matmul_attention import refuses as refuses_matmul
 from accel_kernels.rehearsal import rehearsing
@@ -103,7 +99,7 @@ def _possible(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> b
     return worth_trying(name, q, k) and BACKENDS[name].refuses(q, k, v) is None
 
 
-class AttentionChooser:
+class AttentionChooser(Choices):
     """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
 
     preference: "auto" measures the candidates on the first call of a shape; a backend's name always takes that one and
@@ -114,11 +110,8 @@ class AttentionChooser:
     def __init__(self, preference: str = "auto", cache: Path | None = None):
         if preference != "auto" and preference not in BACKENDS:
             raise ValueError(f"attention {preference!r} is not one of auto, {', '.join(BACKENDS)}")
+        super().__init__(cache)
         self.preference = preference
-        self.cache = cache
-        self.choices: dict[str, str] = {}
-        self._stored: dict[str, str] | None = None  # of earlier processes, not yet known to hold in this one
-        self._lock = threading.Lock()
 
     def __getstate__(self):
         return {"preference": self.preference, "cache": self.cache}
@@ -147,15 +140,10 @@ class AttentionChooser:
             return next((name for name in ("triton", "matmul") if _possible(name, q, k, v)), "sdpa")
         if torch.cuda.is_current_stream_capturing():
             return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
-        with self._lock:
-            if key not in self.choices:
-                stored = self._read().get(key)
-                if stored is not None and BACKENDS[stored].refuses(q, k, v) is None:
-                    self.choices[key] = stored
-                else:  # new, or a library that was there then is gone
-                    self.choices[key] = self._measure(q, k, v)
-                    self._save()
-            return self.choices[key]
+        return self.decide(key, lambda stored: self._holds(stored, q, k, v), lambda: self._measure(q, k, v))
+
+    def _holds(self, stored: str, q, k, v) -> bool:
+        return stored in BACKENDS and BACKENDS[stored].refuses(q, k, v) is None
 
     def _measure(self, q, k, v) -> str:
         wanted = _sdpa(q, k, v, None).float()
@@ -167,46 +155,7 @@ class AttentionChooser:
             try:
                 agrees = bool((backend.run(q, k, v, None).float() - wanted).abs().max() <= limit)
                 if agrees:
-                    times[name] = _milliseconds(lambda run=backend.run: run(q, k, v, None))
+                    times[name] = milliseconds(lambda run=backend.run: run(q, k, v, None))
             except Exception:  # this card or build has no kernel for it, each library saying so in its own way
                 continue
         return min(times, key=times.get) if times else "sdpa"
-
-    def _read(self) -> dict[str, str]:
-        if self._stored is None:
-            try:
-                stored = json.loads(self.cache.read_text()) if self.cache is not None else {}
-            except (OSError, ValueError):
-                stored = {}  # no cache yet, or a damaged one: it is measured and written again
-            self._stored = {key: name for key, name in stored.items() if name in BACKENDS}
-        return self._stored
-
-    def _save(self) -> None:
-        if self.cache is None:
-            return
-        try:
-            self.cache.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.cache.parent, delete=False) as file:
-                json.dump(self._read() | self.choices, file, indent=1)
-            os.replace(file.name, self.cache)
-        except OSError:
-            self.cache = None  # a read-only home only costs measuring again next time
-
-
-def _milliseconds(run: Callable[[], object], repeats: int = 8) -> float:
-    """Least time of a few runs inside a CUDA graph: launching costs the host more than a small attention takes."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        for _ in range(repeats):
-            run()
-    times = []
-    for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    return min(times)

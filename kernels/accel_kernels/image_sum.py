@@ -8,14 +8,17 @@ import torch
 from accel_kernels.op import Case, Op, dtype_reason
 
 
-def reference(x, residual=None, bias=None, scale=1.0):
-    """x, residual: (N, C, H, W); bias: (C,); scale divides. Returns a tensor like x, and no moments."""
+def reference(x, residual=None, bias=None, scale=1.0, moments=True):
+    """x, residual: (N, C, H, W); bias: (C,); scale divides. Returns a tensor like x, and no moments.
+
+    moments: whether a norm comes after; the kernel then returns what `group_norm` takes under this name.
+    """
     y = x if bias is None else x + bias.to(x.dtype)[:, None, None]
     y = y if residual is None else y + residual
     return (y if scale == 1.0 else y / scale), None
 
 
-def supports(x, residual=None, bias=None, scale=1.0) -> str | None:
+def supports(x, residual=None, bias=None, scale=1.0, moments=True) -> str | None:
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return "residual of another shape or dtype"
     return _images(x, residual) or dtype_reason(x, residual, bias)

@@ -16,6 +16,7 @@ from accel.bench.configs import TINY_UNET
 from accel.cli import app
 
 ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "examples" / "models" / "tiny-sd-digits"
 
 
 def accel(*arguments: str):
@@ -31,7 +32,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
 def test_help_lists_the_commands():
     result = accel("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("demo", "report", "bench"))
+    assert all(command in result.output for command in ("demo", "report", "verify", "bench"))
 
 
 def test_help_needs_no_model_library():
@@ -74,6 +75,60 @@ def test_report_of_a_saved_model_as_text(unet_folder):
     result = accel("report", unet_folder, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "down_blocks" in result.output
+
+
+def test_report_of_a_text_encoder():
+    result = accel("report", DIGITS / "text_encoder", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert {site["rule"] for site in json.loads(result.stdout)["sites"]} == {"CUDA graph", "layer norm"}
+
+
+@pytest.fixture
+def wrong_resnets(monkeypatch):
+    """A plugin whose resnet blocks are 1 % off."""
+    from accel.diffusion.resnet import ResnetForward
+
+    call = ResnetForward.__call__  # not `fast`, which is examined before a block is replaced
+    monkeypatch.setattr(ResnetForward, "__call__", lambda self, *args, **kwargs: 1.01 * call(self, *args, **kwargs))
+
+
+CALL = ("--device", "cpu", "--prompt", "a handwritten two", "--steps", "3")
+
+
+def test_verify_a_pipeline():
+    result = accel("verify", DIGITS, *CALL)
+    assert result.exit_code == 0, result.output
+    assert all(word in result.output for word in ("unet", "vae.decoder", "text_encoder", "whole output", "SSIM"))
+    assert "passed: no further apart than rounding explains" in result.output
+
+
+def test_verify_as_json_and_without_a_prompt():
+    result = accel("verify", DIGITS, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    quality = json.loads(result.stdout)
+    assert quality["passed"] and set(quality["parts"]) == {"unet", "vae.decoder", "text_encoder"}
+
+
+def test_verify_fails_with_exit_code_1(wrong_resnets):
+    result = accel("verify", DIGITS, *CALL)
+    assert result.exit_code == 1
+    assert "FAILED: vae.decoder: relative RMS from full precision" in result.output
+
+
+def test_verify_a_single_model(unet_folder):
+    assert accel("verify", unet_folder, "--device", "cpu").exit_code == 0
+    result = accel("verify", unet_folder, "--device", "cpu", "--steps", "3")
+    assert result.exit_code == 2 and "for pipelines" in result.output
+
+
+def test_verify_says_what_it_cannot_call(tmp_path):
+    index = json.loads((DIGITS / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionImg2ImgPipeline"}))
+    for part in ("scheduler", "text_encoder", "tokenizer", "unet", "vae"):
+        (tmp_path / part).symlink_to(DIGITS / part)
+    result = accel("verify", tmp_path, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "StableDiffusionImg2ImgPipeline" in result.output and "it takes image" in result.output
 
 
 def test_demo_refuses_a_folder_without_a_pipeline(tmp_path):
@@ -145,6 +200,57 @@ def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "wrong result" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_of_a_pipeline_folder(tmp_path):
+    result = accel("bench", DIGITS, *CALL, "--size", "48", "--batch", "2", "--seconds", "0.1", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "speed-up" in result.output and "tiny-sd-digits" in result.output
+    figures = json.loads((tmp_path / "cpu-tiny-sd-digits.json").read_text())
+    assert figures["about"] == "StableDiffusionPipeline, 3 steps, batch 2"
+    assert figures["shapes"]["image"] == [48, 48, 3]
+    assert figures["quality"]["passed"] and figures["restored_bit_equal"] is True
+    assert figures["sites"]["patched"] > 50 and figures["fallbacks"] == []
+    assert 0 < figures["error"]["accel_vs_fp32"] < 1e-4
+    assert min(figures["ready"]["in_process_s"], figures["ready"]["stock_first_call_s"]) > 0
+    for variant in ("stock", "accel"):
+        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 3
+    assert len(figures["stock_halves_ms"]) == 2
+
+
+@pytest.mark.parametrize(
+    "part, options, shape",
+    [("unet", ("--batch", "1"), ["sample", [1, 4, 8, 8]]), ("vae", ("--size", "32"), ["sample", [1, 3, 32, 32]])],
+)
+def test_bench_of_a_model_folder(tmp_path, part, options, shape):
+    result = accel("bench", DIGITS / part, *options, "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / f"cpu-{part}.json").read_text())
+    assert figures["shapes"][shape[0]] == shape[1]
+    assert figures["restored_bit_equal"] is True
+
+
+def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets):
+    result = accel("bench", DIGITS, *CALL, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "wrong result" in result.output and "FAILED" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("tiny", "--size", "32"), "--size is for folders"),
+        ((DIGITS / "unet", "--steps", "3"), "for pipelines"),
+        ((DIGITS / "tokenizer",), "neither a model_index.json nor a config.json"),
+        ((DIGITS, "sd99"), "'sd99'"),
+    ],
+    ids=str,
+)
+def test_bench_refuses_what_does_not_go_together(arguments, message):
+    result = accel("bench", *arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.real], ids=lambda case: case.name)

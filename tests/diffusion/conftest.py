@@ -1,9 +1,12 @@
 """The pipeline that ships, and the reader of what it draws."""
 
+import copy
 import importlib.util
 from pathlib import Path
 
 import pytest
+
+import accel
 
 HERE = Path(__file__).parent
 
@@ -29,3 +32,21 @@ def digits():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def cached(tiny, step_oracle):
+    """A tiny UNet with the step cache, and an oracle of it."""
+
+    def make(family="sd15", interval=3):
+        model = tiny.unet(family)
+        oracle = step_oracle(copy.deepcopy(model), interval)
+        return accel.optimize(model, step_cache=interval), oracle
+
+    return make
+
+
+@pytest.fixture
+def another(tiny, step_oracle):
+    """One more oracle of the same UNet."""
+    return lambda: step_oracle(tiny.unet(), 3)

@@ -299,3 +299,43 @@ def test_a_vae_in_half_precision(tiny):
         for _ in range(3):
             close(vae.decode(latent).sample, twin.decode(latent).sample)
     assert [row["path"] for row in graphs(vae)] == ["decoder"]
+
+
+def test_what_is_made_of_the_prompt_is_kept_for_a_loop_and_never_longer(pair, tiny):
+    """The same tensor, refilled in place, freed and made anew, with other weights in a new loop, without versions."""
+    model, twin = pair
+    inputs = on_gpu(tiny.inputs(model))
+    accel.optimize(model, graphs=True)
+    loop = vars(model)["forward"].loop
+    wide = sum("attn2.to_" in name for name, _ in model.named_parameters())
+
+    def check(mode=torch.no_grad, **changed):
+        inputs.update(changed)
+        with mode():
+            for _ in range(3):
+                inputs["sample"] = torch.randn_like(inputs["sample"])
+                close(model(**inputs).sample, twin(**inputs).sample)
+
+    loop.begin()
+    check()
+    assert wide and [row for row in graphs(model) if "prompt kept" in row["inputs"]]
+    inputs["encoder_hidden_states"].mul_(-1)
+    check()
+    for seed in range(3):  # likely in the memory of the one before
+        shape = inputs.pop("encoder_hidden_states").shape
+        torch.manual_seed(seed)
+        check(encoder_hidden_states=torch.randn(shape, device="cuda", dtype=torch.float16))
+    for unet in pair:
+        for name, parameter in unet.named_parameters():
+            if "attn2.to_v" in name:
+                parameter.data.mul_(-2)  # seen by no version
+    loop.begin()
+    check()
+    with torch.inference_mode():
+        prompt = inputs["encoder_hidden_states"].clone()
+    check(torch.inference_mode, encoder_hidden_states=prompt)
+    with torch.inference_mode():
+        prompt.mul_(-1)
+    check(torch.inference_mode)
+    accel.restore(model)
+    assert torch.equal(run(model, inputs), run(twin, inputs))

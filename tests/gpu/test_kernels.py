@@ -4,13 +4,15 @@ import pytest
 import torch
 from accel_kernels import OPS
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
+from accel_kernels.linear import LinearChooser
 
 CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op, case", CASES)
-def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
+def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # cuDNN would round some convolutions and not others
     args, kwargs = case.make(torch.device("cuda"), dtype)
     if op.supports(*args, **kwargs) is not None:
         assert op.name in ("attention", "linear_geglu") and dtype == torch.float32, op.supports(*args, **kwargs)
@@ -38,3 +40,44 @@ def test_choices_are_measured_once_and_kept_on_disk(tmp_path):
     again = AttentionChooser("auto", path)
     again._measure = None  # must not be needed
     assert again.choose(q, k, v) == choice
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 77, 64, 136), (1, 8192, 320, 320), (3, 5, 8, 8)])
+def test_every_algorithm_of_cublaslt_is_the_linear_layer(shape, dtype, bias, tmp_path):
+    """Each candidate by itself, inside a CUDA graph as it is used, against float64."""
+    batch, length, depth, outs = shape
+    x = torch.randn(batch, length, depth, device="cuda", dtype=dtype)
+    weight = torch.randn(outs, depth, device="cuda", dtype=dtype) * depth**-0.5
+    shift = torch.randn(outs, device="cuda", dtype=dtype) if bias else None
+    exact = torch.nn.functional.linear(*(None if t is None else t.double() for t in (x, weight, shift)))
+    own = float((torch.nn.functional.linear(x, weight, shift).double() - exact).abs().max())
+    path = tmp_path / "linear.json"
+    chooser = LinearChooser(path)
+    chooser(x, weight, shift)
+    ((key, product),) = chooser.products.items()
+    assert product.algorithms and path.exists()
+    for rank in range(len(product.algorithms)):
+        chooser.choices[key] = str(rank)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chooser(x, weight, shift)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert float((y.double() - exact).abs().max()) <= 2 * own + 1e-6, rank
+    again = LinearChooser(path)
+    again._measure = None  # must not be needed
+    again(x, weight, shift)
+
+
+def test_what_cublaslt_cannot_do_is_left_to_torch():
+    chooser = LinearChooser()
+    for x, weight in (
+        (torch.randn(4, 8), torch.randn(16, 8)),
+        (torch.randn(4, 8, device="cuda"), torch.randn(16, 8, device="cuda")),
+        (torch.randn(4, 7, device="cuda").half(), torch.randn(16, 7, device="cuda").half()),
+        (torch.randn(8, 8, device="cuda").half().t(), torch.randn(16, 8, device="cuda").half()),
+    ):
+        assert torch.equal(chooser(x, weight), torch.nn.functional.linear(x, weight))
+    assert not chooser.products and not chooser.choices

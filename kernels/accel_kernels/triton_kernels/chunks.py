@@ -8,12 +8,12 @@ import triton
 from accel_kernels.op import multiprocessors
 from accel_kernels.triton_kernels.launch import power_of_two
 
-TILE = 4096  # elements a program loads at once
-PROGRAMS_PER_SM = 4
+SINGLE_LIMIT = 16384  # padded elements of a group up to which one program normalises it whole, without moments
+LARGE_ROWS = 65536  # from here on, memory and not latency decides: wider rows, loads ahead (measured on an H200)
 
 
 class Chunks(NamedTuple):
-    """Blocks of channels, blocks of rows within a chunk, rows of a chunk, and the number of chunks: by shape alone."""
+    """Channels of a block, rows of a block within a chunk, rows of a chunk, and the number of chunks."""
 
     block_c: int
     block_r: int
@@ -21,11 +21,12 @@ class Chunks(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, batch: int, channels: int, rows: int, device: torch.device) -> "Chunks":
-        block_c = block_channels(channels, 64)
-        block_r = max(1, min(TILE // block_c, power_of_two(rows)))
+    def of(cls, batch: int, channels: int, rows: int, device: torch.device, block: int, tile: int, programs: int):
+        """Blocks of up to `block` channels, `tile` elements at once, about `programs` programs a multiprocessor."""
+        block_c = block_channels(channels, block)
+        block_r = max(1, min(tile // block_c, power_of_two(rows)))
         tiles = triton.cdiv(rows, block_r)
-        wanted = PROGRAMS_PER_SM * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
+        wanted = programs * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
         chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
         return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
 

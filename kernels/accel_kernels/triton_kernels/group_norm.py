@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.chunks import TILE, Chunks, block_channels
+from accel_kernels.triton_kernels.chunks import LARGE_ROWS, SINGLE_LIMIT, Chunks, block_channels
 from accel_kernels.triton_kernels.launch import power_of_two
 
-SINGLE_LIMIT = 16384  # padded elements of a group up to which one program holds it whole
-LARGE_ROWS = 65536  # from here on, memory and not latency decides: wider rows, loads ahead (measured on an H200)
+TILE = 4096  # elements a program loads at once
 UNSPECIALISED = (
     "has_add",
     "has_shift",
@@ -195,8 +194,11 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         )  # fmt: skip
         return y
 
-    cut = Chunks.of(batch, channels, rows, x.device)
-    if moments is None:
+    if moments is not None:
+        moments, chunk_rows = moments
+    else:
+        cut = Chunks.of(batch, channels, rows, x.device, block=64, tile=TILE, programs=4)
+        chunk_rows = cut.rows
         moments = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
         launch(
             group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
@@ -206,11 +208,11 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         )  # fmt: skip
     table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
     block_c = power_of_two(cpg)
-    block_k = max(1, min(64, TILE // block_c))
+    block_k, chunks = max(1, min(64, TILE // block_c)), moments.shape[1]
     launch(
         group_norm_merge, (num_groups, batch),
-        moments, table, weight, *addends, *flags, rows, channels, cut.number, cut.rows, eps, cpg, affine,
-        WHOLE=cut.number <= block_k, BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
+        moments, table, weight, *addends, *flags, rows, channels, chunks, chunk_rows, eps, cpg, affine,
+        WHOLE=chunks <= block_k, BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     block_c = block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
     block_r = max(1, TILE // block_c)

@@ -5,8 +5,11 @@ import triton
 import triton.language as tl
 
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.chunks import Chunks
+from accel_kernels.triton_kernels.chunks import LARGE_ROWS, SINGLE_LIMIT, Chunks
+from accel_kernels.triton_kernels.launch import power_of_two
 
+WARPS = 4
+GROUPS = 32  # that almost every norm has; where one has fewer it takes moments of its own
 UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 
@@ -33,7 +36,8 @@ def _value(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def image_sum_kernel(
     x_ptr, other_ptr, bias_ptr, y_ptr, moments_ptr, has_bias, rows, channels, split, chunks, chunk_rows, inverse_scale,
-    OTHER: tl.constexpr, CONCAT: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    OTHER: tl.constexpr, CONCAT: tl.constexpr, MOMENTS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     n = tl.program_id(2).to(tl.int64)
@@ -56,27 +60,28 @@ def image_sum_kernel(
     )
     sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for r in range(row, row_end, BLOCK_R):
+    for r in tl.range(row, row_end, BLOCK_R, num_stages=3):
         r_idx = r + tl.arange(0, BLOCK_R)
         mask = (r_idx < row_end)[:, None] & c_mask[None, :]
         value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale, OTHER, CONCAT)
         stored = value.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :], stored, mask=mask)
-        deviation = tl.where(mask, stored.to(tl.float32) - pivot, 0.0)
-        sums += deviation
-        squares += deviation * deviation
-    count = (row_end - row).to(tl.float32)
-    shift = tl.sum(sums, axis=0) / count
-    slot = moments_ptr + (n * chunks + chunk) * 2 * channels + c_idx
-    tl.store(slot, tl.sum(pivot, axis=0) + shift, mask=c_mask)
-    tl.store(slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
+        if MOMENTS:
+            deviation = tl.where(mask, stored.to(tl.float32) - pivot, 0.0)
+            sums += deviation
+            squares += deviation * deviation
+    if MOMENTS:
+        count = (row_end - row).to(tl.float32)
+        shift = tl.sum(sums, axis=0) / count
+        slot = moments_ptr + (n * chunks + chunk) * 2 * channels + c_idx
+        tl.store(slot, tl.sum(pivot, axis=0) + shift, mask=c_mask)
+        tl.store(slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
 
 
-def image_sum(x, residual=None, bias=None, scale=1.0):
-    """Same arguments as the reference, channels-last; returns the sum and its moments, (N, chunks, 2, C) in fp32."""
+def image_sum(x, residual=None, bias=None, scale=1.0, moments=True):
+    """Same arguments as the reference, channels-last; returns the sum and its moments, as `_launch` does."""
     y = torch.empty_like(x)
-    moments = _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, concat=False)
-    return y, moments
+    return y, _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, moments, concat=False)
 
 
 def image_concat(x, other):
@@ -84,21 +89,28 @@ def image_concat(x, other):
     n, channels, height, width = x.shape
     shape = (n, channels + other.shape[1], height, width)
     y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    return y, _launch(x, other, None, y, channels, 1.0, concat=True)
+    return y, _launch(x, other, None, y, channels, 1.0, True, concat=True)
 
 
-def _launch(x, other, bias, y, split, inverse_scale, concat):
+def _launch(x, other, bias, y, split, inverse_scale, with_moments, concat):
+    """Returns the moments, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm would want them."""
     n, channels, height, width = y.shape
-    cut = Chunks.of(n, channels, height * width, y.device)
-    moments = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
+    rows = height * width
+    with_moments = with_moments and rows * power_of_two(triton.cdiv(channels, GROUPS)) > SINGLE_LIMIT
+    large = rows >= LARGE_ROWS
+    shape = {"block": 128 if large or not with_moments else 64, "tile": 4096 if large else 2048}
+    cut = Chunks.of(n, channels, rows, y.device, **shape, programs=(8 if large else 2) if with_moments else rows)
+    moments = y  # a pointer never written
+    if with_moments:
+        moments = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
     launch(
         image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
         x, x if other is None else other, x if bias is None else bias, y, moments, bias is not None,
-        height * width, channels, split, cut.number, cut.rows, inverse_scale,
-        OTHER=other is not None, CONCAT=concat, EVEN=channels % cut.block_c == 0,
-        BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=8,
+        rows, channels, split, cut.number, cut.rows, inverse_scale,
+        OTHER=other is not None, CONCAT=concat, MOMENTS=with_moments, EVEN=channels % cut.block_c == 0,
+        BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
     )  # fmt: skip
-    return moments
+    return (moments, cut.rows) if with_moments else None
 
 
 # What the compile check builds without a GPU: kernel, argument types, constants, warps.
@@ -108,8 +120,8 @@ SPECIMENS = tuple(
         {f"{name}_ptr": f"*{dtype}" for name in ("x", "other", "bias", "y")}
         | {"moments_ptr": "*fp32", "has_bias": "i1", "inverse_scale": "fp32"}
         | dict.fromkeys(("rows", "channels", "split", "chunks", "chunk_rows"), "i32"),
-        {"OTHER": True, "CONCAT": concat, "EVEN": True, "BLOCK_C": 64, "BLOCK_R": 64},
-        8,
+        {"OTHER": True, "CONCAT": concat, "MOMENTS": True, "EVEN": True, "BLOCK_C": 64, "BLOCK_R": 32},
+        WARPS,
     )
     for dtype in ("fp16", "bf16", "fp32")
     for concat in (False, True)

@@ -19,16 +19,13 @@ WIDE = 1024
 @triton.jit
 def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask):
     """A block of columns of the sum, stored where it is one: what the next layer will read is what is normalised."""
+    # Masks, not branches, leave out what is missing: a branch would let one load wait for the other.
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if has_shift:
-        x += tl.load(shift_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
-    if has_residual:
-        x += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if has_residual or has_shift:
-        stored = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + place, stored, mask=mask)
-        x = stored.to(tl.float32)
-    return x
+    x += tl.load(shift_ptr + c_idx, mask=c_mask & has_shift, other=0.0).to(tl.float32)[None, :]
+    x += tl.load(residual_ptr + place, mask=mask & has_residual, other=0.0).to(tl.float32)
+    stored = x.to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + place, stored, mask=mask & (has_residual | has_shift))
+    return stored.to(tl.float32)
 
 
 @triton.jit

@@ -1,0 +1,131 @@
+"""What each mechanism gives: the same model timed with all of them, then with all but one, in one process.
+
+Milliseconds do not add up: what one mechanism leaves undone another may partly take over.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from accel_kernels.attention_backends import AttentionChooser
+from torch import nn
+
+from accel.bench.memory import release
+from accel.bench.timing import burst, seconds
+from accel.diffusion.family import RULES, graph_paths
+from accel.options import Options
+from accel.plan import Context, Plan
+
+WARM_UP = 4  # calls: eager, captured, replayed, and once more
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Something that can be left out: options, rules by name, or a change of what a plan's sites work with."""
+
+    name: str
+    options: Options = Options()
+    rules: tuple[str, ...] = ()
+    before: Callable[[Context], None] = lambda context: None
+    after: Callable[[Context], None] = lambda context: None
+
+
+def _kernels(**changed) -> Callable[[Context], None]:
+    def change(context: Context) -> None:
+        context.kernels = replace(context.kernels, **{name: make(context.kernels) for name, make in changed.items()})
+
+    return change
+
+
+def _no_moments(kernels):
+    return lambda *args, **kwargs: kernels.image_sum(*args, **{**kwargs, "moments": False})
+
+
+def _each_alone(context: Context) -> None:
+    if "passes" in context.shared:
+        context.shared["passes"].tracked = False
+
+
+MECHANISMS = (
+    Mechanism("CUDA graph", Options(graphs=False)),
+    Mechanism("channels-last layout, with the blocks that need it", Options(layout="keep")),
+    Mechanism("resnet block", rules=("resnet block",)),
+    Mechanism("transformer stack and block", rules=("transformer stack", "transformer block")),
+    Mechanism("attention, projections in one product", rules=("attention",)),
+    Mechanism("attention backend by measuring", before=_kernels(attention=lambda kernels: AttentionChooser("sdpa"))),
+    Mechanism("fused group norm", before=_kernels(group_norm=lambda kernels: kernels.group_norm.reference)),
+    Mechanism("fused layer norm", before=_kernels(layer_norm=lambda kernels: kernels.layer_norm.reference)),
+    Mechanism("GEGLU in its product", before=_kernels(linear_geglu=lambda kernels: kernels.linear_geglu.instead)),
+    Mechanism(
+        "upsampling in its convolution",
+        before=_kernels(upsample_convolve=lambda kernels: kernels.upsample_convolve.instead),
+    ),
+    Mechanism(
+        "moments taken while writing, skip connections too",
+        before=_kernels(
+            image_sum=_no_moments,
+            image_concat=lambda kernels: kernels.image_concat.reference,
+        ),
+    ),
+    Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: F.linear)),
+    Mechanism("time and prompt projections together, prompt's once a loop", after=_each_alone),
+    Mechanism("biases of single convolutions", rules=("convolution",)),
+)
+
+
+def ablate(
+    model: nn.Module, call: Callable[[], object], budget_s: float = 0.5, at: Callable[[str], None] = lambda name: None
+) -> Iterator[dict]:
+    """Rows {"without", "ms", "gain_ms", "peak_mb"}: first stock, then with everything, then without each mechanism.
+
+    model: not optimised; as it was afterwards. call: one forward of it. A mechanism of which no site is in the model
+    gives no row. peak_mb: what calls and capture need on top of the weights; None on a CPU.
+    """
+    device = next(model.parameters()).device
+    at("stock")
+    stock = _timed(call, device, budget_s)
+    yield {"without": "stock", **stock, "gain_ms": None}
+    whole, sites = None, None
+    for mechanism in (None, *MECHANISMS):
+        at(mechanism.name if mechanism else "everything")
+        plan, context = _plan(model, mechanism or Mechanism("nothing"))
+        named = {row.rule for row in plan.rows if row.status == "patched"}
+        sites = named if sites is None else sites
+        if mechanism is not None and mechanism.rules and not sites.intersection(mechanism.rules):
+            continue
+        plan.apply()
+        try:
+            if mechanism is not None:
+                mechanism.after(context)
+            row = _timed(call, device, budget_s)
+        finally:
+            plan.undo()
+        whole = whole or row
+        gain = None if mechanism is None else round(row["ms"] - whole["ms"], 4)
+        yield {"without": mechanism.name if mechanism else "nothing", **row, "gain_ms": gain}
+
+
+def _plan(model: nn.Module, mechanism: Mechanism) -> tuple[Plan, Context]:
+    context = Context.create(mechanism.options, None)
+    mechanism.before(context)
+    context.graph_paths = graph_paths(model)
+    context.loop.begin()  # as in a pipeline's loop, where the prompt stays the same
+    if mechanism.name.startswith("time and prompt"):
+        context.loop.number = 0
+    return Plan(model, [rule for rule in RULES if rule.name not in mechanism.rules], context), context
+
+
+@torch.no_grad()
+def _timed(call: Callable[[], object], device: torch.device, budget_s: float) -> dict:
+    release(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(WARM_UP):
+        call()
+    each = seconds(call, device)
+    calls = max(3, min(100, int(budget_s / max(each, 1e-6))))
+    times = sorted(burst(lambda i: call(), calls, device))
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if device.type == "cuda" else None
+    return {"ms": round(times[len(times) // 2], 4), "peak_mb": None if peak is None else round(peak, 1)}

@@ -1,0 +1,105 @@
+"""`accel bench`: cases of the registry, and models of the user's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
+
+
+def bench(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(help="names of cases, or folders with a saved pipeline or model; all cases on a GPU, else tiny"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for the JSON files")] = Path("benchmarks/results"),
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="torch.compile too, minutes a case; on a GPU by default"),
+    ] = None,
+    ready: Annotated[bool, typer.Option(help="measure a case's time to ready, in fresh processes")] = True,
+    seconds: Annotated[float, typer.Option(min=0.01, help="about how long to time each variant")] = 2.0,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    prompt: Annotated[str | None, typer.Option(help="folder of a pipeline: what to draw")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="folder of a pipeline: denoising steps; 20")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="folder: pixels of the image, of a UNet's latents")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="folder: images a call")] = None,
+) -> None:
+    """Time stock, accel and torch.compile, correctness first; writes JSON. Folders are timed stock against accel."""
+    from accel.bench import folder, machine, results, runner
+
+    place = parse_device(device)
+    kind = parse_dtype(dtype, place)
+    folders, chosen = _chosen(cases or [], place)
+    given = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
+    if not folders and (without := [name for name, value in given.items() if value is not None]):
+        raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
+    compiled = place.type == "cuda" if compiled is None else compiled
+
+    def run_case(case, stage) -> dict:
+        return runner.run(case, place, kind, compiled=compiled, ready=ready, budget_s=seconds, stage=stage)
+
+    def run_folder(path, stage) -> dict:
+        try:
+            return folder.run(path, place, kind, **given, budget_s=seconds, stage=stage)
+        except (TypeError, ValueError, OSError) as error:
+            raise wrong_folder(error) from None
+
+    jobs = [(path.name, folder.STAGES, run_folder, path) for path in folders]
+    jobs += [(case.name, runner.STAGES, run_case, case) for case in chosen]
+    quiet()
+    console = Console()
+    done, wrong = [], []
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=sum(len(stages) for _, stages, _, _ in jobs))
+        for name, stages, run, subject in jobs:
+            start = progress.tasks[0].completed
+            try:
+                result = run(subject, _stage(progress, task, name, stages))
+            except runner.WrongResult as error:
+                wrong.append(f"{name}: {error}")
+            else:
+                done.append(result)
+                progress.console.print(f"wrote {results.save(result, out, machine.slug(place))}", highlight=False)
+            progress.update(task, completed=start + len(stages))
+    if done:
+        console.print(results.table(done))
+    for failed in (result for result in done if "compile_failed" in result):
+        console.print(
+            f"{failed['case']}: torch.compile failed: {failed['compile_failed']}", highlight=False, markup=False
+        )
+    for line in wrong:
+        console.print(f"[red]wrong result[/red] {line}", highlight=False)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _chosen(given: list[str], device) -> tuple[list[Path], list]:
+    """Folders and cases; a name is a case's first, so that a folder of that name needs a slash."""
+    from accel.bench import cases as registry
+
+    folders = [Path(name) for name in dict.fromkeys(given) if name not in registry.CASES and Path(name).is_dir()]
+    names = [name for name in given if Path(name) not in folders]
+    if folders and not names:
+        return folders, []
+    try:
+        return folders, registry.select(names, device)
+    except KeyError as error:
+        valid = ", ".join(registry.CASES)
+        unknown = ", ".join(repr(name) for name in error.args)
+        message = f"unknown: {unknown}; give a folder with a saved model, or a case: {valid}"
+        raise typer.BadParameter(message, param_hint="CASES") from None
+
+
+def _stage(progress, task, name: str, stages: tuple[str, ...]) -> Callable[[str], None]:
+    """What a run calls as it gets to each of its stages."""
+    start = progress.tasks[0].completed
+
+    def stage(now: str) -> None:
+        progress.update(task, description=f"{name}: {now}", completed=start + stages.index(now))
+
+    return stage

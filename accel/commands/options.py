@@ -1,0 +1,68 @@
+"""What several commands take: a device, a dtype, a folder with a saved model; and how they show they are at work."""
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+DEVICE_HELP = "cuda, cuda:1, cpu ...; a GPU if there is one"
+DTYPE_HELP = "fp16, bf16 or fp32; fp16 on a GPU, fp32 elsewhere"
+JSON_HELP = "print JSON instead of tables"
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def parse_device(name: str | None):
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(str(error).split("\n")[0], param_hint="--device") from None
+    return device
+
+
+def parse_dtype(name: str | None, device):
+    import torch
+
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    name = name or ("fp16" if device.type == "cuda" else "fp32")
+    if name not in dtypes:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(dtypes)}", param_hint="--dtype")
+    return dtypes[name]
+
+
+def quiet() -> None:
+    """Hugging Face's loading bars would run across ours, and its hints are not about us; this process is ours alone."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def load_folder(folder: Path, dtype, device):
+    """What was saved there, on the device, its own progress bars off; a wrong folder is the user's mistake."""
+    from accel import saved
+
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is not a folder", param_hint="FOLDER")
+    quiet()
+    try:
+        loaded = saved.load(folder, dtype, device)
+    except (TypeError, ValueError, OSError) as error:
+        raise wrong_folder(error) from None
+    if hasattr(loaded, "set_progress_bar_config"):
+        loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def wrong_folder(error: Exception) -> typer.BadParameter:
+    return typer.BadParameter(str(error).split("\n")[0], param_hint="FOLDER")

@@ -1,0 +1,83 @@
+"""Decoders in float16 that overflow: noticed after each decode, and that decode done again in float32.
+
+Float16 ends at 65504. The activations of some VAE decoders go beyond, SDXL's original one for certain, and what stock
+then gives is a black image.
+"""
+
+import torch
+from torch import nn
+
+from accel.forward import FastForward
+from accel.precision import in_dtype, upcast
+from accel.rule import Match
+from accel.rules.graph import match_graph
+
+PLAIN = (torch.Tensor, type(None), bool, int, float, str)
+
+
+class OverflowGuard(FastForward):
+    """Around a decoder's forward, its CUDA graph included: (N, C, H, W) in float16 -> a finite image in float16.
+
+    One reduction over the output is all it costs where nothing overflows; in other dtypes, nothing. What it redoes runs
+    the stock forwards on an upcast twin, so neither weights nor graphs notice.
+    """
+
+    def __init__(self, module: nn.Module, path: str, kernels, ledger, inner: FastForward | None):
+        super().__init__(module, path, kernels, ledger)
+        self.inner = inner  # None: the stock forward
+
+    def fast(self, *args, **kwargs):
+        output = (self.inner or self.stock)(*args, **kwargs)
+        if not self._watches(output, args, kwargs) or finite(output):
+            return output
+        return self._in_float32(output, args, kwargs)
+
+    __call__ = fast  # fit for every call: what is inside decides for itself
+
+    def _watches(self, output, args: tuple, kwargs: dict) -> bool:
+        """A float16 image from arguments that a second call finds as they were."""
+        return (
+            type(output) is torch.Tensor
+            and output.dtype == torch.float16
+            and not torch.compiler.is_compiling()
+            and self.mode() is None
+            and all(type(value) in PLAIN for value in (*args, *kwargs.values()))
+            and not (output.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _in_float32(self, output: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        args = [in_dtype(value, torch.float32) for value in args]
+        kwargs = {name: in_dtype(value, torch.float32) for name, value in kwargs.items()}
+        try:
+            wide = upcast(self.module, torch.float32)(*args, **kwargs).to(output.dtype)
+        except ValueError as error:  # offloaded, quantised, or replaced in part
+            return self._left(output, f"overflowed in float16; not decoded again: {error}")
+        except torch.OutOfMemoryError:
+            return self._left(output, "overflowed in float16; not enough memory to decode in float32")
+        if not finite(wide):
+            return self._left(output, "not finite in float16, nor when decoded in float32")
+        self.ledger.fell_back(self.path, "overflowed in float16; decoded in float32")
+        return wide
+
+    def _left(self, output: torch.Tensor, reason: str) -> torch.Tensor:
+        self.ledger.fell_back(self.path, reason)
+        return output
+
+
+def finite(image: torch.Tensor) -> bool:
+    """Whether all of a float16 image is finite: its sum in float32 is, and cannot overflow by itself."""
+    return bool(image.sum(dtype=torch.float32).isfinite())
+
+
+def match_overflow_guard(site, context) -> Match | None:
+    """A whole forward worth a graph that is an autoencoder's decoder; the graph goes inside the guard."""
+    if site.path.rpartition(".")[2] != "decoder":
+        return None
+    graph = match_graph(site, context)
+    if graph is None:
+        return None
+    inner = graph.forward if isinstance(graph, Match) else None
+    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner)
+    within = f"no CUDA graph ({graph.reason})" if inner is None else "with its CUDA graph"
+    waits = f" ({graph.note})" if inner is not None and graph.note else ""
+    return Match(guard, covers=(), note=f"looks for overflow in float16, {within}{waits}")

@@ -1,0 +1,77 @@
+"""What belongs to a pipeline as a whole: where its loops begin, and which schedulers it has."""
+
+from dataclasses import replace
+from weakref import WeakSet
+
+from accel.diffusion.schedulers import RULES, ready
+from accel.ledger import Ledger
+from accel.objects import schedulers_in
+from accel.patch import Patch, PatchConflict
+from accel.plan import PLAN, Context, Plan
+from accel.probe import Probe
+
+
+class LoopStart:
+    """Callable that stands in `vars(pipe)["progress_bar"]`, which pipelines call between set_timesteps and their loop.
+
+    It announces the loop and patches a scheduler that was put into the pipeline since.
+    """
+
+    def __init__(self, pipe: object, context: Context):
+        self.pipe = pipe
+        self.context = replace(context, options=replace(context.options, strict=False), probe=Probe())
+        self.wrapped = vars(pipe).get("progress_bar")
+        self.current = schedulers_in(pipe)
+        self.former: WeakSet = WeakSet()
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "former"}
+
+    def __setstate__(self, state):
+        vars(self).update(state, former=WeakSet())
+
+    def __call__(self, *args, **kwargs):
+        self.context.loop.begin()
+        self._follow()
+        if self.wrapped is not None:
+            return self.wrapped(*args, **kwargs)
+        return type(self.pipe).progress_bar(self.pipe, *args, **kwargs)
+
+    def _follow(self) -> None:
+        schedulers = schedulers_in(self.pipe)
+        for name, scheduler in schedulers.items():
+            if self.current.get(name) is not scheduler and PLAN not in vars(scheduler):
+                plan = Plan(scheduler, RULES, replace(self.context, ledger=Ledger()))
+                plan.apply()
+                vars(scheduler)[PLAN] = plan
+            ready(scheduler)
+        # One that was taken out may come back, or be another pipeline's: it stays as it is until `restore`.
+        self.former.update(self.current.values())
+        self.former.difference_update(schedulers.values())
+        self.current = schedulers
+
+    def restore_former(self) -> None:
+        """Restores the schedulers that were in the pipeline and are not any more."""
+        self.former.update(self.current.values())
+        self.former.difference_update(schedulers_in(self.pipe).values())
+        for scheduler in self.former:
+            if PLAN in vars(scheduler):
+                try:
+                    vars(scheduler)[PLAN].undo()
+                except PatchConflict:  # patched by someone since, and none of this pipeline's any more
+                    continue
+                vars(scheduler).pop(PLAN)
+        self.former.clear()
+
+
+class PipelinePlan(Plan):
+    """The one patch of the pipeline itself; schedulers that passed through it are restored with it."""
+
+    def __init__(self, pipe: object, context: Context):
+        super().__init__(pipe, (), context)
+        self.start = LoopStart(pipe, context)
+        self.patches.append(Patch(pipe, "progress_bar", self.start))
+
+    def undo(self) -> None:
+        super().undo()
+        self.start.restore_former()

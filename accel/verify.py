@@ -1,0 +1,295 @@
+"""The same call stock and optimised, compared as a whole and model by model.
+
+A difference in a model's output grows over the steps of a denoising loop, so a whole image says little about a single
+rounding error. Each model is therefore also given the very inputs it had in the stock run, and judged by itself.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.plan import Plan
+from accel.precision import finer, full_precision, in_dtype, upcast
+from accel.quality import Quality, compare, relative_rms
+from accel.structure import placement
+
+# A model may be this many times as far from full precision as stock is, and one rounding of its output more; in float32
+# the order of sums matters more than that rounding.
+LIMIT = 2.0
+FLOOR = 1e-5
+# Where full precision cannot be computed: so many units of rounding from stock. SD1.5 and SDXL in fp16 are at 3.
+UNITS = 16
+# A whole output this near to stock's (relative RMS) is the same to the eye: one step of the eight bits of an image.
+SEEN = 1 / 256
+# Further apart, it may drift this many times as far as stock itself drifts when its models err by their own rounding:
+# stock's error is in the difference, and ours.
+DRIFT = 1 + LIMIT
+# On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
+CALLS_ON_GPU = 3
+
+
+def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, seed: int) -> Quality:
+    """Quality of obj(*args, **kwargs), judged; obj is optimised by `plans`, before and after."""
+    call = Call(obj, args, _as_tensors(obj, args, kwargs), seed)
+    lossy = ", ".join(filter(None, dict.fromkeys(plan.options.lossy for plan in plans.values()))) or None
+    ours = call()
+    recorder = Recorder({name: plan.root for name, plan in plans.items() if isinstance(plan.root, nn.Module)})
+    with _stock(plans.values()):
+        with recorder:
+            stock = call()
+        records = recorder.records()
+        for record in records.values():
+            record.measure()
+        whole = replace(compare(stock, ours), lossy=lossy, note=recorder.note())
+        if "" not in records and lossy is None:
+            whole = _judged_by_drift(whole, stock, call, records)
+    parts = {name: replace(record.judge(seed), lossy=lossy) for name, record in records.items()}
+    if "" in parts:  # a single model, and obj itself is what was recorded
+        alone = parts[""]
+        return replace(alone, finite=alone.finite and whole.finite)
+    return replace(whole, parts=parts)
+
+
+class Call:
+    """obj(*args, **kwargs), each time from the same seed and with generators in the state they came in."""
+
+    def __init__(self, obj, args: tuple, kwargs: dict, seed: int):
+        self.obj, self.args, self.kwargs, self.seed = obj, args, kwargs, seed
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
+        self.generators = [(generator, generator.get_state()) for generator in given]
+
+    def __call__(self):
+        try:
+            with _seeded(self.seed):
+                return self.obj(*self.args, **self.kwargs)
+        finally:
+            for generator, state in self.generators:
+                generator.set_state(state)
+
+
+@dataclass
+class Record:
+    """What a module was given and what stock made of it, in the first and the last call of it."""
+
+    module: nn.Module
+    inputs: list[tuple[tuple, dict]] = field(default_factory=list)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    exact: list[list[torch.Tensor]] | None = None
+    own_error: float = 0.0  # stock's relative RMS distance from full precision
+    note: str = ""
+
+    def keep(self, inputs: tuple[tuple, dict], outputs: list[torch.Tensor]) -> None:
+        del self.inputs[1:], self.outputs[1:]
+        self.inputs.append(inputs)
+        self.outputs.append(outputs)
+
+    @property
+    def unit(self) -> float:
+        """Half the distance of two neighbouring numbers around 1: what one rounding costs at most."""
+        device, dtype = placement(self.module)
+        tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        coarse = torch.float16 if dtype == torch.float32 and device.type == "cuda" and tf32 else dtype
+        return torch.finfo(coarse).eps / 2
+
+    @property
+    def allowance(self) -> float:
+        """What rounding explains where it is not measured."""
+        return max(FLOOR, UNITS * self.unit)
+
+    def measure(self) -> None:
+        """How far stock itself is from the same module in full precision, or why that cannot be said."""
+        dtype = placement(self.module)[1]
+        if dtype == torch.float64:
+            self.note = "is in float64 itself; judged by units of rounding"
+            return
+        wide = functools.partial(in_dtype, dtype=finer(dtype))
+        try:
+            twin = upcast(self.module, finer(dtype))
+            with full_precision(), _seeded(0):
+                self.exact = [
+                    _tensors(twin(*args, **kwargs)) for args, kwargs in (pytree.tree_map(wide, i) for i in self.inputs)
+                ]
+            self.own_error = self._distance(self.outputs)
+            if self.own_error > self.allowance:
+                raise ValueError(f"stock is {self.own_error:.1e} from it, which is no rounding")
+        except Exception as error:  # whatever a model may raise in a precision it was not made for
+            self.exact, self.own_error = None, 0.0
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.note = f"no reference in full precision ({reason}); judged by units of rounding"
+
+    def _distance(self, outputs: list[list[torch.Tensor]]) -> float:
+        return relative_rms(sum(self.exact, []), sum(outputs, []))
+
+    def elsewhere(self) -> bool:
+        """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
+        given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        here = placement(self.module)[0]
+        return bool(given) and here not in {leaf.device for leaf in given} and "_hf_hook" not in vars(self.module)
+
+    def judge(self, seed: int) -> Quality:
+        """The module, optimised again, on the recorded inputs."""
+        times = CALLS_ON_GPU if placement(self.module)[0].type == "cuda" else 1
+        runs = []
+        for _ in range(times):
+            with _seeded(seed):
+                runs.append([_tensors(self.module(*args, **kwargs)) for args, kwargs in map(_cloned, self.inputs)])
+        quality = replace(compare([self.outputs] * times, runs), note=self.note)
+        if self.exact is None or not all(tensor.isfinite().all() for tensor in sum(self.exact, [])):
+            measure = "relative RMS from stock"
+            return replace(quality, error=quality.relative_rms, allowed=self.allowance, measure=measure)
+        allowed = LIMIT * self.own_error + max(FLOOR, torch.finfo(placement(self.module)[1]).eps / 2)
+        if not quality.stock_finite:  # stock overflows, and has no error of its own to go by
+            allowed = self.allowance
+        error = max((self._distance(run) for run in runs), key=lambda e: (e != e, e))
+        return replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+
+
+class Recorder:
+    """While entered, keeps calls of each model, or of its children where the model itself is not what is called.
+
+    (A pipeline calls the decoder of a VAE.) Hooks that are removed again; inputs and outputs are copied.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]):
+        self.found: dict[str, Record] = {}
+        self.refused: dict[str, str] = {}
+        for name, model in models.items():
+            self.found[name] = Record(model)
+            for child, module in model.named_children():
+                if next(module.children(), None) is None:
+                    continue  # a single layer between two models, not one of them
+                self.found[f"{name}.{child}" if name else child] = Record(module)
+        self.handles = []
+        self.inside: str | None = None
+        self.inputs: tuple[tuple, dict] | None = None
+
+    def __enter__(self) -> "Recorder":
+        for name, record in self.found.items():
+            before = functools.partial(self._before, name)
+            after = functools.partial(self._after, name)
+            # First of all pre-hooks, last of all hooks: between them lies everything a call of the module does.
+            handle = record.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self.handles += [handle, record.module.register_forward_hook(after)]
+        return self
+
+    def __exit__(self, *error) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.inside is not None:
+            return
+        self.inside, self.inputs = name, None
+        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _plain(leaf)]
+        if odd:
+            self.refused[name] = f"an argument of type {type(odd[0]).__name__}"
+        else:
+            self.inputs = _cloned((args, kwargs))
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output) -> None:
+        if self.inside != name:
+            return
+        outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+        if self.inputs is not None and outputs:
+            self.found[name].keep(self.inputs, outputs)
+        self.inside, self.inputs = None, None
+
+    def records(self) -> dict[str, Record]:
+        """What was called, by name, and can be called again by itself."""
+        for name, record in self.found.items():
+            if record.inputs and record.elsewhere():
+                self.refused[name] = "offload has moved its weights away"
+                record.inputs = []
+        return {name: record for name, record in self.found.items() if record.inputs}
+
+    def note(self) -> str:
+        left_out = [f"{name} ({reason})" for name, reason in self.refused.items() if not self.found[name].inputs]
+        return f"not compared by themselves: {', '.join(left_out)}" if left_out else ""
+
+
+def _judged_by_drift(whole: Quality, stock, call: Call, records: dict[str, Record]) -> Quality:
+    """A whole output may be as far from stock as rounding can move stock itself.
+
+    Measured where the difference can be seen at all: stock once more, each model's output moved by noise as large as
+    the model's own rounding error, the same noise in every step, since rounding errors of a loop are alike too.
+    """
+    if not (whole.finite and whole.stock_finite):
+        return whole
+    judged = replace(whole, error=whole.relative_rms, allowed=SEEN, measure="relative RMS from stock")
+    if judged.error <= SEEN:
+        return judged
+    handles = [record.module.register_forward_hook(_Noise(record)) for record in records.values()]
+    try:
+        drift = compare(stock, call())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return replace(judged, allowed=max(SEEN, DRIFT * drift.relative_rms))
+
+
+class _Noise:
+    """A forward hook that moves outputs by a module's own rounding error."""
+
+    def __init__(self, record: Record):
+        self.size = record.own_error if 0 < record.own_error < 1 else record.unit
+
+    def __call__(self, module: nn.Module, args: tuple, output):
+        return pytree.tree_map(self._moved, output)
+
+    def _moved(self, value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
+        scale = self.size * value.float().square().mean().sqrt()
+        return (value.float() + scale * noise).to(value.dtype)
+
+
+@contextlib.contextmanager
+def _stock(plans) -> Iterator[None]:
+    """The stock models inside, optimised again afterwards, also after an error."""
+    undone = []
+    try:
+        for plan in plans:
+            plan.undo()
+            undone.append(plan)
+        yield
+    finally:
+        for plan in undone:
+            plan.apply()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+def _as_tensors(obj, args: tuple, kwargs: dict) -> dict:
+    """Asks a pipeline that would give PIL images for tensors: eight bits hide small errors, and turn NaN into black."""
+    try:
+        signature = inspect.signature(obj)
+        output_type = signature.parameters["output_type"]
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (KeyError, TypeError, ValueError):
+        return kwargs
+    return kwargs if "output_type" in given or output_type.default != "pil" else kwargs | {"output_type": "pt"}
+
+
+def _plain(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) or leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
+
+
+def _cloned(values):
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, values)
+
+
+def _tensors(output) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,161 @@
+"""Figures of two results side by side, against slow and obvious ways to compute them; and the verdict on them."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from PIL import Image
+
+from accel.quality import Quality, compare, ssim
+
+
+def slow_ssim(a: np.ndarray, b: np.ndarray, size: int = 11) -> float:
+    """Equations 5 to 13 of Wang et al., 2004, window by window, for one channel in 0..1."""
+    offsets = np.arange(size) - size // 2
+    weights = np.exp(-(offsets[:, None] ** 2 + offsets[None] ** 2) / (2 * 1.5**2))
+    weights /= weights.sum()
+    values = []
+    for i in range(a.shape[0] - size + 1):
+        for j in range(a.shape[1] - size + 1):
+            x, y = a[i : i + size, j : j + size], b[i : i + size, j : j + size]
+            mx, my = (weights * x).sum(), (weights * y).sum()
+            vx, vy = (weights * (x - mx) ** 2).sum(), (weights * (y - my) ** 2).sum()
+            vxy = (weights * (x - mx) * (y - my)).sum()
+            values.append(
+                (2 * mx * my + 0.01**2) * (2 * vxy + 0.03**2) / ((mx**2 + my**2 + 0.01**2) * (vx + vy + 0.03**2))
+            )
+    return float(np.mean(values))
+
+
+def noisy(shape, strength=0.2):
+    first = torch.rand(shape, dtype=torch.float64)
+    return first, (first + strength * torch.randn(shape, dtype=torch.float64)).clamp(0, 1)
+
+
+@pytest.mark.parametrize("size, window", [((20, 17), 11), ((11, 30), 11), ((10, 8), 7), ((5, 64), 5), ((1, 4), 1)])
+def test_ssim_is_the_published_formula(size, window):
+    first, second = noisy((2, 3, *size))
+    wanted = np.mean(
+        [
+            slow_ssim(a, b, window)
+            for i, j in zip(first, second, strict=True)
+            for a, b in zip(i.numpy(), j.numpy(), strict=True)
+        ]
+    )
+    assert ssim(first, second) == pytest.approx(wanted, abs=1e-12)
+    assert ssim(first, first) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_ssim_agrees_with_scikit_image():
+    metrics = pytest.importorskip("skimage.metrics")
+    first, second = noisy((1, 3, 40, 33))
+    settings = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
+    maps = [
+        metrics.structural_similarity(first[0, c].numpy(), second[0, c].numpy(), full=True, **settings)[1]
+        for c in range(3)
+    ]
+    # It pads the borders and then leaves five pixels out; what is left is where the window fits.
+    assert ssim(first, second) == pytest.approx(np.mean([m[5:-5, 5:-5] for m in maps]), abs=1e-6)
+
+
+def test_figures_of_plain_tensors():
+    stock = {"a": torch.tensor([3.0, 4.0]), "b": [torch.full((2, 2), 10.0), "text", None]}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": [torch.full((2, 2), 10.0), "text", None]}
+    quality = compare(stock, ours)
+    assert quality.max_error == 0.5 and quality.relative_error == pytest.approx(0.05)
+    assert quality.relative_rms == pytest.approx(0.1)  # 0.5 by the norm 5, in the tensor where it is worst
+    assert quality.psnr_db == pytest.approx(10 * math.log10(10**2 / (0.25 / 6)))
+    assert quality.ssim is None and quality.finite and quality.stock_finite
+
+
+def test_images_of_every_kind_count_as_0_to_1():
+    array = np.linspace(0, 0.5, 16 * 16 * 3).reshape(1, 16, 16, 3)
+    other = array + 0.01
+    tensors = [torch.from_numpy(a).permute(0, 3, 1, 2) for a in (array, other)]
+    pictures = [Image.fromarray((a[0] * 255).round().astype(np.uint8)) for a in (array, other)]
+    wanted = ssim(*tensors)
+    for pair, tolerance in (((array, other), 1e-9), (tensors, 1e-9), (pictures, 2e-3)):
+        stock, ours = (ImagePipelineOutput(images=[part] if pair is pictures else part) for part in pair)
+        quality = compare(stock, ours)
+        assert quality.ssim == pytest.approx(wanted, abs=tolerance)
+        assert quality.max_error == pytest.approx(0.01, abs=tolerance)
+        assert quality.psnr_db == pytest.approx(40, abs=0.6 if pair is pictures else 1e-6)
+
+
+def test_latents_are_no_images():
+    latents = torch.randn(1, 4, 8, 8)
+    assert compare(ImagePipelineOutput(latents), ImagePipelineOutput(latents + 0.1)).ssim is None
+    three = torch.randn(1, 3, 8, 8)
+    assert compare(ImagePipelineOutput(three), ImagePipelineOutput(three + 0.1)).ssim is None
+
+
+def test_nothing_to_compare_and_other_shapes_are_errors():
+    with pytest.raises(ValueError, match="nothing to compare in an output of type SimpleNamespace"):
+        compare(SimpleNamespace(), SimpleNamespace())
+    with pytest.raises(ValueError, match=r"stock gives \(2,\), optimised \(3,\)"):
+        compare(torch.ones(2), torch.ones(3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["ours", "stock", "both"])
+def test_nan_and_infinity_are_told_and_left_out_of_the_figures(bad, where):
+    stock, ours = torch.ones(4), torch.ones(4)
+    ours[1] = 1.5
+    if where in ("ours", "both"):
+        ours[0] = bad
+    if where in ("stock", "both"):
+        stock[0] = bad
+    quality = compare(stock, ours)
+    assert quality.max_error == 0.5 and math.isfinite(quality.psnr_db)
+    assert quality.finite == (where == "stock") and quality.stock_finite == (where == "ours")
+    assert quality.passed == (where != "ours")
+    words = {"ours": "FAILED: the output: NaN or Inf where stock has none", "stock": "accel's output is finite"}
+    assert words.get(where, "stock itself gives NaN or Inf, so does accel") in quality.verdict
+
+
+def test_everything_nan():
+    quality = compare(torch.ones(3), torch.full((3,), math.nan))
+    assert not quality.passed and "NaN" in quality.verdict
+
+
+GOOD = Quality(1e-3, 1e-3, 60.0, True, error=1e-3, allowed=2e-3, measure="relative RMS")
+BAD = dataclasses.replace(GOOD, error=3e-3)
+
+
+def test_verdicts():
+    assert GOOD.passed and GOOD.verdict == "passed: no further apart than rounding explains"
+    assert BAD.failure == "relative RMS 3.0e-03, more than the 2.0e-03 that rounding explains"
+    assert not dataclasses.replace(GOOD, error=math.nan).passed
+    assert dataclasses.replace(GOOD, max_error=0.0).verdict == "passed: bit-equal to stock"
+    assert compare(torch.ones(2), 2 * torch.ones(2)).verdict == "not judged"
+    whole = dataclasses.replace(GOOD, parts={"unet": GOOD, "vae.decoder": BAD})
+    assert not whole.passed and whole.verdict.startswith("FAILED: vae.decoder: relative RMS")
+
+
+def test_a_loss_that_was_asked_for_is_told_but_nan_is_not_forgiven():
+    lossy = dataclasses.replace(BAD, lossy="step_cache=2", ssim=0.97, parts={"unet": BAD})
+    assert lossy.passed
+    assert lossy.verdict.startswith("lossy, as asked for (step_cache=2): max error") and "SSIM 0.97" in lossy.verdict
+    assert not dataclasses.replace(lossy, finite=False).passed
+    assert not dataclasses.replace(lossy, parts={"unet": dataclasses.replace(BAD, finite=False)}).passed
+
+
+def test_it_prints_as_a_line_or_as_a_table():
+    assert str(
+        compare(torch.ones(2), torch.ones(2))
+    ) == "max error 0.00e+00 (0.0e+00 of the largest value), identical" + ("; passed: bit-equal to stock")
+    text = str(dataclasses.replace(GOOD, ssim=0.5, parts={"unet": GOOD, "vae.decoder": BAD}, note="something"))
+    for word in ("unet", "vae.decoder", "whole output", "60.0 dB", "0.5000", "something", "FAILED: vae.decoder"):
+        assert word in text
+
+
+def test_to_dict_is_plain():
+    import json
+
+    data = dataclasses.replace(GOOD, psnr_db=math.inf, parts={"unet": BAD}).to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["psnr_db"] is None and data["parts"]["unet"]["passed"] is False

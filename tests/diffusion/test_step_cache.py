@@ -1,0 +1,221 @@
+"""The step cache against a stock copy whose features are kept and extrapolated by hooks: see tests/step_oracle.py."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from step_oracle import agree, close, loop, reasons, run
+
+import accel
+from accel.rules.graph import GraphForward
+
+FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]
+
+
+def whole_calls(model):
+    """A list that gets an entry whenever the middle of the UNet is computed."""
+    seen = []
+    model.mid_block.resnets[0].conv1.register_forward_hook(lambda *args: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize("interval", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_oracle_over_two_loops(cached, tiny, family, interval):
+    model, oracle = cached(family, interval)
+    for _ in range(2):
+        oracle.restart()
+        agree(model, oracle, loop(tiny, model))
+    assert accel.report(model).fallbacks == []
+
+
+def test_whole_calls_are_those_of_accel_without_it(cached, tiny):
+    model, oracle = cached()
+    calls = loop(tiny, model)
+    with_cache = [run(model, call) for call in calls]
+    accel.optimize(model)
+    without = [run(model, call) for call in calls]
+    equal = [torch.equal(a, b) for a, b in zip(with_cache, without, strict=True)]
+    assert equal == [True, False, False, True, False, False, True]
+
+
+def test_deep_layers_run_in_whole_calls_alone(cached, tiny):
+    model, _ = cached(interval=3)
+    seen = whole_calls(model)
+    counts = []
+    for call in loop(tiny, model):
+        run(model, call)
+        counts.append(len(seen))
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_capturing_a_graph_may_run_a_call_more_than_once(cached, tiny, monkeypatch):
+    model, oracle = cached()
+    variants = []
+
+    def captured(self, *args, **kwargs):
+        variants.append(self.variant())
+        return [self.stock(*args, **kwargs) for _ in range(3)][-1]
+
+    monkeypatch.setattr(GraphForward, "__call__", captured)
+    agree(model, oracle, loop(tiny, model))
+    whole, between = variants[:2]
+    assert variants == [whole, between, between, whole, between, between, whole] and whole != between
+    run(model, loop(tiny, model, height=4)[0])
+    assert variants[-1] not in (whole, between)
+    assert model.forward.inner.variant() == ()
+
+
+@pytest.mark.parametrize("size", [{"height": 7, "width": 5}, {"height": 12, "width": 4, "batch": 3}], ids=str)
+def test_sizes_the_unet_has_to_forward(cached, tiny, size):
+    model, oracle = cached()
+    agree(model, oracle, loop(tiny, model, **size))
+
+
+def test_an_interval_longer_than_the_loop(cached, tiny):
+    model, oracle = cached(interval=100)
+    seen = whole_calls(model)
+    for number in (1, 2):
+        oracle.restart()
+        agree(model, oracle, loop(tiny, model))
+        assert len(seen) == number
+
+
+def test_nothing_of_a_loop_that_overflowed_comes_through(cached, tiny):
+    model, oracle = cached()
+    broken = loop(tiny, model)
+    broken[0]["sample"] = broken[0]["sample"] * float("nan")
+    for call in broken[:2]:
+        run(model, call)
+    agree(model, oracle, loop(tiny, model))
+
+
+@pytest.mark.parametrize("how", ["training", "gradients", "autocast"])
+def test_other_modes_are_computed_whole(cached, tiny, how):
+    model, oracle = cached()
+    calls = loop(tiny, model)
+    agree(model, oracle, calls[:2])
+    oracle.restart()
+    model.train(how == "training")
+    with torch.set_grad_enabled(how == "gradients"), torch.autocast("cpu", torch.bfloat16, how == "autocast"):
+        got, wanted = model(**calls[2]).sample, oracle.unet(**calls[2]).sample
+    torch.testing.assert_close(got, wanted)
+    assert got.requires_grad == (how == "gradients")
+    assert any("computed whole" in reason for reason in reasons(model))
+    model.eval()
+    oracle.restart()
+    agree(model, oracle, calls[3:])
+
+
+def test_a_hook_on_a_block_that_would_not_run_makes_calls_whole(cached, tiny):
+    model, oracle = cached()
+    calls, seen = loop(tiny, model), []
+    agree(model, oracle, calls[:2])
+    handle = model.down_blocks[1].register_forward_hook(lambda *args: seen.append(1))
+    for call in calls[2:4]:
+        oracle.restart()
+        agree(model, oracle, [call])
+    assert len(seen) == 2 and any("forward hooks on down_blocks.1" in reason for reason in reasons(model))
+    handle.remove()
+    oracle.restart()
+    agree(model, oracle, calls[4:])
+
+
+def test_a_block_that_was_replaced_makes_calls_whole(cached, tiny):
+    model, oracle = cached()
+    block = model.mid_block
+    ours = block.forward
+    block.forward = lambda *args, **kwargs: 2 * ours(*args, **kwargs)
+    oracle.unet.mid_block.register_forward_hook(lambda module, args, output: 2 * output)
+    for call in loop(tiny, model)[:3]:
+        oracle.restart()
+        agree(model, oracle, [call])
+    assert any("mid_block has another forward" in reason for reason in reasons(model))
+
+
+def test_an_error_in_a_call_is_followed_by_a_whole_one(cached, tiny):
+    model, oracle = cached()
+    calls = loop(tiny, model)
+    agree(model, oracle, calls[:4])
+    with pytest.raises(RuntimeError):
+        run(model, calls[4], encoder_hidden_states=torch.randn(2, 7, 5))
+    oracle.restart()
+    agree(model, oracle, calls[4:])
+
+
+def test_controlnet_and_adapter_residuals(cached, tiny):
+    model, oracle = cached()
+    batch, channels = 2, (16, 16, 16, 32)
+    skips = [torch.randn(batch, c, n, n) for c, n in zip(channels, (8, 8, 4, 4), strict=True)]
+    control = {"down_block_additional_residuals": skips, "mid_block_additional_residual": torch.randn(batch, 32, 4, 4)}
+    agree(model, oracle, [call | control for call in loop(tiny, model)])
+    oracle.restart()
+    for call in loop(tiny, model):
+        adapter = {"down_intrablock_additional_residuals": [torch.randn(2, 16, 8, 8), torch.randn(2, 32, 4, 4)]}
+        given = [call | copy.deepcopy(adapter) for _ in range(2)]  # the UNet empties the list
+        close(run(model, given[0]), run(oracle.unet, given[1]))
+
+
+def test_freeu_and_lora(cached, tiny):
+    peft = pytest.importorskip("peft")
+    model, oracle = cached()
+    for unet in (model, oracle.unet):
+        unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
+    agree(model, oracle, loop(tiny, model))
+    for unet in (model, oracle.unet):
+        unet.disable_freeu()
+        torch.manual_seed(5)
+        unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "conv1"], init_lora_weights=False))
+    oracle.restart()
+    agree(model, oracle, loop(tiny, model))
+
+
+def test_weights_that_change_between_calls_are_used(cached, tiny):
+    model, oracle = cached()
+    calls = loop(tiny, model)
+    agree(model, oracle, calls[:3])
+    for unet in (model, oracle.unet):
+        for name, parameter in unet.named_parameters():
+            if "attn2.to_k" in name or "time_emb_proj" in name:
+                parameter.data.mul_(-1.5)
+    agree(model, oracle, calls[3:])
+
+
+def test_inference_mode(cached, tiny):
+    model, oracle = cached()
+    for call in loop(tiny, model):
+        with torch.inference_mode():
+            got = model(**call).sample
+        close(got.clone(), run(oracle.unet, call))
+    oracle.restart()
+    agree(model, oracle, loop(tiny, model))
+
+
+@pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 0.06), (torch.float16, 0.01)], ids=str)
+def test_half_precision(cached, tiny, dtype, share):
+    model, oracle = cached()
+    model.to(dtype)
+    calls = loop(tiny, model)
+    prompt = calls[0]["encoder_hidden_states"].to(dtype)
+    for call in calls:
+        call |= {"sample": call["sample"].to(dtype), "encoder_hidden_states": prompt}
+        exact = call | {"sample": call["sample"].float(), "encoder_hidden_states": prompt.float()}
+        close(run(model, call).float(), run(oracle.unet, exact), share)
+
+
+def test_restore_deepcopy_and_pickle(cached, tiny):
+    model, oracle = cached()
+    before = tiny.snapshot(accel.restore(model))
+    accel.optimize(model, step_cache=3)
+    calls = loop(tiny, model)
+    agree(model, oracle, calls[:2])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        oracle.restart()
+        agree(twin, oracle, calls)
+        assert accel.report(twin).sites == accel.report(model).sites
+        accel.restore(twin)
+        assert not any("forward" in vars(module) for module in twin.modules())
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert torch.equal(run(model, calls[1]), run(tiny.unet(), calls[1]))
