@@ -38,6 +38,7 @@ class Entry:
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
+    device: torch.device | None = None
     constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
     source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
 
@@ -46,7 +47,8 @@ class Entry:
 class Constant:
     """An input that stays the same through a loop: `joint` computes once what the model makes of it.
 
-    Used for as long as the caller gives the same tensor object, unchanged, in the same loop.
+    Used for as long as the caller gives the same tensor object in the same loop, and neither it nor the weights have
+    changed by autograd's count: an edit through `.data` in the middle of a loop is seen by the next one.
     """
 
     tensor: torch.Tensor
@@ -54,7 +56,7 @@ class Constant:
     loop: int
 
     def source(self) -> tuple:
-        return self.tensor, self.tensor._version, self.loop
+        return self.tensor, self.tensor._version, self.joint.versions(), self.loop
 
 
 class GraphPool:
@@ -79,11 +81,17 @@ class GraphPool:
         self.__init__(**state)
 
     def handle(self, device: torch.device):
-        if device not in self.handles:
-            with torch.cuda.device(device):
+        with torch.cuda.device(device):
+            # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
+            if device not in self.handles or not self._occupied(device):
                 self.handles[device] = torch.cuda.graph_pool_handle()
+            if device not in self.done:
                 self.done[device] = torch.cuda.Event()
         return self.handles[device]
+
+    def _occupied(self, device: torch.device) -> bool:
+        entries = (entry for runner in self.runners for entry in runner.entries.values())
+        return any(entry.graph is not None and entry.device == device for entry in entries)
 
     def limit_mb(self, device: torch.device) -> float:
         if self.limit_gb is not None:
@@ -233,7 +241,7 @@ class GraphRunner:
         with capture(graph, self.pool.handle(device)):
             outputs, entry.spec = pytree.tree_flatten(run())
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
-        entry.graph, entry.outputs = graph, outputs
+        entry.graph, entry.outputs, entry.device = graph, outputs, device
         entry.graph_ms = _milliseconds(graph.replay, device)
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"

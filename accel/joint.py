@@ -59,6 +59,10 @@ class JointLinears:
             del vars(x)[MARK]
         return output
 
+    def versions(self) -> int:
+        """Grows with every change in place of a weight or bias that autograd counts."""
+        return sum(p._version for group in self.groups for layer in group for p in layer.parameters())
+
     def keep(self, x: torch.Tensor) -> None:
         """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
         kept = vars(x).setdefault(KEPT, {})

@@ -26,7 +26,7 @@ class Probe:
         reason = side_effects(module)
         if reason is not None:
             return reason
-        key = _kind(module)
+        key = (*_kind(module), type(getattr(candidate, "__self__", candidate)))
         if key not in self.verdicts:
             self.verdicts[key] = _compare(module, candidate, args, kwargs or {})
         return self.verdicts[key]

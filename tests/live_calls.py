@@ -87,7 +87,8 @@ def edit_weights(pipe, tensors):
     """Those that prompt and timestep go through, whose products are the same at every step until now."""
     for name, weight in pipe.unet.named_parameters():
         if name.endswith(("attn2.to_v.weight", "time_emb_proj.weight")):
-            weight.data.mul_(-1)
+            with torch.no_grad():
+                weight.mul_(-1)
 
 
 # name: function of (pipe, adapter), where adapter(pipe) loads a LoRA

@@ -21,6 +21,7 @@ ARGUMENTS = {"model_output", "timestep", "sample"}
 # Updates that are linear in their tensors, and the argument whose dtype the result has (UniPC, arXiv:2302.04867).
 LINEAR = {"multistep_uni_p_bh_update": "sample", "multistep_uni_c_bh_update": "last_sample"}
 UNKNOWN = "its timestep is not an element of scheduler.timesteps, so it is read from the device"
+WHOLE = "whole numbers as timesteps, which this scheduler takes from a device alone"
 HOST_NOISE = "noise drawn by a CPU generator is copied to the device (a generator on the device needs no copy)"
 
 
@@ -139,11 +140,17 @@ class Step(SchedulerCall):
             self._fell_back(UNKNOWN)
             return self.stock(*args, **kwargs)
         if by_name:
-            kwargs["timestep"] = timestep
+            here, named = args, kwargs | {"timestep": timestep}
         else:
-            args = (*args[: self.place], timestep, *args[self.place + 1 :])
-        with self.schedule.in_place(), self._watched(args, kwargs):
-            return self.stock(*args, **kwargs)
+            here, named = (*args[: self.place], timestep, *args[self.place + 1 :]), kwargs
+        try:
+            with self.schedule.in_place(), self._watched(here, named):
+                return self.stock(*here, **named)
+        except ValueError:  # some schedulers refuse whole numbers on the host, and on a device let them pass
+            if timestep.is_floating_point():
+                raise
+        self._fell_back(WHOLE)
+        return self.stock(*args, **kwargs)
 
     def _fell_back(self, reason: str) -> None:
         if self.ledger is not None:

@@ -8,7 +8,7 @@ from accel.diffusion.deep_blocks import DeepBlock, LastUpBlock
 from accel.diffusion.step_cache import NAME, StepCacheForward, StepCacheState
 from accel.forward import FastForward
 from accel.patch import ForwardPatch
-from accel.probe import example
+from accel.probe import Probe, example
 from accel.rule import Match, Rule, Skip
 from accel.structure import holds, meta_weights, untouched
 
@@ -35,7 +35,8 @@ def _match_root(site, context, beneath: Sequence[Rule]) -> Match | Skip | None:
     blocks = _blocks(m)
     path, block = blocks[-1]
     last = LastUpBlock(block, path, context.kernels, context.ledger, None, None)
-    reason = context.probe.disagreement(block, last.in_two_parts, (), _example(block))
+    # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
+    reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
     if reason is not None:
         return Skip(f"{path} in two parts: {reason}")
     # For a quality the interval is found once everything is patched.
@@ -99,8 +100,11 @@ def _unlike(m: nn.Module) -> str | None:
     taken = sum(len(block.resnets) for block in m.up_blocks)
     if given != taken:
         return f"{given} skip connections for {taken} layers: a UNet of another kind"
-    if len(m.up_blocks[-1].resnets) < 2:
+    layers = m.up_blocks[-1].resnets
+    if len(layers) < 2:
         return "a single layer in the last up block"
+    if not all(hasattr(layer, name) for layer in layers for name in ("in_channels", "out_channels", "time_emb_proj")):
+        return "resnets of another make in the last up block"
     if meta_weights(m):
         return "weights are not loaded (meta device)"
     return untouched(*(block for _, block in _blocks(m)))

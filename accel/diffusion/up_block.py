@@ -52,6 +52,8 @@ def match_up_block(site, context) -> Match | Skip | None:
         return Skip("an upward block with parts of another make")
     if not all(holds(resnet, "conv1", "conv2") for resnet in m.resnets):
         return Skip("resnets of another make")
+    if not all(holds(attention, "transformer_blocks") for attention in getattr(m, "attentions", None) or ()):
+        return Skip("attentions of another make")
     reason = all_plain(*((conv, nn.Conv2d) for resnet in m.resnets for conv in (resnet.conv1, resnet.conv2)))
     if reason is not None:
         return Skip(reason)

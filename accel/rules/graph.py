@@ -56,8 +56,8 @@ class GraphForward(FastForward):
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
-        if type(prompt) is not torch.Tensor or prompt.is_inference():  # which does not tell when it changes
-            return None
+        if type(prompt) is not torch.Tensor or prompt.is_inference() or next(self.module.parameters()).is_inference():
+            return None  # such tensors do not tell when they change
         return Constant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from step_oracle import agree, close, loop, reasons, run
+from step_oracle import STEPS, agree, close, loop, reasons, run
 
 import accel
 from accel.rules.graph import GraphForward
@@ -28,6 +28,29 @@ def test_equals_the_oracle_over_two_loops(cached, tiny, family, interval):
         oracle.restart()
         agree(model, oracle, loop(tiny, model))
     assert accel.report(model).fallbacks == []
+
+
+def test_unets_of_other_families(tiny, step_oracle):
+    """One without prompts, one with the blocks of DeepFloyd IF and Kandinsky."""
+    from diffusers import UNet2DModel
+
+    small = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 4}
+    unconditional = UNet2DModel(
+        **small, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D")
+    )
+    added = tiny.unet(
+        block_out_channels=(32, 64),
+        attention_head_dim=4,
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "SimpleCrossAttnUpBlock2D"),
+    )
+    image = {"sample": torch.randn(2, 3, 8, 8)}
+    for model, call in ((unconditional.eval(), image), (added, tiny.inputs(added))):
+        oracle = step_oracle(copy.deepcopy(model), 3)
+        accel.optimize(model, step_cache=3)
+        agree(model, oracle, [call | {"timestep": t, "sample": call["sample"] + 0.1 * t / 950} for t in STEPS])
+        assert reasons(model) == []
 
 
 def test_whole_calls_are_those_of_accel_without_it(cached, tiny):

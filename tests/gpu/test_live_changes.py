@@ -69,6 +69,7 @@ def test_after_a_change_a_call_costs_a_capture_at_most(pipe, change, runs, live,
     plain = live.draw(twin, steps=STEPS, **call)
     accel.optimize(pipe, graphs=True)
     settle(pipe, runs, live, True, plain, **call)
+    live.draw(pipe, steps=STEPS, **call)  # transformers 5.17 hooks its text encoders in their first call
     assert {"unet", "text_encoder"} <= graphs(pipe)
     ours, stock = pipe, twin
     for number, step in enumerate(change.steps):

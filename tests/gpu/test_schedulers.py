@@ -195,3 +195,18 @@ def test_a_pipeline_waits_for_nothing_between_its_steps(name):
     assert len(steps) >= 6 and torch.equal(watched, ours)
     assert ("scheduler", "scheduler", "patched", "") in accel.report(pipe).sites
     assert not [row for row in accel.report(pipe).fallbacks if row[0] == "scheduler"]
+
+
+def test_whole_numbers_as_timesteps_pass_as_in_stock():
+    """Euler's step refuses them on a CPU, and on a GPU lets them pass."""
+    scheduler = make("EulerDiscrete", {})
+    ours, _ = optimized(scheduler)
+    results = []
+    for one in (scheduler, ours):
+        one.set_timesteps(5, device="cuda")
+        one.timesteps = one.timesteps.round().long()
+        sample = torch.ones(1, 4, 8, 8, device="cuda")
+        for t in one.timesteps:
+            sample = one.step(0.1 * one.scale_model_input(sample, t), t, sample).prev_sample
+        results.append(sample)
+    assert torch.equal(*results)
