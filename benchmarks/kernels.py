@@ -60,7 +60,7 @@ def op_row(op, case, dtype=torch.float16) -> dict:
     ours, torchs = op.triton(*args, **kwargs), op.reference(*args, **kwargs)
     row = {"op": op.name, "case": case.name, "error": error(ours, exact), "torch_error": error(torchs, exact)}
     assert row["error"] <= 2 * row["torch_error"] + 1e-6, row
-    moved = tensors(args) + tensors(kwargs.values()) + list(ours if isinstance(ours, tuple) else (ours,))
+    moved = tensors(args) + tensors(kwargs.values()) + tensors(ours if isinstance(ours, tuple) else (ours,))
     row["us"] = microseconds(lambda: op.triton(*args, **kwargs))
     row["torch_us"] = microseconds(lambda: op.reference(*args, **kwargs))
     row["gb_s"] = sum(t.numel() * t.element_size() for t in moved) / row["us"] / 1e3
@@ -98,7 +98,7 @@ def main() -> None:
             rows.append(op_row(op, case))
             r = rows[-1]
             times = f"{r['us']:8.1f} us  torch {r['torch_us']:8.1f}  {r['gb_s']:6.0f} GB/s"
-            print(f"{r['op']:13s} {r['case']:16s} {times}  error {r['error']:.1e} / {r['torch_error']:.1e}", flush=True)
+            print(f"{r['op']:17s} {r['case']:16s} {times}  error {r['error']:.1e} / {r['torch_error']:.1e}", flush=True)
     attention = []
     for name, shape in ATTENTION_SHAPES.items():
         attention.append(attention_row(name, shape))
