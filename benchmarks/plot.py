@@ -1,4 +1,4 @@
-"""Draws docs/images/speed.png from every result in benchmarks/results: `python benchmarks/plot.py`, or `make plots`."""
+"""Draws docs/images/speed.png and ablation.png from the results in benchmarks/results: `make plots`."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt  # noqa: E402 (the backend comes first)
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}
 ORDER = ("sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024")
+LEAST_SHOWN, MOST_SHOWN = 0.005, 1.0  # of the whole time: bars of an ablation below and above
 BAR = 0.8  # of the height of a case, shared by its bars
 
 
@@ -54,6 +55,31 @@ def _label(result: dict) -> str:
     return f"{model}\n{', '.join(size)}, {dtype}"
 
 
+def ablations(folder: Path) -> list[dict]:
+    """What leaving each mechanism out costs, one result a case, in the order of ORDER."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*-ablation.json"))]
+    return sorted((r for r in results if r["machine"]["gpu"]), key=lambda r: ORDER.index(r["case"]))
+
+
+def draw_ablation(result: dict, axes) -> None:
+    """A bar a mechanism: time without it as a multiple of the time with everything; long ones are cut off."""
+    _, whole, *rows = result["rows"]
+    shown = [row for row in rows if row["gain_ms"] / whole["ms"] > LEAST_SHOWN]
+    shown.sort(key=lambda row: row["gain_ms"])
+    for place, row in enumerate(shown):
+        share = row["gain_ms"] / whole["ms"]
+        axes.barh(place, min(share, MOST_SHOWN), BAR, color=VARIANTS["accel"][0])
+        text = f"+{row['gain_ms']:.2f} ms" + (f"  (x{1 + share:.1f})" if share > MOST_SHOWN else "")
+        axes.text(min(share, MOST_SHOWN) + 0.01, place, text, va="center", fontsize=9)
+    axes.set_yticks(range(len(shown)), [row["without"] for row in shown], fontsize=9)
+    axes.set_xlim(0, 1.25 * MOST_SHOWN)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+    title = f"{result['about']}: {whole['ms']:.2f} ms; without one mechanism ({result['machine']['gpu']})"
+    axes.set_title(title, loc="left", fontsize=11)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -74,6 +100,15 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=160)
     print(f"wrote {options.out}")
+    left_out = ablations(options.results)
+    if left_out:
+        figure, panels = plt.subplots(len(left_out), figsize=(9, 2.9 * len(left_out)), squeeze=False)
+        for result, axes in zip(left_out, panels[:, 0], strict=True):
+            draw_ablation(result, axes)
+        figure.tight_layout()
+        path = options.out.with_name("ablation.png")
+        figure.savefig(path, dpi=130)
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
