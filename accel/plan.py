@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.nn.functional as F
 from accel_kernels.attention_backends import AttentionChooser
 from accel_kernels.linear import LinearChooser
 from torch import nn
@@ -37,7 +38,8 @@ class Context:
     @classmethod
     def create(cls, options: Options, cache: Callable[[str], Path | None] | None) -> "Context":
         attention, linear = (cache(kind) if cache else None for kind in ("attention", "linear"))
-        kernels = Kernels(AttentionChooser(options.attention, attention), LinearChooser(linear))
+        chosen = F.linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
+        kernels = Kernels(AttentionChooser(options.attention, attention), chosen)
         return cls(options, kernels, Ledger(), GraphPool(options.graph_memory_gb))
 
     def share(self, name: str, make: Callable[[], object]):

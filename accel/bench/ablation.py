@@ -22,11 +22,15 @@ WARM_UP = 4  # calls: eager, captured, replayed, and once more
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Something that can be left out: options, rules by name, or a change of what a plan's sites work with."""
+    """Something that can be left out: options, rules by name, or a change of what a plan's sites work with.
+
+    needs: rules of which at least one must have found a site, or there is nothing to leave out.
+    """
 
     name: str
     options: Options = Options()
     rules: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     before: Callable[[Context], None] = lambda context: None
     after: Callable[[Context], None] = lambda context: None
 
@@ -53,23 +57,39 @@ MECHANISMS = (
     Mechanism("resnet block", rules=("resnet block",)),
     Mechanism("transformer stack and block", rules=("transformer stack", "transformer block")),
     Mechanism("attention, projections in one product", rules=("attention",)),
-    Mechanism("attention backend by measuring", before=_kernels(attention=lambda kernels: AttentionChooser("sdpa"))),
+    Mechanism(
+        "attention backend by measuring",
+        needs=("attention",),
+        before=_kernels(attention=lambda kernels: AttentionChooser("sdpa")),
+    ),
     Mechanism("fused group norm", before=_kernels(group_norm=lambda kernels: kernels.group_norm.reference)),
-    Mechanism("fused layer norm", before=_kernels(layer_norm=lambda kernels: kernels.layer_norm.reference)),
-    Mechanism("GEGLU in its product", before=_kernels(linear_geglu=lambda kernels: kernels.linear_geglu.instead)),
+    Mechanism(
+        "fused layer norm",
+        needs=("transformer block", "layer norm"),
+        before=_kernels(layer_norm=lambda kernels: kernels.layer_norm.reference),
+    ),
+    Mechanism(
+        "GEGLU in its product",
+        needs=("transformer block",),
+        before=_kernels(linear_geglu=lambda kernels: kernels.linear_geglu.instead),
+    ),
     Mechanism(
         "upsampling in its convolution",
+        needs=("resampling",),
         before=_kernels(upsample_convolve=lambda kernels: kernels.upsample_convolve.instead),
     ),
     Mechanism(
         "moments taken while writing, skip connections too",
+        needs=("resnet block",),
         before=_kernels(
             image_sum=_no_moments,
             image_concat=lambda kernels: kernels.image_concat.reference,
         ),
     ),
     Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: F.linear)),
-    Mechanism("time and prompt projections together, prompt's once a loop", after=_each_alone),
+    Mechanism(
+        "time and prompt projections together, prompt's once a loop", needs=("transformer block",), after=_each_alone
+    ),
     Mechanism("biases of single convolutions", rules=("convolution",)),
 )
 
@@ -92,7 +112,8 @@ def ablate(
         plan, context = _plan(model, mechanism or Mechanism("nothing"))
         named = {row.rule for row in plan.rows if row.status == "patched"}
         sites = named if sites is None else sites
-        if mechanism is not None and mechanism.rules and not sites.intersection(mechanism.rules):
+        wanted = mechanism and (mechanism.needs or mechanism.rules)
+        if wanted and not sites.intersection(wanted):
             continue
         plan.apply()
         try:
