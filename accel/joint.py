@@ -54,10 +54,11 @@ class JointLinears:
         if waiting is None or waiting[0] != stamp or id(layer) not in waiting[1]:
             waiting = (stamp, dict(self._outputs(layer, before(x))))
             vars(x)[MARK] = waiting
-        output = waiting[1].pop(id(layer))
+        output = waiting[1].pop(id(layer), None)
         if not waiting[1]:
             del vars(x)[MARK]
-        return output
+        # A layer on another device or in another dtype than x is torch's to refuse.
+        return F.linear(before(x), layer.weight, layer.bias) if output is None else output
 
     def versions(self) -> int:
         """Grows with every change in place of a weight or bias that autograd counts."""
@@ -68,6 +69,8 @@ class JointLinears:
         kept = vars(x).setdefault(KEPT, {})
         for group in self.groups:
             members = self._present(group, x)
+            if not members:
+                continue
             for member, output in zip(members, together(members, x), strict=True):
                 if id(member) in kept:
                     kept[id(member)].copy_(output)
@@ -81,7 +84,7 @@ class JointLinears:
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
         members = self._present(group, x)
-        return zip(map(id, members), together(members, x), strict=True)
+        return zip(map(id, members), together(members, x) if members else (), strict=True)
 
 
 def together(
@@ -93,7 +96,7 @@ def together(
     """
     stack = stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     weight, bias = (_whole([getattr(layer, name) for layer in layers], stack) for name in ("weight", "bias"))
-    if weight is None or (bias is None) != (layers[0].bias is None):
+    if weight is None or (bias is None and any(layer.bias is not None for layer in layers)):
         return [linear(x, layer.weight, layer.bias) for layer in layers]
     return linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 

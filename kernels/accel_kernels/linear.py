@@ -17,6 +17,12 @@ TORCH = "torch"
 LEAST_GAIN = 0.03  # of the time; closer ones are noise
 
 
+def _as_torch_alone_may() -> bool:
+    """Whether the user has asked of torch's products what the algorithms named here do not promise."""
+    full = not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    return full or torch.are_deterministic_algorithms_enabled()
+
+
 class LinearChooser(Choices):
     """Callable like F.linear: (..., K), (N, K), (N,) or None -> (..., N).
 
@@ -36,7 +42,7 @@ class LinearChooser(Choices):
         self.__init__(**state)
 
     def __call__(self, x, weight, bias=None):
-        if self.broken or self._refuses(x, weight, bias):
+        if self.broken or _as_torch_alone_may() or self._refuses(x, weight, bias):
             return F.linear(x, weight, bias)
         rows = x.numel() // x.shape[-1]
         key = f"{rows}x{weight.shape[0]}x{x.shape[-1]} {str(x.dtype)[6:]}{' bias' if bias is not None else ''}"

@@ -1,0 +1,91 @@
+"""Linears computed together give what each would alone, once, and never what was true before a change."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accel.joint import JointLinears, together
+from accel.passes import Passes
+
+
+@pytest.fixture
+def joint():
+    passes = Passes()
+    passes.tracked = True
+    group = JointLinears(passes)
+    layers = [nn.Linear(6, n) for n in (4, 3, 5)]
+    patches = [patch for layer in layers for patch in group.add(layer)]
+    assert len(patches) == 1
+    patches[0].apply()
+    with torch.no_grad():
+        yield group, layers
+
+
+def close(got, layer, x):
+    torch.testing.assert_close(got, copy.deepcopy(layer)(x))
+
+
+def test_each_takes_its_own_from_one_product(joint):
+    group, layers = joint
+    x = torch.randn(2, 6)
+    outputs = [group.of(layer, x) for layer in layers]
+    for output, layer in zip(outputs, layers, strict=True):
+        close(output, layer, x)
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+    assert not vars(x)
+
+
+@pytest.mark.parametrize("change", ["x in place", "weights, in a new forward", "taken before"])
+def test_nothing_of_before_a_change_is_given(joint, change):
+    group, (first, second, _) = joint
+    x = torch.randn(2, 6)
+    group.of(first, x)
+    if change == "x in place":
+        x.mul_(-1)
+    elif change == "taken before":
+        group.of(second, x)
+        second.weight.data.mul_(-1)
+    else:
+        second.weight.data.mul_(-1)
+        group.passes.begin()
+    close(group.of(second, x), second, x)
+
+
+def test_without_anybody_counting_forwards_each_is_computed_alone(joint):
+    group, (first, second, _) = joint
+    group.passes.tracked = False
+    x = torch.randn(2, 6)
+    group.of(first, x)
+    assert not vars(x)
+    second.weight.data.mul_(-1)
+    close(group.of(second, x), second, x)
+
+
+def test_what_is_kept_is_made_anew_in_the_same_memory(joint):
+    group, layers = joint
+    x = torch.randn(2, 6)
+    group.keep(x)
+    places = [group.of(layer, x).data_ptr() for layer in layers]
+    before = group.versions()
+    x.mul_(-2)
+    layers[0].weight.mul_(3)
+    assert group.versions() > before
+    group.keep(x)
+    assert [group.of(layer, x).data_ptr() for layer in layers] == places
+    for layer in layers:
+        close(group.of(layer, x), layer, x)
+
+
+def test_a_dtype_that_does_not_fit_is_torchs_to_refuse(joint):
+    group, layers = joint
+    with pytest.raises(RuntimeError, match="dtype"):
+        group.of(layers[0], torch.randn(2, 6, dtype=torch.float64))
+
+
+def test_a_bias_on_some_alone(joint):
+    bare = nn.Linear(6, 2, bias=False)
+    x = torch.randn(2, 6)
+    for layer, output in zip((bare, joint[1][0]), together((bare, joint[1][0]), x), strict=True):
+        close(output, layer, x)
