@@ -46,6 +46,10 @@ def _no_moments(kernels):
     return lambda *args, **kwargs: kernels.image_sum(*args, **{**kwargs, "moments": False})
 
 
+def _no_loop(context: Context) -> None:
+    context.loop.number = 0
+
+
 def _each_alone(context: Context) -> None:
     if "passes" in context.shared:
         context.shared["passes"].tracked = False
@@ -88,7 +92,10 @@ MECHANISMS = (
     ),
     Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: F.linear)),
     Mechanism(
-        "time and prompt projections together, prompt's once a loop", needs=("transformer block",), after=_each_alone
+        "time and prompt projections together, prompt's once a loop",
+        needs=("transformer block",),
+        before=_no_loop,
+        after=_each_alone,
     ),
     Mechanism("biases of single convolutions", rules=("convolution",)),
 )
@@ -129,11 +136,9 @@ def ablate(
 
 def _plan(model: nn.Module, mechanism: Mechanism) -> tuple[Plan, Context]:
     context = Context.create(mechanism.options, None)
+    context.loop.begin()  # as in a pipeline's loop, where the prompt stays the same
     mechanism.before(context)
     context.graph_paths = graph_paths(model)
-    context.loop.begin()  # as in a pipeline's loop, where the prompt stays the same
-    if mechanism.name.startswith("time and prompt"):
-        context.loop.number = 0
     return Plan(model, [rule for rule in RULES if rule.name not in mechanism.rules], context), context
 
 
