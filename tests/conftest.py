@@ -33,7 +33,9 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
     """The kernel's largest error against float64 is at most twice the reference's own in this dtype."""
 
     def double(value):
-        return value.double() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(double, value))
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     def many(output):
         return output if isinstance(output, tuple) else (output,)
@@ -247,9 +249,10 @@ def sdxl_pipe():
 
 
 def load(name: str):
-    """What tests of both CPU and GPU need, and no fixture can hold; by this name the next one can import it."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    """What tests of both CPU and GPU need, and no fixture can hold; by the last of its name others can import it."""
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -257,6 +260,7 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
+load("llm/families"), load("llm/modes"), load("llm/changes")
 
 
 @pytest.fixture

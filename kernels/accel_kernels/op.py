@@ -90,3 +90,11 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return 160 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,0 +1,169 @@
+"""Attention of new tokens over a store: rotate, store keys and values, attend to all that is stored."""
+
+import math
+
+import torch
+
+from accel_kernels import norm as norms
+from accel_kernels.kv import KV
+from accel_kernels.norm import Norm
+from accel_kernels.op import Case, Op, dtype_reason
+
+
+def reference(
+    q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
+    sinks=None, slopes=None,
+):  # fmt: skip
+    """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
+
+    Tokens T .. T + new - 1 are added to every row of the store, T = kv.where[LENGTH], which the caller moves on.
+    cos, sin: (1 or rows, new, R / 2), one angle a pair of the first R channels; pairs are (i, i + R/2), or with
+    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
+    query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
+    (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.valid forbids are
+    not seen; a query that sees none gives zeros.
+    """
+    if q_norm is not None:
+        q = norms.reference(q, q_norm)
+    if k_norm is not None:
+        k = norms.reference(k, k_norm)
+    q, k = (_rotated(t, cos, sin, interleaved) for t in (q, k))
+    start = kv.stored()
+    end = start + q.shape[1]
+    kv.keys[kv.slots(start, end)] = k.to(kv.keys.dtype)
+    kv.values[kv.slots(start, end)] = v.to(kv.values.dtype)
+    keys, values = (kept[kv.slots(0, end)] for kept in (kv.keys, kv.values))  # (rows, end, kv heads, D)
+    return _attention(q, keys, values, start, kv.valid, scale, window, softcap, sinks, slopes)
+
+
+def _attention(q, keys, values, start, valid, scale, window, softcap, sinks, slopes):
+    rows, new, heads, _ = q.shape
+    end, groups = keys.shape[1], heads // keys.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys, values = (t.to(wide).repeat_interleave(groups, dim=2).transpose(1, 2) for t in (keys, values))
+    scores = q.to(wide).transpose(1, 2) @ keys.transpose(-1, -2) * scale  # (rows, heads, new, end)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(end, device=q.device)
+    if slopes is not None:
+        scores = scores + slopes.to(wide).view(-1, 1, 1) * at
+    seen = at <= at[start:, None]
+    if window is not None:
+        seen = seen & (at > at[start:, None] - window)
+    seen = seen.expand(rows, 1, new, end)
+    if valid is not None:
+        seen = seen & valid[:, None, None, :end].bool()
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.to(wide).view(-1, 1, 1))
+    weights = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(wide).view(-1, 1, 1) - top)
+    out = weights @ values / total.masked_fill(total == 0, 1.0)
+    return out.transpose(1, 2).reshape(rows, new, -1).to(q.dtype)
+
+
+def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+    if cos is None:
+        return t
+    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
+    half = cos.shape[-1]
+    turned, rest = t[..., : 2 * half].to(wide), t[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(t.dtype), rest), dim=-1)
+
+
+def supports(
+    q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
+    sinks=None, slopes=None,
+) -> str | None:  # fmt: skip
+    if q.numel() == 0:
+        return "empty"
+    if q.shape[-1] > 256:
+        return f"head dimension {q.shape[-1]}, more than 256"
+    if v.shape[-1] != q.shape[-1]:
+        return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(-1) != 1:
+            return f"{name}: channels not next to each other"
+    if kv.keys.dtype != q.dtype or k.dtype != q.dtype or v.dtype != q.dtype:
+        return "queries and stored keys of different dtypes"
+    for norm in (q_norm, k_norm):
+        if norm is not None and (norm.centred or norm.bias is not None):
+            return "a query or key norm with a mean or bias"
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes)
+
+
+def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None, valid=False,
+          shuffled=False, qk_norm=False, small=False, **more):  # fmt: skip
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*size):
+            return torch.randn(*size, generator=g).to(device, dtype)
+
+        columns = -(-(room or stored + new) // block)
+        blocks = rows * columns
+        order = torch.randperm(blocks, generator=g) if shuffled else torch.arange(blocks)
+        table = order.view(rows, columns).to(device, torch.int32)
+        keys, values = rand(blocks, block, kv_heads, dim), rand(blocks, block, kv_heads, dim)
+        mask = None
+        if valid:  # left padding of row r by r tokens, and a hole
+            mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
+            mask[0, 1] = stored + new < 3
+            mask = mask.to(device)
+        addresses = [t.data_ptr() for t in (keys, values)]
+        where = [stored, table.data_ptr(), 0 if mask is None else mask.data_ptr(), columns, *addresses]
+        kv = KV(keys, values, table, mask, torch.tensor(where, device=device), 0, fresh=stored == 0)
+        both = rand(rows, new, (heads + 2 * kv_heads) * dim)
+        q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+        given = dict(more)
+        if rotary:
+            angles = torch.rand(rows, new, rotary // 2, generator=g) * 6.28
+            given["cos"], given["sin"] = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        if qk_norm:
+            given["q_norm"], given["k_norm"] = Norm(rand(dim), None, 1e-6), Norm(rand(dim), None, 1e-6)
+        for one in ("sinks", "slopes"):
+            if given.get(one):
+                given[one] = (torch.rand(heads, generator=g) - 0.5).to(device, dtype)
+        return (q, k, v, kv, dim**-0.5), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("decode", 1, 37, 1, 4, 2, 32, rotary=32, small=True),
+    _case("decode-mha-odd", 2, 21, 1, 3, 3, 20, rotary=10, small=True),
+    _case("decode-mqa-interleaved", 2, 50, 1, 4, 1, 64, rotary=32, interleaved=True, small=True),
+    _case("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, valid=True, shuffled=True, small=True),
+    _case("decode-window", 1, 60, 1, 4, 2, 32, window=11, small=True),
+    _case("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0, small=True),
+    _case("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True, small=True),
+    _case("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True, small=True),
+    _case("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, small=True),
+    _case("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200, small=True),
+    _case("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, small=True),
+    _case("prefill", 2, 0, 23, 4, 2, 32, rotary=32, small=True),
+    _case("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, valid=True, small=True),
+    _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
+    _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
+    _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, valid=True, small=True),
+    _case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
+    _case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
+    _case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
+    _case("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, block=64, valid=True),
+)
+
+attend = Op("attend", reference, "accel_kernels.triton_kernels.attend:attend", supports, CASES)

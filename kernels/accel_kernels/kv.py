@@ -1,0 +1,50 @@
+"""Where one layer's keys and values lie: blocks of a store, found through a table and, on the GPU, by address.
+
+A CUDA graph outlives the cache it was captured with. So kernels read nothing but `where`, a small tensor that is copied
+into the graph's inputs at every replay: how many tokens are stored, and the addresses of table, mask and blocks. One
+graph then serves every cache, of any length, at any place.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+LENGTH, TABLE, VALID, COLUMNS, LAYERS = range(5)  # places in `where`; keys and values of layer i at LAYERS + 2 i
+
+
+class KV(NamedTuple):
+    """The store of one layer, as the attention operations take it.
+
+    keys, values: (blocks, block, kv heads, head dimension); a block is a run of tokens of one row.
+    table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
+    valid: (rows, columns * block) bool, which tokens may be attended to (a padding mask), or None for all.
+    where: int64 [tokens stored in every row, address of table, address of valid or 0, columns, then for every layer
+        the addresses of its keys and values]. The one truth about the number of tokens.
+    layer: which layer.
+    fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order from
+        r * columns on.
+    tickets: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
+        zeros; without it every call makes its own.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    valid: torch.Tensor | None
+    where: torch.Tensor
+    layer: int
+    fresh: bool = False
+    tickets: torch.Tensor | None = None
+
+    @property
+    def block(self) -> int:
+        return self.keys.shape[1]
+
+    def stored(self) -> int:
+        """How many tokens every row holds; waits for the GPU."""
+        return int(self.where[LENGTH])
+
+    def slots(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""
+        tokens = torch.arange(start, end, device=self.table.device)
+        return self.table[:, tokens // self.block].long(), (tokens % self.block).expand(self.table.shape[0], -1)

@@ -1,0 +1,42 @@
+"""What a norm computes, as data: other operations take it as their first step."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Norm(NamedTuple):
+    """y = h / sqrt(mean(h^2) + eps) * (weight + offset) + bias, over the last dimension; h = x, centred: x - mean(x).
+
+    centred: LayerNorm (Ba et al. 2016); not centred: RMSNorm (Zhang and Sennrich 2019). offset: 1.0 where weights are
+    stored less one, as Gemma does. Computed in fp32, rounded once.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    centred: bool = False
+    offset: float = 0.0
+
+
+def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x: (..., C). Same shape and dtype; computed in fp32, in fp64 for fp64."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    if norm.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.weight is not None:
+        wide = wide * (norm.weight.to(wide.dtype) + norm.offset)
+    if norm.bias is not None:
+        wide = wide + norm.bias.to(wide.dtype)
+    return wide.to(x.dtype)
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}

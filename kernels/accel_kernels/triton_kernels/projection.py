@@ -1,0 +1,273 @@
+"""Linear layers of few rows, at the speed at which memory gives the weights.
+
+One row: a program multiplies a few rows of the weight with x, the norm of x computed on the way, on the CUDA cores.
+Two rows to 64: the same walk with the tensor cores, weights as the left factor, since the few rows of x would waste its
+larger side. Both may begin before the kernel in front has ended, with weights, which no kernel writes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.op import shared_memory
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.activations import activate
+from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.launch import power_of_two
+from accel_kernels.triton_kernels.shares import upcast
+
+
+class Shape(NamedTuple):
+    """Rows of the weight and columns of it to a step, and launch shape."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+
+
+@triton.jit
+def _epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale,
+              HAS_BIAS: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Bias, activation, gate and scale of a block of outputs; n_idx broadcasts against y."""
+    if HAS_BIAS:
+        y += tl.load(b_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    y = activate(y, KIND)
+    if GATE:
+        if HAS_BIAS:
+            other += tl.load(c_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+        y *= other
+    return y * scale
+
+
+@triton.jit
+def one_row_kernel(
+    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, nw_ptr, nb_ptr, r_ptr, y_ptr, n, eps, offset, scale,
+    K: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < n
+    k_idx = tl.arange(0, BLOCK_K)
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # The first weights before the wait: they do not depend on the kernel in front.
+    mask = (k_idx < K)[None, :]
+    w = tl.load(w_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATE:
+        u = tl.load(u_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    WHOLE: tl.constexpr = BLOCK_K >= K
+    if HAS_NW and WHOLE:
+        nw = tl.load(nw_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + offset
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    mean = 0.0
+    rstd = 1.0
+    if NORM == "layer":
+        total = tl.zeros((BLOCK_K,), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            total += tl.load(x_ptr + start + k_idx, mask=start + k_idx < K, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / K
+        total = tl.zeros((BLOCK_K,), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            x = tl.load(x_ptr + start + k_idx, mask=start + k_idx < K, other=0.0).to(tl.float32)
+            x = tl.where(start + k_idx < K, x - mean, 0.0)
+            total += x * x
+        rstd = tl.rsqrt(tl.sum(total, axis=0) / K + eps)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if GATE:
+        acc_u = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k_idx
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        if NORM == "rms":  # a factor of the whole sum: it is known only when all of x has been seen, and needed then
+            squares += x * x
+        if NORM == "layer":
+            x = (x - mean) * rstd
+        if HAS_NW and WHOLE:
+            x *= nw
+        elif HAS_NW:
+            x *= tl.load(nw_ptr + at, mask=at < K, other=0.0).to(tl.float32) + offset
+        if HAS_NB:
+            x += tl.load(nb_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
+        if GATE:
+            acc_u += u.to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            place = row + (at + BLOCK_K)[None, :]
+            mask = (at + BLOCK_K < K)[None, :]
+            w = tl.load(w_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATE:
+                u = tl.load(u_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+    y = tl.sum(acc, axis=1)
+    if NORM == "rms":
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= rstd
+    other = y
+    if GATE:
+        other = tl.sum(acc_u, axis=1)
+        if NORM == "rms":
+            other *= rstd
+    y = _epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
+    if RESIDUAL:
+        y += tl.load(r_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit(do_not_specialize=("m",))
+def few_rows_kernel(
+    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
+    K: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+    RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_idx = tl.arange(0, BLOCK_M)
+    k_idx = tl.arange(0, BLOCK_K)
+    n_mask, m_mask = n_idx < n, m_idx < m
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at = start + k_idx
+        x_place = x_ptr + at[:, None] + m_idx[None, :] * K
+        if K % BLOCK_K == 0:
+            x = tl.load(x_place, mask=m_mask[None, :], other=0.0)
+            w = tl.load(w_ptr + row + at[None, :], eviction_policy="evict_first")
+        else:
+            x = tl.load(x_place, mask=m_mask[None, :] & (at < K)[:, None], other=0.0)
+            w = tl.load(w_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+        if NORM:  # the factor of a whole row comes after the product, when all of the row has been seen
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=0)
+            if HAS_NW:
+                nw = tl.load(nw_ptr + at, mask=at < K, other=0.0).to(tl.float32) + offset
+                x = (wide * nw[:, None]).to(x.dtype)
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATE:
+            if K % BLOCK_K == 0:
+                u = tl.load(u_ptr + row + at[None, :], eviction_policy="evict_first")
+            else:
+                u = tl.load(u_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+            if UPCAST:
+                u = u.to(tl.float32)
+            acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
+    if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
+        tl.extra.cuda.gdc_launch_dependents()
+    if NORM:
+        rstd = tl.rsqrt(squares / K + eps)[None, :]
+        acc *= rstd
+        acc_u *= rstd
+    n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
+    y = _epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
+    place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
+    if RESIDUAL:
+        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def projection(
+    x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0, shape=None
+):  # fmt: skip
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
+    gate, pdl = up is not None, programmatic(x.device)
+    up_bias = _both_biases(bias, up_bias, gate)
+    if gate and bias is None and up_bias is not None:
+        bias = torch.zeros_like(up_bias)
+    flags = {"HAS_BIAS": bias is not None, "GATE": gate, "RESIDUAL": residual is not None, "KIND": activation}
+    if rows == 1 and (norm is None or norm.centred or norm.bias is None):
+        shape = shape or one_row_shape(n, k, gate, norm is not None)
+        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        launch(
+            one_row_kernel, (triton.cdiv(n, shape.rows),),
+            x, weight, up, bias, up_bias, nw, nb, residual, y, n, eps, offset, float(scale),
+            K=k, NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
+            HAS_NB=nb is not None, **flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, PDL=bool(pdl),
+            num_warps=shape.warps, **pdl,
+        )  # fmt: skip
+        return y
+    inside = norm is not None and _norm_fits(norm, rows, x.dtype)
+    if norm is not None and not inside:
+        x = apply_norm(x, norm)
+    shape = shape or few_rows_shape(rows, n, gate, x.device)
+    launch(
+        few_rows_kernel, (triton.cdiv(n, shape.rows),),
+        x, weight, up, bias, up_bias, norm.weight if inside else None, residual, y, rows, n,
+        norm.eps if inside else 0.0, norm.offset if inside else 0.0, float(scale),
+        K=k, NORM=inside, HAS_NW=inside and norm.weight is not None, **flags,
+        BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns, UPCAST=upcast(x.dtype),
+        PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def _norm_fits(norm, rows: int, dtype: torch.dtype) -> bool:
+    """Whether the tensor-core kernel takes the norm along: x times the norm's weight must not overflow, as in fp16."""
+    return rows <= 16 and not norm.centred and norm.bias is None and dtype != torch.float16
+
+
+def apply_norm(x, norm):
+    """The norm in a pass of its own, by its kernel where it has one."""
+    from accel_kernels.projection import apply_norm as by_op
+    from accel_kernels.triton_kernels.rms_norm import rms_norm
+
+    if not norm.centred and norm.bias is None and x.shape[-1] <= 16384:
+        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
+    return by_op(x, norm)
+
+
+def _both_biases(bias, up_bias, gate: bool):
+    return torch.zeros_like(bias) if gate and bias is not None and up_bias is None else up_bias
+
+
+def one_row_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
+    """As measured on an H200. With a norm all columns in one step, so that x is read once."""
+    columns = min(4096 if norm or k > 8192 or n > 32768 else 2048, power_of_two(k))
+    rows = max(1, (16384 if norm and not gate else 8192 if norm else 4096) // columns)
+    while rows > 1 and n // rows < 256:
+        rows //= 2
+    return Shape(rows, columns, 4 if k > 8192 or rows * columns < 4096 else 8)
+
+
+def few_rows_shape(rows: int, n: int, gate: bool, device: torch.device) -> Shape:
+    """As measured on an H200; as many stages as shared memory holds."""
+    block = next((block for block in (64, 32) if n // block >= 60), 16)
+    stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
+    return Shape(block, 128, 4, max(2, min(4 if gate else 5, shared_memory(device) // stage)))
+
+
+def _types(dtype, names, **numbers):
+    return {f"{name}_ptr": f"*{dtype}" for name in names} | numbers
+
+
+def _specimens():
+    numbers = {"n": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
+    one = _types("bf16", ("x", "w", "u", "b", "c", "nw", "nb", "r", "y"), **numbers)
+    few = _types("bf16", ("x", "w", "u", "b", "c", "nw", "r", "y"), m="i32", **numbers)
+    for gate in (False, True):
+        flags = {"K": 4096, "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate, "KIND": "silu" if gate else None}
+        shape = one_row_shape(4096, 4096, gate, True)
+        sizes = {"BLOCK_N": shape.rows, "BLOCK_K": shape.columns, "PDL": False}
+        yield one_row_kernel, one, {"NORM": "rms", "HAS_NW": True, "HAS_NB": False} | flags | sizes, shape.warps
+        for rows in (8, 64):
+            shape = few_rows_shape(rows, 4096, gate, torch.device("cpu"))
+            norm = {"NORM": rows == 8, "HAS_NW": rows == 8}
+            sizes = {"BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "BLOCK_K": shape.columns}
+            constants = norm | flags | sizes | {"UPCAST": False, "PDL": False}
+            yield few_rows_kernel, few, constants, shape.warps, shape.stages
+
+
+SPECIMENS = tuple(_specimens())
