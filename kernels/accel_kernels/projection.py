@@ -78,6 +78,8 @@ def supports(
         return f"activation {activation!r}"
     if up is not None and (activation is None or up.shape != weight.shape or up.dtype != weight.dtype):
         return "a gate without activation, or of another shape or dtype"
+    if norm is not None and norm.bias is not None and not norm.centred:
+        return "a norm with a bias and no mean"
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
     tensors = {"x": x, "weight": weight, "up": up, "residual": residual}

@@ -36,7 +36,7 @@ from accel_kernels.triton_kernels.shares import (
 AT_VALID = tl.constexpr(VALID)
 
 
-@triton.jit(do_not_specialize=("splits",))
+@triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
 def attend_kernel(
     q_ptr, o_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
     layer, new, heads, kv_heads, scale, window, softcap, splits,

@@ -34,7 +34,7 @@ from accel_kernels.triton_kernels.shares import (
 AT_VALID = tl.constexpr(VALID)
 
 
-@triton.jit(do_not_specialize=("splits",))
+@triton.jit(do_not_specialize=("layer", "window", "splits"))
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr,
     where_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_cb, stride_cp,

@@ -121,10 +121,9 @@ def one_row_kernel(
 
 @triton.jit(do_not_specialize=("m",))
 def few_rows_kernel(
-    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
-    K: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
+    K: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_idx = tl.arange(0, BLOCK_M)
@@ -133,7 +132,6 @@ def few_rows_kernel(
     row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_wait()
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -145,12 +143,6 @@ def few_rows_kernel(
         else:
             x = tl.load(x_place, mask=m_mask[None, :] & (at < K)[:, None], other=0.0)
             w = tl.load(w_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
-        if NORM:  # the factor of a whole row comes after the product, when all of the row has been seen
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=0)
-            if HAS_NW:
-                nw = tl.load(nw_ptr + at, mask=at < K, other=0.0).to(tl.float32) + offset
-                x = (wide * nw[:, None]).to(x.dtype)
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -164,10 +156,6 @@ def few_rows_kernel(
             acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
     if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
         tl.extra.cuda.gdc_launch_dependents()
-    if NORM:
-        rstd = tl.rsqrt(squares / K + eps)[None, :]
-        acc *= rstd
-        acc_u *= rstd
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
     y = _epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
     place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
@@ -188,7 +176,7 @@ def projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     flags = {"HAS_BIAS": bias is not None, "GATE": gate, "RESIDUAL": residual is not None, "KIND": activation}
-    if rows == 1 and (norm is None or norm.centred or norm.bias is None):
+    if rows == 1:
         shape = shape or one_row_shape(n, k, gate, norm is not None)
         nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
         launch(
@@ -199,24 +187,17 @@ def projection(
             num_warps=shape.warps, **pdl,
         )  # fmt: skip
         return y
-    inside = norm is not None and _norm_fits(norm, rows, x.dtype)
-    if norm is not None and not inside:
+    if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
     shape = shape or few_rows_shape(rows, n, gate, x.device)
+    pdl = pdl if rows > 16 else {}  # as measured
     launch(
         few_rows_kernel, (triton.cdiv(n, shape.rows),),
-        x, weight, up, bias, up_bias, norm.weight if inside else None, residual, y, rows, n,
-        norm.eps if inside else 0.0, norm.offset if inside else 0.0, float(scale),
-        K=k, NORM=inside, HAS_NW=inside and norm.weight is not None, **flags,
-        BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns, UPCAST=upcast(x.dtype),
-        PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        x, weight, up, bias, up_bias, residual, y, rows, n, float(scale),
+        K=k, **flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
+        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
-
-
-def _norm_fits(norm, rows: int, dtype: torch.dtype) -> bool:
-    """Whether the tensor-core kernel takes the norm along: x times the norm's weight must not overflow, as in fp16."""
-    return rows <= 16 and not norm.centred and norm.bias is None and dtype != torch.float16
 
 
 def apply_norm(x, norm):
@@ -256,7 +237,7 @@ def _types(dtype, names, **numbers):
 def _specimens():
     numbers = {"n": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
     one = _types("bf16", ("x", "w", "u", "b", "c", "nw", "nb", "r", "y"), **numbers)
-    few = _types("bf16", ("x", "w", "u", "b", "c", "nw", "r", "y"), m="i32", **numbers)
+    few = _types("bf16", ("x", "w", "u", "b", "c", "r", "y"), m="i32", n="i32", scale="fp32")
     for gate in (False, True):
         flags = {"K": 4096, "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate, "KIND": "silu" if gate else None}
         shape = one_row_shape(4096, 4096, gate, True)
@@ -264,9 +245,8 @@ def _specimens():
         yield one_row_kernel, one, {"NORM": "rms", "HAS_NW": True, "HAS_NB": False} | flags | sizes, shape.warps
         for rows in (8, 64):
             shape = few_rows_shape(rows, 4096, gate, torch.device("cpu"))
-            norm = {"NORM": rows == 8, "HAS_NW": rows == 8}
             sizes = {"BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "BLOCK_K": shape.columns}
-            constants = norm | flags | sizes | {"UPCAST": False, "PDL": False}
+            constants = flags | sizes | {"UPCAST": False, "PDL": False}
             yield few_rows_kernel, few, constants, shape.warps, shape.stages
 
 

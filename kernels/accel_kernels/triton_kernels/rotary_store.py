@@ -24,7 +24,7 @@ def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
     return tl.multiple_of(tl.load(where_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
