@@ -1,5 +1,7 @@
 """What several commands take: a device, a dtype, a folder with a saved model; and how they show they are at work."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -39,13 +41,11 @@ def parse_dtype(name: str | None, device):
 
 def quiet() -> None:
     """Hugging Face's loading bars would run across ours, and its hints are not about us; this process is ours alone."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
+    for library in ("diffusers", "transformers"):
+        if find_spec(library) is not None:
+            logging = import_module(f"{library}.utils.logging")
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
 
 
 def load_folder(folder: Path, dtype, device):

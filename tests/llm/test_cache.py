@@ -1,0 +1,417 @@
+"""A DynamicCache over the store beside a stock one: everything its users may do, called through transformers."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from accel.llm.blocks import BLOCK, Shape
+from accel.llm.cache import StoreLayer, adopt, is_ours, store_of
+
+CPU = torch.device("cpu")
+SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, CPU), Shape(2, 4, torch.float32, CPU))
+
+
+@pytest.fixture(autouse=True)
+def small():
+    """As generate() calls; and one thread, since several only wait for each other over tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+def fresh(rows: int, tokens: int, shapes=SHAPES) -> list[torch.Tensor]:
+    """One a layer: (keys and values, rows, heads, tokens, dim)."""
+    return [torch.randn(2, rows, s.heads, tokens, s.dim, dtype=s.dtype) for s in shapes]
+
+
+def pair() -> tuple[DynamicCache, DynamicCache]:
+    """Ours and stock, empty."""
+    ours = DynamicCache()
+    assert not isinstance(adopt(ours, SHAPES), str)
+    return ours, DynamicCache()
+
+
+def feed(ours: DynamicCache, stock: DynamicCache, rows: int, tokens: int) -> None:
+    """A stock forward on both: what update returns is what attention sees."""
+    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
+        mine, theirs = ours.update(keys, values, layer), stock.update(keys, values, layer)
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def feed_fast(ours: DynamicCache, stock: DynamicCache, rows: int, tokens: int) -> None:
+    """The fused layers write ours without its knowing."""
+    store = adopt(ours, SHAPES)
+    start = store.length
+    store.reserve(rows, start + tokens)
+    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
+        kv = store.kv(layer)
+        where = kv.slots(start, start + tokens)
+        kv.keys[where], kv.values[where] = keys.transpose(1, 2), values.transpose(1, 2)
+        stock.update(keys, values, layer)
+    store.advance(tokens)
+
+
+def same(ours: DynamicCache, stock: DynamicCache) -> None:
+    assert ours.get_seq_length() == stock.get_seq_length()
+    for layer in range(len(stock.layers)):
+        assert ours.get_mask_sizes(3, layer) == stock.get_mask_sizes(3, layer)
+        assert ours.get_seq_length(layer) == stock.get_seq_length(layer)
+    if not stock.get_seq_length():
+        return
+    for (keys, values, *_), (k, v, *_) in zip(ours, stock, strict=True):
+        assert torch.equal(keys, k) and torch.equal(values, v)
+
+
+number = st.integers(0, 2**16)
+step = st.one_of(
+    st.tuples(st.sampled_from(["stock", "fast"]), st.sampled_from([1, 1, 3, BLOCK, BLOCK + 1])),
+    st.tuples(st.just("reorder"), st.lists(number, min_size=8, max_size=8)),
+    st.tuples(st.just("reorder one"), st.lists(number, min_size=8, max_size=8)),
+    st.tuples(st.just("crop"), st.sampled_from([0, -1, -3, -BLOCK, -500])),
+    st.tuples(st.just("crop one"), st.sampled_from([-1, -2])),
+    st.tuples(st.just("select"), st.lists(number, min_size=1, max_size=4)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["deepcopy", "pickle", "edit", "assign", "reset", "adopt"]), st.none()),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(rows=st.integers(1, 4), steps=st.lists(step, min_size=3, max_size=14))
+def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps):
+    torch.manual_seed(0)
+    (ours, stock), first = pair(), rows
+    forked = []
+    for name, what in [("fast", 5), *steps]:
+        length = stock.get_seq_length()
+        if not length:
+            rows = stock.layers[0].keys.shape[0] if stock.layers and stock.layers[0].keys is not None else first
+        if name in ("stock", "fast"):
+            if name == "fast" and isinstance(adopt(ours, SHAPES), str):
+                name = "stock"
+            (feed if name == "stock" else feed_fast)(ours, stock, rows, what)
+        elif name == "reorder":
+            index = torch.tensor([i % rows for i in what[:rows]])
+            for cache in (ours, stock):
+                cache.reorder_cache(index)
+        elif name == "reorder one" and length:
+            index = torch.tensor([i % rows for i in what[:rows]])
+            for cache in (ours, stock):
+                cache.layers[1].reorder_cache(index)
+        elif name == "crop":
+            for cache in (ours, stock):
+                cache.crop(what)
+        elif name == "crop one":
+            if length > 2:  # and then the others: in between, layers differ
+                for cache in (ours, stock):
+                    cache.layers[1].crop(what)
+                same(ours, stock)
+                for cache in (ours, stock):
+                    for layer in (0, 2):
+                        cache.layers[layer].crop(what)
+        elif name == "select" and length:
+            index = torch.tensor([i % rows for i in what])
+            for cache in (ours, stock):
+                cache.batch_select_indices(index)
+            rows = len(what)
+        elif name == "repeat" and length and rows * what <= 8:
+            for cache in (ours, stock):
+                cache.batch_repeat_interleave(what)
+            rows *= what
+        elif name == "deepcopy":
+            forked.append((ours, copy.deepcopy(stock)))
+            ours = copy.deepcopy(ours)
+        elif name == "pickle":
+            ours = pickle.loads(pickle.dumps(ours))
+        elif name == "edit" and length:
+            for cache in (ours, stock):
+                cache.layers[2].values[:, :, -1] += 1
+        elif name == "assign" and length > 4:
+            for cache in (ours, stock):
+                for layer in cache.layers:
+                    layer.keys, layer.values = layer.keys[:, :, :-2] * 2, layer.values[:, :, :-2] - 1
+        elif name == "reset":
+            ours.reset()  # stock layers keep zeros in some versions
+            ours, stock, first = ours if is_ours(ours) else pair()[0], DynamicCache(), rows % 4 + 1
+        elif name == "adopt":
+            assert not isinstance(adopt(ours, SHAPES), str)
+        same(ours, stock)
+    for ours, stock in forked:
+        same(ours, stock)
+
+
+def test_an_empty_cache_is_taken_over_in_place_and_allocates_nothing():
+    cache = DynamicCache()
+    layers = cache.layers
+    store = adopt(cache, SHAPES, wanted=500)
+    assert type(cache) is DynamicCache and cache.layers is layers and len(cache) == 3
+    assert store.wanted == 500 and store.blocks is None and is_ours(cache) and store_of(cache) is store
+    assert adopt(cache, SHAPES) is store and store.wanted == 500
+    assert cache.get_seq_length() == 0 and not cache.is_initialized and not cache.is_compileable
+    assert cache.layers[0].keys is None and cache.get_mask_sizes(7, 1) == (7, 0) and cache.get_max_length() == -1
+    assert cache.is_sliding == [False] * 3 and cache.is_croppable
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_filled_cache_is_taken_over_with_what_it_holds(window):
+    make = DynamicLayer if window is None else lambda: DynamicSlidingWindowLayer(window)
+    stock = DynamicCache()
+    stock.layers = [make() for _ in SHAPES]
+    for layer, (keys, values) in enumerate(fresh(2, 15)):
+        stock.update(keys, values, layer)
+    ours = copy.deepcopy(stock)
+    assert not isinstance(adopt(ours, SHAPES), str) and is_ours(ours)
+    same(ours, stock)
+    feed(ours, stock, 2, 3)
+
+
+def filled(rows: int = 2, tokens: int = 15, layers=None) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer() for _ in SHAPES] if layers is None else layers
+    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
+        cache.update(keys, values, layer)
+    return cache
+
+
+class Subclass(DynamicCache):
+    pass
+
+
+class OtherLayer(DynamicLayer):
+    pass
+
+
+def ragged() -> DynamicCache:
+    cache = filled()
+    cache.layers[1].crop(-2)
+    return cache
+
+
+def offloaded() -> DynamicCache:
+    cache = DynamicCache()
+    cache.offloading = True
+    return cache
+
+
+def with_gradients() -> DynamicCache:
+    cache = filled()
+    cache.layers[1].values.requires_grad_()
+    return cache
+
+
+def another_batch() -> DynamicCache:
+    cache = filled()
+    cache.layers[2].batch_select_indices(torch.tensor([0]))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: None, "another kind: NoneType"),
+        (lambda: ((torch.ones(1), torch.ones(1)),), "another kind: tuple"),
+        (lambda: StaticCache(LlamaConfig(num_hidden_layers=3), max_cache_len=20), "another kind: StaticCache"),
+        (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "another kind: EncoderDecoderCache"),
+        (Subclass, "another kind: Subclass"),
+        (offloaded, "offloaded"),
+        (lambda: filled(layers=[OtherLayer() for _ in SHAPES]), "a cache layer of another kind: OtherLayer"),
+        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=4)), "another number of layers"),
+        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=2)), "another number of layers"),
+        (ragged, "different lengths"),
+        (another_batch, "different batch sizes"),
+        (lambda: filled(layers=[DynamicSlidingWindowLayer(10) for _ in SHAPES]), "sliding window has dropped tokens"),
+        (lambda: DynamicCache([(k.float(), v.float()) for k, v in fresh(1, 2)]), "another dtype"),
+        (with_gradients, "gradients"),
+    ],
+)
+def test_what_is_not_taken_over_says_why_and_stays_as_it_is(make, reason):
+    cache = make()
+    layers = list(getattr(cache, "layers", ()))
+    assert reason in adopt(cache, SHAPES)
+    assert not is_ours(cache) and list(getattr(cache, "layers", ())) == layers
+
+
+def test_a_cache_stays_as_it_is_where_there_is_no_memory_to_take_it_over(monkeypatch):
+    cache = filled()
+    kept = [layer.keys for layer in cache.layers]
+
+    def full(*size, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert adopt(cache, SHAPES) == "no memory to take the cache over"
+    assert all(layer.keys is keys for layer, keys in zip(cache.layers, kept, strict=True))
+
+
+def test_one_reorder_of_the_cache_is_one_of_the_store_and_the_same_again_is_another():
+    ours, stock = pair()
+    feed_fast(ours, stock, 3, 70)
+    index = torch.tensor([1, 2, 0])
+    for _ in range(2):
+        for cache in (ours, stock):
+            cache.reorder_cache(index)
+        same(ours, stock)
+    assert is_ours(ours)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_layers_asked_apart_meet_again(rows):
+    ours, stock = pair()
+    feed_fast(ours, stock, 3, 70)
+    index = torch.arange(rows).flip(0)
+    for layer in range(3):
+        for cache in (ours, stock):
+            cache.layers[layer].batch_select_indices(index)
+            cache.layers[layer].batch_repeat_interleave(2)
+        assert is_ours(ours) == (layer == 2)
+    feed(ours, stock, 2 * rows, 1)
+    assert is_ours(ours)
+
+
+def test_a_layer_read_before_the_others_were_asked_shows_what_it_was_asked_for():
+    ours, stock = pair()
+    feed_fast(ours, stock, 3, 70)
+    for layer in range(3):
+        for cache in (ours, stock):
+            cache.layers[layer].batch_repeat_interleave(2)
+            cache.layers[layer].keys[:, :, -1] = 0
+        same(ours, stock)
+    feed_fast(ours, stock, 6, 1)
+    same(ours, stock)
+    assert is_ours(ours)
+
+
+def test_what_a_copy_is_asked_the_original_is_not():
+    ours, stock = pair()
+    feed_fast(ours, stock, 3, 70)
+    for cache in (ours, stock):
+        cache.layers[1].reorder_cache(torch.tensor([2, 0, 1]))
+    copied = copy.deepcopy(ours)
+    copied.reorder_cache(torch.tensor([0, 0, 0]))
+    same(ours, stock)
+
+
+def test_one_layer_going_its_own_way_is_a_stock_layer_and_is_taken_in_again():
+    ours, stock = pair()
+    feed_fast(ours, stock, 3, 70)
+    for cache in (ours, stock):
+        cache.layers[1].reorder_cache(torch.tensor([2, 2, 0]))
+    feed(ours, stock, 3, 2)
+    assert [type(layer) for layer in ours.layers] == [StoreLayer, DynamicLayer, StoreLayer]
+    for cache in (ours, stock):
+        cache.reorder_cache(torch.tensor([1, 0, 0]))
+        cache.crop(-1)
+    same(ours, stock)
+    feed_fast(ours, stock, 3, 2)
+    assert is_ours(ours)
+    same(ours, stock)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_autocast_or_a_backward_pass_brings_is_kept_as_stock_keeps_it(gradients):
+    ours, stock = pair()
+    feed_fast(ours, stock, 2, 5)
+    with torch.set_grad_enabled(gradients):
+        for layer, pair_ in enumerate(fresh(2, 1)):
+            keys, values = pair_.requires_grad_() if gradients else pair_.bfloat16()
+            mine, theirs = ours.update(keys, values, layer), stock.update(keys, values, layer)
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, theirs, strict=True))
+            assert mine[0].requires_grad == gradients
+    assert not is_ours(ours)
+    same(ours, stock)
+
+
+def test_a_new_batch_needs_an_empty_cache():
+    ours, stock = pair()
+    feed(ours, stock, 2, 5)
+    ours.reset()
+    assert ours.get_seq_length() == 0 and not ours.is_initialized
+    feed(ours, DynamicCache(), 3, 5)
+    assert ours.layers[2].keys.shape == (3, 2, 5, 4)
+    with pytest.raises(RuntimeError):
+        ours.update(*fresh(2, 1)[0], 0)
+    assert ours.layers[0].keys.shape == (3, 2, 5, 4)
+
+
+def test_an_update_without_memory_leaves_all_layers_as_they_were(monkeypatch):
+    ours, stock = pair()
+    feed(ours, stock, 2, 60)
+
+    def full(*size, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="70 tokens in 2 rows"):
+        patch.setattr(torch, "empty", full)
+        ours.update(*fresh(2, 10)[0], 0)
+    same(ours, stock)
+    feed(ours, stock, 2, 10)
+    assert is_ours(ours)
+
+
+def test_recording_of_the_past_changes_nothing():
+    ours, stock = pair()
+    feed(ours, stock, 1, 5)
+    for cache in (ours, stock):
+        cache.activate_past_recording()
+    feed(ours, stock, 1, 4)
+    for cache in (ours, stock):
+        cache.crop(0)
+        cache.crop(torch.tensor(-3))
+    same(ours, stock)
+    assert is_ours(ours)
+
+
+def test_a_positive_crop_is_what_this_version_of_transformers_makes_of_it():
+    ours, stock = pair()
+    feed(ours, stock, 1, 9)
+    for length in (20, 4):
+        outcomes = []
+        for cache in (ours, stock):
+            try:
+                cache.crop(length)
+                outcomes.append(None)
+            except ValueError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        same(ours, stock)
+
+
+def test_early_initialisation_and_saving():
+    ours, stock = pair()
+    ours.early_initialization(2, [2, 1, 2], [4, 6, 4], torch.float32, CPU)  # the second layer is of another dtype
+    assert ours.is_initialized and ours.get_seq_length() == 0
+    ours, stock = pair()
+    feed(ours, stock, 2, 5)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    same(torch.load(file, weights_only=False), stock)
+    again = DynamicCache([(keys, values) for keys, values, *_ in ours])
+    same(again, stock)
+
+
+def test_a_dropped_cache_frees_everything_at_once():
+    gc.disable()
+    try:
+        ours, stock = pair()
+        feed(ours, stock, 2, 70)
+        store = store_of(ours)
+        held = [weakref.ref(store), weakref.ref(store.where), *map(weakref.ref, store.blocks.kept.values())]
+        del store
+        copied = copy.deepcopy(ours)
+        del ours
+        assert all(one() is None for one in held)
+        same(copied, stock)
+    finally:
+        gc.enable()

@@ -1,0 +1,384 @@
+"""The store of keys and values against the plainest thing it could be: a list of tensors, one a row."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from accel_kernels import attend
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.llm.blocks import BLOCK, Blocks, Shape
+from accel.llm.store import AHEAD, Store
+
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, as far as torch is concerned
+SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, OTHER), Shape(2, 4, torch.float32, CPU))
+
+
+class Lists:
+    """rows[r][layer]: keys and values of row r, each (tokens, heads, dim). seen[r]: bools of its first tokens."""
+
+    def __init__(self, rows: int):
+        empty = [[torch.empty(2, 0, s.heads, s.dim, dtype=s.dtype) for s in SHAPES] for _ in range(rows)]
+        self.rows, self.seen = empty, [torch.ones(0, dtype=torch.bool) for _ in range(rows)]
+
+    @property
+    def length(self) -> int:
+        return self.rows[0][0].shape[1]
+
+    def append(self, new: list[torch.Tensor]) -> None:
+        """new: one a layer, (2, rows, tokens, heads, dim)."""
+        for r, row in enumerate(self.rows):
+            self.rows[r] = [torch.cat([held, more[:, r]], 1) for held, more in zip(row, new, strict=True)]
+
+    def choose(self, index: list[int]) -> None:
+        self.rows, self.seen = [list(self.rows[r]) for r in index], [self.seen[r] for r in index]
+
+    def crop(self, length: int) -> None:
+        self.rows = [[held[:, :length] for held in row] for row in self.rows]
+        self.seen = [seen[:length] for seen in self.seen]
+
+    def stacked(self, layer: int) -> torch.Tensor:
+        """(2, rows, tokens, heads, dim)."""
+        return torch.stack([row[layer] for row in self.rows], 1)
+
+    def valid(self, tokens: int) -> torch.Tensor:
+        return torch.stack([torch.cat([seen, torch.ones(tokens - len(seen)).bool()]) for seen in self.seen])
+
+
+def fresh(rows: int, tokens: int) -> list[torch.Tensor]:
+    return [torch.randn(2, rows, tokens, s.heads, s.dim, dtype=s.dtype) for s in SHAPES]
+
+
+def append(store: Store, new: list[torch.Tensor]) -> None:
+    """As the fused layers do: through the table, all layers, then on."""
+    rows, tokens = new[0].shape[1:3]
+    start = store.length
+    store.reserve(rows, start + tokens)
+    for layer, (keys, values) in enumerate(new):
+        kv = store.kv(layer)
+        assert kv.fresh == (start == 0) and kv.layer == layer
+        where = kv.slots(start, start + tokens)
+        kv.keys[where], kv.values[where] = keys, values
+    store.advance(tokens)
+
+
+def append_as_stock(store: Store, new: list[torch.Tensor]) -> None:
+    """Layer by layer, from the last."""
+    for layer in reversed(range(len(new))):
+        store.write(layer, *new[layer].transpose(2, 3))
+
+
+def check(store: Store, lists: Lists) -> None:
+    length, rows = lists.length, len(lists.rows)
+    assert store.length == length and store.whole
+    if not store.blocks:
+        assert not length
+        return
+    store.reserve(store.rows, length + 1)
+    own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
+    assert torch.equal(store.table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
+    head = [length, store.table.data_ptr(), 0 if store.valid is None else store.valid.data_ptr(), store.blocks.columns]
+    kvs = [store.kv(layer) for layer in range(len(SHAPES))]
+    assert store.where.tolist() == head + [t.data_ptr() for kv in kvs for t in (kv.keys, kv.values)]
+    assert kvs[0].keys._base is kvs[2].values._base and kvs[1].keys._base is not kvs[0].keys._base
+    if not length:
+        return
+    assert store.rows == rows
+    for layer, kv in enumerate(kvs):
+        assert kv.stored() == length
+        stored = torch.stack([kept[kv.slots(0, length)] for kept in (kv.keys, kv.values)])
+        assert torch.equal(stored, lists.stacked(layer))
+    if store.valid is None:
+        assert lists.valid(store.capacity).all()
+    else:
+        assert torch.equal(store.valid, lists.valid(store.capacity))
+
+
+number = st.integers(0, 2**16)
+step = st.one_of(
+    st.tuples(st.sampled_from(["append", "stock"]), st.sampled_from([1, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 150])),
+    st.tuples(st.just("reorder"), st.lists(number, min_size=8, max_size=8)),
+    st.tuples(st.just("crop"), st.sampled_from([0, 1, 2, 5, BLOCK, BLOCK + 3, 200])),
+    st.tuples(st.sampled_from(["fork", "pickle", "read", "forget"]), st.none()),
+    st.tuples(st.just("select"), st.lists(number, min_size=1, max_size=4)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("grow"), st.integers(1, 300)),
+    st.tuples(st.just("mask"), st.integers(0, 2**8 - 1)),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(rows=st.integers(1, 4), wanted=st.sampled_from([0, 90, 500]), steps=st.lists(step, min_size=3, max_size=14))
+def test_a_store_is_a_list_of_tensors_a_row(rows, wanted, steps):
+    torch.manual_seed(0)
+    store, lists, forked = Store(SHAPES, wanted), Lists(rows), []
+    for name, what in [("append", 5), *steps]:
+        rows = len(lists.rows)
+        if name in ("append", "stock"):
+            new = fresh(rows, what)
+            (append if name == "append" else append_as_stock)(store, new)
+            lists.append(new)
+        elif name == "crop":
+            lists.crop(max(0, lists.length - what))
+            store.crop(lists.length)
+        elif name == "reorder" and lists.length:
+            index = [i % rows for i in what[:rows]]
+            addresses = store.where[1:].tolist()
+            store.reorder(torch.tensor(index))
+            assert store.where[1:].tolist() == addresses
+            lists.choose(index)
+        elif name == "select" and lists.length:
+            index = [i % rows for i in what]
+            store.select(index)
+            lists.choose(index)
+        elif name == "repeat" and lists.length and rows * what <= 8:
+            store.repeat(what)
+            lists.choose([r for r in range(rows) for _ in range(what)])
+        elif name == "grow":
+            store.reserve(rows, lists.length + what)
+        elif name == "mask":
+            tokens = min(lists.length, what % 6)
+            store.reserve(rows, lists.length + 1)
+            lists.seen = [torch.tensor([what >> (r + t) & 1 > 0 for t in range(tokens)]).bool() for r in range(rows)]
+            store.set_valid(torch.stack(lists.seen).to([torch.int64, torch.bool][what % 2]))
+        elif name == "forget" and store.blocks:
+            store.set_valid(None)
+            lists.seen = [seen[:0] for seen in lists.seen]
+        elif name == "fork":
+            forked.append((store, copy.deepcopy(lists)))
+            store = copy.deepcopy(store)
+        elif name == "pickle":
+            store = pickle.loads(pickle.dumps(store))
+        elif name == "read" and store.blocks:
+            for layer in range(len(SHAPES)):
+                kept = torch.stack(store.read(layer))
+                assert torch.equal(kept.transpose(2, 3), lists.stacked(layer)) or not lists.length
+        check(store, lists)
+    for store, lists in forked:
+        check(store, lists)
+
+
+def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, wanted: int = 0) -> tuple[Store, Lists]:
+    store, lists, new = Store(SHAPES, wanted), Lists(rows), fresh(rows, tokens)
+    append(store, new)
+    lists.append(new)
+    return store, lists
+
+
+def test_beams_share_full_blocks_and_copy_the_one_being_written():
+    store, _ = filled()
+    before = store.kv(0).keys.clone()
+    store.reorder(torch.tensor([1, 1, 3, 0]))
+    assert store.table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
+    changed = (store.kv(0).keys != before).flatten(1).any(1)
+    assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
+
+
+def test_nothing_is_copied_where_a_block_ends():
+    store, _ = filled(tokens=2 * BLOCK)
+    before = [tensor.clone() for tensor in store.blocks.kept.values()]
+    store.reorder(torch.tensor([1, 1, 3, 0]))
+    assert all(torch.equal(a, b) for a, b in zip(before, store.blocks.kept.values(), strict=True))
+
+
+def test_cropping_into_shared_blocks_keeps_what_each_row_read():
+    store, lists = filled(tokens=3 * BLOCK)
+    store.reorder(torch.tensor([1, 0, 0, 2]))
+    lists.choose([1, 0, 0, 2])
+    store.crop(BLOCK + 5)
+    lists.crop(BLOCK + 5)
+    for _ in range(2):
+        new = fresh(4, 1)
+        append(store, new)
+        lists.append(new)
+    check(store, lists)
+    assert store.blocks.shared == 1
+
+
+@pytest.mark.parametrize("back", [1, BLOCK, BLOCK + 3])
+def test_rows_that_are_reordered_between_two_crops_keep_what_they_read(back):
+    store, lists = filled(tokens=3 * BLOCK)
+    for length in (3 * BLOCK - back, 3 * BLOCK - 2 * back):
+        store.reorder(torch.tensor([1, 2, 0, 0]))
+        lists.choose([1, 2, 0, 0])
+        store.crop(length)
+        lists.crop(length)
+    store.reorder(torch.tensor([3, 2, 0, 1]))
+    lists.choose([3, 2, 0, 1])
+    check(store, lists)
+
+
+@pytest.mark.parametrize("reordered", [True, False])
+def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
+    store, lists = filled(tokens=3 * BLOCK)
+    store.reorder(torch.tensor([1, 2, 0, 0]))
+    lists.choose([1, 2, 0, 0])
+    store.shorten(1, BLOCK + 5)
+    assert not store.whole
+    if reordered:
+        store.reorder(torch.tensor([1, 2, 0, 0]))
+        lists.choose([1, 2, 0, 0])
+    again = fresh(4, BLOCK + 5)[1]
+    store.write(1, *again.transpose(2, 3))
+    for r, row in enumerate(lists.rows):
+        row[1] = torch.cat([row[1][:, : 2 * BLOCK - 5], again[:, r]], 1)
+    check(store, lists)
+
+
+def test_room_is_what_was_asked_for_then_half_as_much_again():
+    store = Store(SHAPES)
+    store.reserve(1, 100)
+    assert store.capacity == 2 * BLOCK
+    store.reserve(1, 129)
+    assert store.capacity == 3 * BLOCK
+    store.reserve(1, 900)
+    assert store.capacity == 15 * BLOCK
+
+
+def test_a_request_has_room_at_once_but_not_for_all_it_might_come_to():
+    store = Store(SHAPES, wanted=1000)
+    store.reserve(1, 100)
+    assert 1000 <= store.capacity <= 1000 + 2 * BLOCK
+    store = Store(SHAPES, wanted=10**6)
+    store.reserve(1, 100)
+    assert AHEAD + 100 <= store.capacity <= AHEAD + 100 + BLOCK
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """An allocator that has only so many bytes for one tensor; memory(bytes) sets it."""
+    limit, make = [None], torch.empty
+
+    def empty(*size, **kwargs):
+        tensor = make(*size, **kwargs)
+        if limit[0] is not None and tensor.nbytes > limit[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return lambda limit_of_one: limit.__setitem__(0, limit_of_one)
+
+
+def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
+    store, lists = filled(tokens=100)
+    memory(store.blocks.kept[SHAPES[1]].nbytes * 2)  # the larger shape fails second
+    store.reorder(torch.tensor([1, 1, 0, 2]))
+    lists.choose([1, 1, 0, 2])
+    with pytest.raises(torch.OutOfMemoryError, match=r"10000 tokens in 4 rows: .* GiB wanted; the 100 stored are kept"):
+        store.reserve(4, 10000)
+    check(store, lists)
+    append(store, new := fresh(4, 3))
+    lists.append(new)
+    check(store, lists)
+    memory(None)
+    append(store, new := fresh(4, 1000))
+    lists.append(new)
+    check(store, lists)
+
+
+def test_no_memory_for_what_a_request_may_come_to_is_no_error(memory):
+    memory(SHAPES[1].size * 1024)
+    store = Store(SHAPES[1:2], wanted=16000)
+    store.reserve(1, 100)
+    assert 100 <= store.capacity <= 1024
+
+
+def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_the_error_is_handled(memory, monkeypatch):
+    alive, original = [], Blocks.__init__
+
+    def watched(self, *args):
+        assert not any(one() is not None for one in alive)
+        alive.append(weakref.ref(self))
+        original(self, *args)
+
+    monkeypatch.setattr(Blocks, "__init__", watched)
+    memory(SHAPES[1].size * 1024)
+    gc.disable()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            try:
+                Store(SHAPES, wanted=16000).reserve(1, 2000)
+            except torch.OutOfMemoryError:
+                assert len(alive) > 2 and not any(one() is not None for one in alive)
+                raise
+    finally:
+        gc.enable()
+
+
+def test_another_number_of_rows_is_refused_until_the_store_is_empty():
+    store, _ = filled(rows=2)
+    with pytest.raises(ValueError, match="a cache of 2 rows, used with 3"):
+        store.reserve(3, 500)
+    store.crop(0)
+    store.reserve(3, 5)
+    assert store.rows == 3
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
+    with torch.inference_mode(inside):
+        store, lists = filled()
+        store.set_valid(torch.ones(4, 3))
+        copies = [(store, lists)]
+        for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+            copies.append((made, copy.deepcopy(lists)))
+    for mode in (not inside, inside, not inside):
+        with torch.inference_mode(mode):
+            for store, lists in copies:
+                append(store, new := fresh(4, 100))
+                lists.append(new)
+                store.reorder(torch.tensor([1, 1, 3, 0]))
+                lists.choose([1, 1, 3, 0])
+                store.crop(80)
+                lists.crop(80)
+                store.set_valid(torch.ones(4, 3))
+                check(store, lists)
+
+
+def test_a_copy_is_no_larger_than_what_it_holds():
+    store, _ = filled(rows=1, tokens=100, wanted=10000)
+    assert len(pickle.dumps(store)) < 4 * sum(shape.size for shape in SHAPES) * 2 * BLOCK
+    assert copy.deepcopy(store).capacity == 2 * BLOCK
+
+
+def test_a_dropped_store_is_gone_at_once():
+    gc.disable()
+    try:
+        store, _ = filled()
+        store.reorder(torch.tensor([1, 1, 3, 0]))
+        held = [weakref.ref(tensor) for tensor in (*store.blocks.kept.values(), store.where, store.table)]
+        del store
+        assert all(one() is None for one in held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 50}, {"softcap": 3.0}])
+def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more):
+    store, lists = filled(tokens=BLOCK + 9)
+    mask = torch.arange(BLOCK + 9) >= torch.arange(4).view(-1, 1)
+    store.set_valid(mask)
+    lists.seen = list(mask)
+    for index in ([1, 1, 3, 0], [0, 2, 2, 3]):
+        store.reorder(torch.tensor(index))
+        lists.choose(index)
+        new, q = fresh(4, 60), torch.randn(4, 60, 4, 4)
+        plain = Store(SHAPES)  # the rows' own tokens, never reordered
+        append(plain, [lists.stacked(layer) for layer in range(len(SHAPES))])
+        outputs = []
+        for one in (store, plain):
+            one.reserve(4, lists.length + 60)
+            one.set_valid(lists.valid(lists.length))
+            outputs.append(attend.reference(q, *new[0], one.kv(0), 0.5, **more))
+        assert torch.equal(*outputs)
+        for layer in (1, 2):
+            kv = store.kv(layer)
+            kv.keys[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][0]
+            kv.values[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][1]
+        store.advance(60)
+        lists.append(new)
+        check(store, lists)
