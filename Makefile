@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@$(PIP) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
-demo: $(READY)  ## draw ten digits stock and optimised, and compare: accel-demo.png and a table
+demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel-demo.png and tables
 	$(BIN)/python -m accel demo $(ARGS)
 
 test: $(READY)  ## every test that needs no GPU

@@ -1,6 +1,7 @@
 """The public functions: optimize, restore, report, verify, optimized."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,13 +94,20 @@ def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
     text-to-image pipeline draws an example. Its models are compared one by one too, each on the inputs it had in the
     stock run. For a model give its inputs; UNets, VAEs and text encoders make their own if none are given.
     `Quality.passed` and `.verdict` say whether rounding explains the difference: a model passes where it is no more
-    than twice as far from itself in full precision as stock is. Generators among the arguments are left as they were.
+    than twice as far from itself in full precision as stock is. A causal language model is judged by the logits of a
+    prompt and of decode steps, and `Quality.agreement` says what that means for tokens; it takes what generate() takes
+    (verify(model, **tokenizer("a text", return_tensors="pt"))), or makes a padded batch of its own. Generators among
+    the arguments are left as they were.
     obj is optimised again afterwards, also after an error. Raises ValueError for an object that is not optimised or
     a pipeline of which no example call is known, TypeError for such a model.
     """
     plans = _plans(obj)
     if not plans:
         raise ValueError("nothing to verify: this object is not optimised; call accel.optimize(obj) first")
+    from accel.llm import verify as language
+
+    if (subject := language.subject(obj, args, kwargs)) is not None:
+        return language.against_stock(*subject, plans, seed)
     if not args and not kwargs:
         kwargs = _example_call(obj)
     return against_stock(obj, plans, args, kwargs, seed)
@@ -110,9 +118,22 @@ def _plan(part: object, context: Context) -> Plan:
 
     own = replace(context, ledger=Ledger())
     if isinstance(part, nn.Module):
+        language = _language_rules(part)
+        if language is not None:
+            return Plan(part, language, own)
         own.graph_paths = family.graph_paths(part)
         return Plan(part, family.RULES, own)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.PipelinePlan(part, own)
+
+
+def _language_rules(model: nn.Module) -> tuple | None:
+    """The rules of causal language models where the model is one, which only transformers' are."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    from accel.llm import family
+
+    return family.RULES if family.is_causal_lm(model) else None
 
 
 def _settle_step_cache(obj, wanted: int | str) -> None:

@@ -1,18 +1,32 @@
 """The command `accel`."""
 
 import typer
+from typer.core import TyperGroup
 
 from accel.commands.bench import bench
+from accel.commands.bench_llm import bench_llm
 from accel.commands.demo import demo
+from accel.commands.profile import profile
 from accel.commands.report import report
 from accel.commands.verify import verify
 
+
+class TwoWords(TyperGroup):
+    """Commands whose name may be two words: `accel bench llm`, beside `accel bench`, which takes names of cases."""
+
+    def resolve_command(self, ctx, args: list[str]):
+        name = " ".join(args[:2])
+        return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=TwoWords,
     help="Speeds up diffusers and transformers code: accel.optimize(pipe).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
-for command in (demo, report, verify, bench):
+for command in (demo, report, verify, profile, bench):
     app.command()(command)
+app.command("bench llm")(bench_llm)

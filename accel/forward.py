@@ -2,12 +2,25 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Op, group_norm, image_concat, image_sum, layer_norm, linear_geglu, upsample_convolve
+from accel_kernels import (
+    Op,
+    attend,
+    gated,
+    group_norm,
+    image_concat,
+    image_sum,
+    layer_norm,
+    linear_geglu,
+    projection,
+    rms_norm,
+    upsample_convolve,
+)
 from accel_kernels.attention_backends import AttentionChooser
+from accel_kernels.prompt_attention import PromptAttention
 from torch import nn
 
 from accel.ledger import Ledger
@@ -20,15 +33,20 @@ class Kernels:
 
     attention: object
     linear: object
+    prompt: PromptAttention = field(default_factory=PromptAttention)
+    attend: object = attend
+    gated: object = gated
     group_norm: object = group_norm
     image_concat: object = image_concat
     image_sum: object = image_sum
     layer_norm: object = layer_norm
     linear_geglu: object = linear_geglu
+    projection: object = projection
+    rms_norm: object = rms_norm
     upsample_convolve: object = upsample_convolve
 
     def plain(self) -> "Kernels":
-        references = {field.name: field.default.reference for field in fields(self) if isinstance(field.default, Op)}
+        references = {one.name: one.default.reference for one in fields(self) if isinstance(one.default, Op)}
         return Kernels(AttentionChooser("sdpa"), F.linear, **references)
 
 

@@ -168,6 +168,8 @@ def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
     """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match."""
     if any(part is None or part.is_meta for part in parts) or stacked_rows(parts) is not None:
         return
+    if any(part.is_inference() for part in parts):  # their place in memory cannot be changed
+        return
     if len({id(part) for part in parts}) != len(parts):  # tied weights cannot be two rows of one storage
         return
     if len({(part.dtype, part.device, part.shape[1:]) for part in parts}) != 1:

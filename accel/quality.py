@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from accel.agreement import Agreement
+
 WINDOW, SIGMA = 11, 1.5  # of SSIM, as published
 
 
@@ -21,7 +23,8 @@ class Quality:
     finite, stock_finite: no NaN or Inf in the optimised, in the stock output. Figures leave out elements that are not
     finite.
     error, allowed: what is judged, `measure` says which quantity that is; None where nothing is judged.
-    parts: the same for each model of a pipeline, on equal inputs.
+    parts: the same for each model of a pipeline, on equal inputs; of a language model for the prompt and for decoding.
+    agreement: of a language model, what the errors mean for its tokens.
     lossy: what the user asked for that changes results, in words; such a result is told, not judged.
     note: what could not be checked, and why.
     """
@@ -37,6 +40,7 @@ class Quality:
     allowed: float | None = None
     measure: str = ""
     parts: Mapping[str, "Quality"] = field(default_factory=dict)
+    agreement: Agreement | None = None
     lossy: str | None = None
     note: str = ""
 
@@ -53,7 +57,7 @@ class Quality:
                 return f"{name}: {part.failure}"
         if self.error is not None and not self.error <= self.allowed:  # nan fails too
             return f"{self.measure} {self.error:.1e}, more than the {self.allowed:.1e} that rounding explains"
-        return None
+        return None if self.agreement is None else self.agreement.failure
 
     @property
     def passed(self) -> bool:
@@ -85,6 +89,7 @@ class Quality:
         names = [name for name in self.__dataclass_fields__ if name != "parts"]
         plain = {name: getattr(self, name) for name in names} | {"passed": self.passed, "verdict": self.verdict}
         plain["psnr_db"] = None if math.isinf(self.psnr_db) else self.psnr_db
+        plain["agreement"] = None if self.agreement is None else self.agreement.to_dict()
         return plain | {"parts": {name: part.to_dict() for name, part in self.parts.items()}}
 
     def __str__(self) -> str:
@@ -104,16 +109,21 @@ class Quality:
 
         rows = {**self.parts, "whole output": self}
         table = Table("", title="optimised against stock", title_justify="left")
-        for heading in ("max error", "PSNR", "SSIM", "finite", "error", "allowed"):
+        headings = ("max error", "PSNR", "SSIM", "finite", "error", "allowed")
+        shown = [heading for heading in headings if heading != "SSIM" or self.agreement is None]
+        for heading in shown:
             table.add_column(heading, justify="right")
         for name, row in rows.items():
-            table.add_row(name, *row._cells(), style=None if row.passed else "red")
+            cells = dict(zip(headings, row._cells(), strict=True))
+            table.add_row(name, *(cells[heading] for heading in shown), style=None if row.passed else "red")
         yield table
         for measure in dict.fromkeys(row.measure for row in rows.values() if row.measure):
             yield Text(f"error: {measure} ({', '.join(name for name, row in rows.items() if row.measure == measure)})")
         for name, row in rows.items():
             if row.note:
                 yield Text(f"{name}: {row.note}")
+        if self.agreement is not None:
+            yield from map(Text, self.agreement.lines())
         yield Text(self.verdict, style="green" if self.passed else "bold red")
 
     def _cells(self) -> tuple[str, ...]:

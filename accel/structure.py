@@ -14,6 +14,11 @@ def hooked(module: nn.Module) -> str | None:
     return None
 
 
+def transformers_hook(hook: object) -> bool:
+    """Whether a hook is one of those by which transformers itself collects hidden states; they do nothing else."""
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
+
+
 def tampered(module: nn.Module) -> str | None:
     """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
     attributes = vars(module)

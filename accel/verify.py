@@ -40,7 +40,7 @@ def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, see
     lossy = ", ".join(filter(None, dict.fromkeys(plan.options.lossy for plan in plans.values()))) or None
     ours = call()
     recorder = Recorder({name: plan.root for name, plan in plans.items() if isinstance(plan.root, nn.Module)})
-    with _stock(plans.values()):
+    with stock_models(plans.values()):
         with recorder:
             stock = call()
         records = recorder.records()
@@ -66,7 +66,7 @@ class Call:
 
     def __call__(self):
         try:
-            with _seeded(self.seed):
+            with seeded(self.seed):
                 return self.obj(*self.args, **self.kwargs)
         finally:
             for generator, state in self.generators:
@@ -81,8 +81,13 @@ class Record:
     inputs: list[tuple[tuple, dict]] = field(default_factory=list)
     outputs: list[list[torch.Tensor]] = field(default_factory=list)
     exact: list[list[torch.Tensor]] | None = None
+    ours: list[list[torch.Tensor]] = field(default_factory=list)  # what the optimised module made of it, when judged
     own_error: float = 0.0  # stock's relative RMS distance from full precision
     note: str = ""
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """What of a call is compared."""
+        return _tensors(module(*args, **kwargs))
 
     def keep(self, inputs: tuple[tuple, dict], outputs: list[torch.Tensor]) -> None:
         del self.inputs[1:], self.outputs[1:]
@@ -111,9 +116,9 @@ class Record:
         wide = functools.partial(in_dtype, dtype=finer(dtype))
         try:
             twin = upcast(self.module, finer(dtype))
-            with full_precision(), _seeded(0):
+            with full_precision(), seeded(0):
                 self.exact = [
-                    _tensors(twin(*args, **kwargs)) for args, kwargs in (pytree.tree_map(wide, i) for i in self.inputs)
+                    self.run(twin, args, kwargs) for args, kwargs in (pytree.tree_map(wide, i) for i in self.inputs)
                 ]
             self.own_error = self._distance(self.outputs)
             if self.own_error > self.allowance:
@@ -137,8 +142,9 @@ class Record:
         times = CALLS_ON_GPU if placement(self.module)[0].type == "cuda" else 1
         runs = []
         for _ in range(times):
-            with _seeded(seed):
-                runs.append([_tensors(self.module(*args, **kwargs)) for args, kwargs in map(_cloned, self.inputs)])
+            with seeded(seed):
+                runs.append([self.run(self.module, args, kwargs) for args, kwargs in map(_cloned, self.inputs)])
+        self.ours = runs[-1]
         quality = replace(compare([self.outputs] * times, runs), note=self.note)
         if self.exact is None or not all(tensor.isfinite().all() for tensor in sum(self.exact, [])):
             measure = "relative RMS from stock"
@@ -251,7 +257,7 @@ class _Noise:
 
 
 @contextlib.contextmanager
-def _stock(plans) -> Iterator[None]:
+def stock_models(plans) -> Iterator[None]:
     """The stock models inside, optimised again afterwards, also after an error."""
     undone = []
     try:
@@ -265,7 +271,8 @@ def _stock(plans) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Without gradients, from this seed; the caller's random states are put back."""
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Draws docs/images/speed.png and ablation.png from the results in benchmarks/results: `make plots`."""
+"""Draws docs/images/speed.png, ablation.png and decode.png from the results in benchmarks/results: `make plots`."""
 
 import argparse
 import json
@@ -11,6 +11,8 @@ from matplotlib import pyplot as plt  # noqa: E402 (the backend comes first)
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}
+LABELS = {"stock": "transformers", "compile": "static cache, compiled", "accel": "accel"}
+GENERATING = {name: (color, LABELS[name]) for name, (color, _) in VARIANTS.items()}
 ORDER = ("sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024")
 LEAST_SHOWN, MOST_SHOWN = 0.005, 1.0  # of the whole time: bars of an ablation below and above
 BAR = 0.8  # of the height of a case, shared by its bars
@@ -85,13 +87,100 @@ def draw_ablation(result: dict, axes) -> None:
     )
 
 
+def generations(folder: Path) -> list[dict]:
+    """Results of `accel bench llm` on a GPU, the largest model first."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*-llm-*.json"))]
+    results = [result for result in results if result["machine"]["gpu"] and result["parts"].get("decode")]
+    return sorted(results, key=lambda result: -result["sizes"]["parameters"])
+
+
+def draw_decode(result: dict, panels) -> None:
+    """Tokens a second against batch, milliseconds a token against context, and the share of the memory's speed."""
+    rows = result["parts"]["decode"]
+    first = rows[0]["context"]
+    by_batch = sorted((row for row in rows if row["context"] == first), key=lambda row: row["batch"])
+    alone = [row for row in rows if row["batch"] == 1] + result["parts"].get("long", [])
+    by_context = sorted(alone, key=lambda row: row["context"])
+    lines = (
+        (panels[0], "batch", by_batch, "tok_s", f"tokens/s, context {first}"),
+        (panels[1], "context", by_context, "ms_step", "ms a token, batch 1"),
+    )
+    for axes, key, points, figure, title in lines:
+        for name, (color, label) in GENERATING.items():
+            x, y = _line(points, name, key, figure)
+            axes.plot(x, y, "o-", color=color, label=label, linewidth=2.5 if name == "accel" else 1.5, markersize=4)
+        axes.set_xscale("log", base=2)
+        values = sorted({point[key] for point in points})
+        axes.set_xticks(values, [f"{value // 1024}k" if value >= 1024 else str(value) for value in values], fontsize=8)
+        axes.set_xlabel(key, fontsize=9)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yscale("log")
+    x, y = _line(by_context, "accel", "context", "ms_step")
+    shares = _line(by_context, "accel", "context", "share_of_bandwidth")[1]
+    panels[1].plot(x, [ms * share for ms, share in zip(y, shares, strict=True)], "k--", linewidth=1, label="bound")
+    panels[1].set_ylim(bottom=0)
+    panels[1].legend(frameon=False, fontsize=8)
+    _shares(by_batch + [row for row in by_context if row not in by_batch], panels[2])
+    model, gpu = result["case"].removeprefix("llm-"), result["machine"]["gpu"]
+    title = panels[0].annotate(
+        f"{model}, {result['dtype']}, generate() ({gpu})", (0, 1.17), xycoords="axes fraction", fontsize=12
+    )
+    title.set_in_layout(False)  # it may lie over the next panel's head
+    for x, y in zip(*_line(by_batch, "accel", "batch", "tok_s"), strict=True):
+        panels[0].annotate(
+            f"{y:,.0f}", (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, weight="bold"
+        )
+
+
+def _line(rows: list[dict], variant: str, key: str, figure: str) -> tuple[list, list]:
+    points = [(row[key], row[variant][figure]) for row in rows if variant in row]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _shares(rows: list[dict], axes) -> None:
+    """A group of bars a case: the least time of its bytes at the speed of a copy, by the time it took."""
+    height = BAR / len(GENERATING)
+    for place, row in enumerate(rows):
+        present = [name for name in GENERATING if name in row]
+        for number, name in enumerate(present):
+            y = place + (number - (len(present) - 1) / 2) * height
+            share = row[name]["share_of_bandwidth"]
+            axes.barh(y, share, height * 0.9, color=GENERATING[name][0])
+            axes.text(share + 0.01, y, f"{share:.0%}", va="center", fontsize=7)
+    labels = [f"batch {row.get('batch', 1)}, {row['context']} tokens" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+    axes.set_title("share of the memory's speed", loc="left", fontsize=10)
+
+
+def save_decode(results: list[dict], path: Path) -> None:
+    figure, panels = plt.subplots(
+        len(results), 3, figsize=(12, 3.6 * len(results)), squeeze=False, width_ratios=(1, 1, 1.1)
+    )
+    for result, row in zip(results, panels, strict=True):
+        draw_decode(result, row)
+    figure.tight_layout(h_pad=3.5, rect=(0, 0, 1, 1 - 0.3 / (3.6 * len(results))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    print(f"wrote {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.png")
     options = parser.parse_args()
-    results = load(options.results)
+    results, generating = load(options.results), generations(options.results)
+    if generating:
+        save_decode(generating, options.out.with_name("decode.png"))
     if not results:
+        if generating:
+            return
         raise SystemExit(f"no results of a GPU in {options.results}: run `make bench` on one first")
     gpus = list(dict.fromkeys(result["machine"]["gpu"] for result in results))
     groups = [[result for result in results if result["machine"]["gpu"] == gpu] for gpu in gpus]

@@ -46,24 +46,30 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, variant: str) 
     return {"ready_s": round(early[0], 3), "lost_s": round(max(0.0, lost_s), 3)}
 
 
-def _spawn(case: Case, device: torch.device, dtype: torch.dtype, variant: str, caches: Path) -> dict:
+def spawn(module: str, arguments: list[str], caches: Path, timeout: float | None = None) -> dict:
+    """What the module prints as JSON when it is run in a fresh process with its kernel caches there.
+
+    Raises RuntimeError where it fails or takes more than `timeout` seconds.
+    """
     environment = os.environ | {name: str(caches / name.lower()) for name in CACHES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same code, however this process found it
-    name = str(dtype).removeprefix("torch.")
-    command = [sys.executable, "-m", "accel.bench.ready", case.name, str(device), name, variant]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
     if done.returncode:
-        raise RuntimeError(f"measuring the time to ready of {case.name} ({variant}) failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def time_to_ready(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
     """Cold and warm seconds until the first optimised call is done, and of stock's first call in a fresh process."""
+    given = [case.name, str(device), str(dtype).removeprefix("torch.")]
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
-        caches = Path(folder)
-        cold = _spawn(case, device, dtype, "accel", caches)
-        warm = _spawn(case, device, dtype, "accel", caches)
-        stock = _spawn(case, device, dtype, "stock", caches)
+        cold, warm, stock = (
+            spawn("accel.bench.ready", [*given, variant], Path(folder)) for variant in ("accel", "accel", "stock")
+        )
     return {
         "cold_s": cold["ready_s"],
         "warm_s": warm["ready_s"],

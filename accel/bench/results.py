@@ -8,9 +8,9 @@ from rich.table import Table
 VARIANTS = ("stock", "compile", "accel")
 
 
-def save(result: dict, folder: Path, device_slug: str) -> Path:
-    """Writes `<device>-<case>.json`, with the dtype in the name where it is not the usual float16."""
-    suffix = "" if result["dtype"] == "float16" or device_slug == "cpu" else f"-{result['dtype']}"
+def save(result: dict, folder: Path, device_slug: str, usual: str = "float16") -> Path:
+    """Writes `<device>-<case>.json`, with the dtype in the name where it is not the usual one of a GPU."""
+    suffix = "" if result["dtype"] == usual or device_slug == "cpu" else f"-{result['dtype']}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{device_slug}-{result['case']}{suffix}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

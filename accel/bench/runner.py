@@ -33,7 +33,7 @@ class WrongResult(RuntimeError):
 
 
 @contextmanager
-def _fresh_inductor_cache() -> Iterator[None]:
+def fresh_inductor_cache() -> Iterator[None]:
     """torch.compile inside compiles anew, so that the seconds it takes are those of a first run."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     before = {name: os.environ.get(name) for name in names}
@@ -149,7 +149,7 @@ def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
     if compiled:
         step = _compiled(case, copy.deepcopy(module), inputs)
         try:
-            with _fresh_inductor_cache():
+            with fresh_inductor_cache():
                 compile_s = seconds(lambda: step(0), device)
                 own = [step(i).clone() for i in range(len(inputs))]
         except Exception as error:  # whatever a compiler may raise is its own result, and accel's stands without it

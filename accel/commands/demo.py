@@ -5,31 +5,52 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet
+
+YOUR_CODE = """\
+pipe = DiffusionPipeline.from_pretrained("your/model", dtype=torch.float16).to("cuda")  # or a language model
+import accel
+accel.optimize(pipe)  # and back again: accel.restore(pipe)"""
 
 
 def demo(
     model: Annotated[Path | None, typer.Option(help="a pipeline folder; examples/models/tiny-sd-digits")] = None,
+    language_model: Annotated[Path | None, typer.Option(help="its folder; examples/models/tiny-lm")] = None,
     out: Annotated[Path, typer.Option(help="where to write the picture")] = Path("accel-demo.png"),
     steps: Annotated[int, typer.Option(min=1, help="denoising steps a picture")] = 30,
-    seed: Annotated[int, typer.Option(help="seed of the first digit; the others follow")] = 0,
+    prompt: Annotated[str | None, typer.Option(help="what the language model continues")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="how many tokens it writes")] = 100,
+    seed: Annotated[int, typer.Option(help="seed of the text and the first digit; the others follow")] = 0,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
 ) -> None:
-    """Draw ten digits stock and optimised from the same seeds, and compare them."""
-    from accel import demo as drawing
+    """Draw ten digits and continue a prompt, stock and optimised from the same seeds, and compare them."""
+    from accel.demo import continuation, digits
 
-    try:
-        folder = drawing.find_model(model)
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
+    folder = _found("--model", digits.find_model, model)
+    language_folder = _found("--language-model", continuation.find_model, language_model)
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     quiet()
     console = Console()
     with progress_bar(console) as progress:
-        comparison = drawing.run(folder, place, kind, steps=steps, seed=seed, progress=progress)
-    comparison.picture().save(out)
-    comparison.show(console)
-    console.print(f"Picture: {out}", highlight=False)
+        drawn = digits.run(folder, place, kind, steps=steps, seed=seed, progress=progress)
+        work = {"prompt": prompt or continuation.PROMPT, "new_tokens": tokens, "seed": seed}
+        written = continuation.run(language_folder, place, kind, **work, progress=progress)
+    drawn.picture().save(out)
+    drawn.show(console)
+    console.print(f"Picture: {out}\n", highlight=False)
+    written.show(console)
+    if place.type == "cpu":
+        console.print("\nOn a CPU there is little or nothing to win; the gain is on a GPU.")
+    console.print("\nIn your own code:\n")
+    console.print(Text(YOUR_CODE, style="green"), soft_wrap=True)
+
+
+def _found(option: str, find, folder: Path | None) -> Path:
+    try:
+        return find(folder)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

@@ -21,7 +21,9 @@ from accel.commands.options import (
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="a diffusers pipeline or model, or a transformers model, saved here")],
-    prompt: Annotated[str | None, typer.Option(help="what a pipeline is to draw")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="what a pipeline is to draw, or a language model to read; random tokens without")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="denoising steps; 4")] = None,
     seed: Annotated[int, typer.Option(help="seed of the noise")] = 0,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
@@ -30,7 +32,8 @@ def verify(
 ) -> None:
     """Compare a saved model stock and optimised, same seed: each model and the whole image. Exit code 1 if they differ.
 
-    A model passes where it is no more than twice as far from itself in full precision as stock is.
+    A model passes where it is no more than twice as far from itself in full precision as stock is. Of a language model
+    that is asked of the logits of a prompt and of decode steps; KL divergence and tokens are shown beside.
     """
     import accel
 
@@ -40,7 +43,7 @@ def verify(
     with progress_bar(console) as progress:
         task = progress.add_task(f"loading {folder}", total=None)
         loaded = load_folder(folder, kind, place)
-        call = _call(loaded, prompt, steps)
+        call = _call(loaded, folder, prompt, steps)
         progress.update(task, description="stock and optimised")
         try:
             quality = accel.verify(accel.optimize(loaded), seed=seed, **call)
@@ -54,12 +57,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _call(loaded, prompt: str | None, steps: int | None) -> dict:
+def _call(loaded, folder: Path, prompt: str | None, steps: int | None) -> dict:
     """The example call of a pipeline with what the user wants otherwise; nothing for a model, which has its own."""
     from torch import nn
 
     from accel.diffusion.inputs import example_call
+    from accel.llm.inputs import causal
 
+    if causal(loaded):
+        if steps is not None:
+            raise typer.BadParameter("--steps is for pipelines; this is a language model")
+        return {} if prompt is None else _tokens(loaded, folder, prompt)
     wanted = {"prompt": prompt, "num_inference_steps": steps}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     if isinstance(loaded, nn.Module):
@@ -70,3 +78,14 @@ def _call(loaded, prompt: str | None, steps: int | None) -> dict:
         return example_call(loaded) | wanted
     except ValueError as error:
         raise wrong_folder(error) from None
+
+
+def _tokens(model, folder: Path, prompt: str) -> dict:
+    """The prompt as the folder's tokenizer writes it; without its files transformers would make an empty one."""
+    from transformers import AutoTokenizer
+
+    from accel.llm.verify import tokenized
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise typer.BadParameter(f"{folder} holds no tokenizer", param_hint="--prompt")
+    return tokenized(model, AutoTokenizer.from_pretrained(folder), prompt)

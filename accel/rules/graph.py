@@ -12,7 +12,7 @@ from accel.joint import JointLinears
 from accel.loop import Loop
 from accel.passes import Passes
 from accel.rule import Match, Skip
-from accel.structure import foreign_processor, stock_method
+from accel.structure import foreign_processor, stock_method, transformers_hook
 
 PROMPT = "encoder_hidden_states"
 
@@ -97,7 +97,7 @@ def obstacle(root: nn.Module) -> str | None:
 def _foreign_hooks(module: nn.Module) -> bool:
     """Hooks other than those by which transformers itself collects hidden states into the outputs."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+    return not all(map(transformers_hook, hooks))
 
 
 def match_graph(site, context) -> Match | Skip | None:

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
 from accel_kernels import norm as norms
 from accel_kernels.kv import KV
@@ -12,7 +13,7 @@ from accel_kernels.op import Case, Op, dtype_reason
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, dense=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -22,7 +23,8 @@ def reference(
     query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.valid forbids are
-    not seen; a query that sees none gives zeros.
+    not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share, for prompts
+    without past.
     """
     if q_norm is not None:
         q = norms.reference(q, q_norm)
@@ -31,29 +33,45 @@ def reference(
     q, k = (_rotated(t, cos, sin, interleaved) for t in (q, k))
     start = kv.stored()
     end = start + q.shape[1]
-    kv.keys[kv.slots(start, end)] = k.to(kv.keys.dtype)
-    kv.values[kv.slots(start, end)] = v.to(kv.values.dtype)
-    keys, values = (kept[kv.slots(0, end)] for kept in (kv.keys, kv.values))  # (rows, end, kv heads, D)
-    return _attention(q, keys, values, start, kv.valid, scale, window, softcap, sinks, slopes)
+    kv.write(start, k, v)
+    keys, values = kv.read(end)
+    if softcap is None and sinks is None and slopes is None:
+        seen = (
+            None if window is None and kv.valid is None and q.shape[1] == 1 else _seen(q, end, start, kv.valid, window)
+        )
+        return _standard(q, keys, values, seen, scale)
+    return _attention(q, keys, values, _seen(q, end, start, kv.valid, window), scale, softcap, sinks, slopes)
 
 
-def _attention(q, keys, values, start, valid, scale, window, softcap, sinks, slopes):
+def _seen(q, end, start, valid, window):
+    """(rows or 1, 1, new, end): which keys a query sees."""
+    at = torch.arange(end, device=q.device)
+    seen = at <= at[start:, None]
+    if window is not None:
+        seen = seen & (at > at[start:, None] - window)
+    return seen[None, None] if valid is None else seen & valid[:, None, None, :end].bool()
+
+
+def _standard(q, keys, values, seen, scale):
+    """Torch's own attention; a query that sees no key gives zeros."""
+    q, keys, values = (t.transpose(1, 2) for t in (q, keys.to(q.dtype), values.to(q.dtype)))
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
+    if seen is not None:
+        out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
+    """What torch's own does not know, written out, in fp32 or fp64."""
     rows, new, heads, _ = q.shape
-    end, groups = keys.shape[1], heads // keys.shape[2]
+    groups = heads // keys.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys, values = (t.to(wide).repeat_interleave(groups, dim=2).transpose(1, 2) for t in (keys, values))
     scores = q.to(wide).transpose(1, 2) @ keys.transpose(-1, -2) * scale  # (rows, heads, new, end)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    at = torch.arange(end, device=q.device)
     if slopes is not None:
-        scores = scores + slopes.to(wide).view(-1, 1, 1) * at
-    seen = at <= at[start:, None]
-    if window is not None:
-        seen = seen & (at > at[start:, None] - window)
-    seen = seen.expand(rows, 1, new, end)
-    if valid is not None:
-        seen = seen & valid[:, None, None, :end].bool()
+        scores = scores + slopes.to(wide).view(-1, 1, 1) * torch.arange(keys.shape[2], device=q.device)
     scores = scores.masked_fill(~seen, -math.inf)
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
@@ -72,19 +90,17 @@ def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]
-    turned, rest = t[..., : 2 * half].to(wide), t[..., 2 * half :]
-    if interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., :half], turned[..., half:]
+    turns, rest = t[..., : 2 * half].to(wide), t[..., 2 * half :]
+    first, second = (turns[..., ::2], turns[..., 1::2]) if interleaved else turns.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned.to(t.dtype), rest), dim=-1)
+    turned = turned.to(t.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, dense=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"

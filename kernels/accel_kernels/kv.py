@@ -48,3 +48,29 @@ class KV(NamedTuple):
         """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""
         tokens = torch.arange(start, end, device=self.table.device)
         return self.table[:, tokens // self.block].long(), (tokens % self.block).expand(self.table.shape[0], -1)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores (rows, new, kv heads, D) each as the tokens from `start` on."""
+        end, whole = start + keys.shape[1], self._in_order()
+        if whole is not None:
+            whole[0][:, start:end], whole[1][:, start:end] = keys, values
+            return
+        place = self.slots(start, end)
+        self.keys[place], self.values[place] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+
+    def read(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order."""
+        whole = self._in_order()
+        if whole is None:
+            rows, blocks = self.table.shape[0], self.table.flatten().long()
+            whole = tuple(t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
+        return whole[0][:, :end], whole[1][:, :end]
+
+    def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both as (rows, tokens, kv heads, D), where no table is needed; on CUDA, to ask would be to wait."""
+        rows, columns = self.table.shape
+        if self.table.is_cuda or not torch.equal(self.table.flatten(), torch.arange(rows * columns, dtype=torch.int32)):
+            return None
+        return tuple(
+            t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
+        )

@@ -22,15 +22,14 @@ class Norm(NamedTuple):
 
 def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x: (..., C). Same shape and dtype; computed in fp32, in fp64 for fp64."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight, bias = (None if t is None else t.to(kind) for t in (norm.weight, norm.bias))
+    if norm.offset:
+        weight = weight + norm.offset
     if norm.centred:
-        wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.weight is not None:
-        wide = wide * (norm.weight.to(wide.dtype) + norm.offset)
-    if norm.bias is not None:
-        wide = wide + norm.bias.to(wide.dtype)
-    return wide.to(x.dtype)
+        return F.layer_norm(x.to(kind), x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
+    y = F.rms_norm(x.to(kind), x.shape[-1:], weight, norm.eps)
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 ACTIVATIONS = {

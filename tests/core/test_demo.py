@@ -1,24 +1,28 @@
 """The demo, run as a user would, with few steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from accel import contact_sheet, demo
+from accel import contact_sheet
 from accel.cli import app
+from accel.demo import continuation, digits
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_command_draws_ten_digits_and_writes_the_picture(tmp_path):
+def test_the_command_draws_ten_digits_and_continues_a_prompt(tmp_path):
     out = tmp_path / "digits.png"
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "120"})
-    arguments = ["demo", "--device", "cpu", "--steps", "2", "--out", str(out), "--model", str(ROOT / demo.MODEL)]
+    arguments = ["demo", "--device", "cpu", "--steps", "2", "--out", str(out), "--model", str(ROOT / digits.MODEL)]
+    arguments += ["--tokens", "8", "--prompt", "Mr. Darcy", "--language-model", str(ROOT / continuation.MODEL)]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     with Image.open(out) as picture:
@@ -27,14 +31,16 @@ def test_the_command_draws_ten_digits_and_writes_the_picture(tmp_path):
         assert len(np.unique(picture.convert("L"))) > 20
     for words in ("time per image", "it/s", "peak memory", "time to ready", "max abs error", "PSNR", "bit-equal"):
         assert words in result.output
+    for words in ("8 tokens after a prompt", "tokens per second", "same tokens", "both: Mr. Darcy", "On a CPU"):
+        assert words in result.output
     assert "accel.optimize(pipe)" in result.output
 
 
 @pytest.fixture(scope="module")
 def comparison():
     with Progress(disable=True) as progress:
-        return demo.run(
-            ROOT / demo.MODEL,
+        return digits.run(
+            ROOT / digits.MODEL,
             torch.device("cpu"),
             torch.float32,
             steps=3,
@@ -59,14 +65,43 @@ def test_figures_are_of_this_run(comparison):
     assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.summary
 
 
-def test_the_model_is_found_in_a_checkout_from_anywhere(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", [digits, continuation], ids=lambda part: part.__name__)
+def test_the_model_is_found_in_a_checkout_from_anywhere(part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert demo.find_model(None).resolve() == (ROOT / demo.MODEL).resolve()
+    assert part.find_model(None).resolve() == (ROOT / part.MODEL).resolve()
 
 
-def test_a_missing_model_is_named(tmp_path):
+@pytest.mark.parametrize("part", [digits, continuation], ids=lambda part: part.__name__)
+def test_a_missing_model_is_named(part, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        demo.find_model(tmp_path / "nowhere")
+        part.find_model(tmp_path / "nowhere")
+
+
+@pytest.fixture(scope="module")
+def written():
+    with Progress(disable=True) as progress:
+        call = {"prompt": "Emma could not", "new_tokens": 12, "seed": 3, "progress": progress}
+        return continuation.run(ROOT / continuation.MODEL, torch.device("cpu"), torch.float32, **call)
+
+
+def test_both_models_write_the_same(written):
+    assert len(written.stock) == written.same == 12 and written.stock == written.optimised
+    assert written.texts[0] == written.texts[1] and written.texts[0].strip()
+    assert written.restored_equal
+
+
+def test_figures_of_the_text_are_of_this_run(written):
+    assert len(written.stock_s) == len(written.optimised_s) == continuation.RUNS
+    assert written.ready_s >= 0 and written.speedup > 0 and written.summary
+
+
+def test_texts_that_part_are_both_shown(written):
+    parted = replace(written, optimised=[*written.stock[:7], -1, *written.stock[8:]], texts=(" a b", " a c"))
+    console = Console(record=True, width=120)
+    parted.show(console)
+    shown = console.export_text()
+    assert "the first 7" in shown and "stock: Emma could not a b" in shown and "accel: Emma could not a c" in shown
+    assert "rounding" in shown
 
 
 def test_the_contact_sheet_labels_and_enlarges():

@@ -83,6 +83,42 @@ def test_sdxl(run, tmp_path, sdxl_folder):
     assert (tmp_path / "sdxl.png").stat().st_size > 200
 
 
+def test_generate(run):
+    printed = run("generate.py")
+    assert printed.startswith("It was a beautiful evening, and") and len(printed.split()) > 40
+    assert "sites patched" in printed
+
+
+def test_chat(run):
+    printed = run("chat.py")
+    turns = re.findall(r"^> ([^\n]+)\n(.*?)\n\((\d+) of (\d+) tokens were in the cache\)$", printed, re.M | re.S)
+    assert len(turns) == 3
+    kept, read = zip(*((int(kept), int(read)) for *_, kept, read in turns), strict=True)
+    assert kept[0] == 0 and all(a < b for a, b in zip(kept, read, strict=True))
+    assert kept[1] >= read[0] and kept[2] >= read[1]  # a turn keeps at least all that the turn before had to read
+
+
+def test_streaming(run):
+    printed = run("streaming.py")
+    assert printed.startswith("The carriage was at the door, and")
+    assert all(
+        float(figure) > 0 for figure in re.search(r"(\d+) ms to the first words, (\d+) tokens", printed).groups()
+    )
+
+
+def test_beam(run):
+    printed = run("beam.py")
+    scores = [float(score) for score in re.findall(r"^(-\d+\.\d+) '", printed, re.M)]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert "the same beams as stock: True" in printed
+    assert float(re.search(r"scores apart ([\d.e+-]+)", printed)[1]) < 1e-4
+
+
+def test_batch(run):
+    printed = run("batch.py")
+    assert "rows as by themselves: 3 of 3" in printed
+
+
 @pytest.fixture
 def sdxl_folder(tmp_path, tiny):
     """A pipeline made like SDXL, each part tiny and random, saved as a user would find it."""

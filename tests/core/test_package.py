@@ -16,7 +16,7 @@ ACCEL = ROOT / "accel"
 KERNELS = ROOT / "kernels" / "accel_kernels"
 TRITON = KERNELS / "triton_kernels"
 # These stand above both worlds; every other file of accel's top folder is core.
-ABOVE = {"cli.py", "demo.py", "api.py", "__main__.py"}
+ABOVE = {"cli.py", "api.py", "__main__.py"}
 
 NAMES = {"Options", "Quality", "Report", "optimize", "optimized", "report", "restore", "verify", "__version__"}
 

@@ -5,12 +5,11 @@ in several shares (split-KV, "flash decoding", Dao et al. 2023); who finishes la
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel_kernels.kv import VALID
+from accel_kernels.prompt_attention import PromptAttention
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.decode import decode, decodes
 from accel_kernels.triton_kernels.dependents import programmatic
@@ -109,7 +108,7 @@ def attend_kernel(
 
 def attend(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
@@ -122,7 +121,7 @@ def attend(
     kv_heads = k.shape[2]
     extras = (kv.valid, softcap, sinks, slopes)
     if kv.fresh and new > 1 and q.is_cuda and all(e is None for e in extras) and (window is None or window >= new):
-        return _fresh(q, kv, scale)
+        return _fresh(q, kv, scale, dense or PromptAttention())
     group = heads // kv_heads
     tile = tile_of(new * group, kv.block, dim, q.dtype)
     tiles = triton.cdiv(new * group, tile.queries)
@@ -143,24 +142,12 @@ def attend(
     return out
 
 
-def _fresh(q, kv, scale: float):
+def _fresh(q, kv, scale: float, dense):
     """A prompt without past: torch's own causal attention, over the keys as they lie in the store."""
     rows, new = q.shape[:2]
     keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new].transpose(1, 2) for t in (kv.keys, kv.values))
-    with sdpa_kernel(list(FRESH), set_priority=True):
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
-        )
+    out = dense(q.transpose(1, 2), keys, values, scale, kv.layer == 0)
     return out.transpose(1, 2).reshape(rows, new, -1)
-
-
-# In this order, as measured on an H200.
-FRESH = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
 
 
 def _specimen(dtype, queries, dim, **flags):

@@ -1,4 +1,4 @@
-"""The demo: ten digits drawn by a small Stable Diffusion pipeline, stock and optimised, from the same seeds.
+"""The first part: ten digits drawn by a small Stable Diffusion pipeline, stock and optimised, from the same seeds.
 
 Two copies of the pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
 that nothing but the one line differs between them.
@@ -21,27 +21,17 @@ from rich.text import Text
 import accel
 from accel.bench.timing import seconds
 from accel.contact_sheet import contact_sheet
+from accel.demo.shipped import find_folder, machine
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PROMPT = "a handwritten {}"
 AMPLIFY = 10  # the difference is drawn this many times as strong
 
-THREE_LINES = """\
-pipe = DiffusionPipeline.from_pretrained("your/model", dtype=torch.float16).to("cuda")
-import accel
-accel.optimize(pipe)  # and back again: accel.restore(pipe)"""
-
 
 def find_model(folder: Path | None) -> Path:
     """The given folder; without one, the digits pipeline of a checkout. Raises FileNotFoundError saying what to do."""
-    candidates = [folder] if folder else [MODEL, Path(__file__).parent.parent / MODEL]
-    for candidate in candidates:
-        if (candidate / "model_index.json").is_file():
-            return candidate
-    if folder:
-        raise FileNotFoundError(f"{folder} holds no pipeline (no model_index.json in it)")
-    raise FileNotFoundError(f"{MODEL} is not here; run this in a checkout of the repository, or name a pipeline folder")
+    return find_folder(folder, MODEL, "pipeline", "model_index.json")
 
 
 @dataclass(frozen=True)
@@ -104,9 +94,6 @@ class Comparison:
     def show(self, console: Console) -> None:
         console.print(self.table())
         console.print(Text(self.summary))
-        console.print("\nIn your own code:\n")
-        console.print(Text(THREE_LINES, style="green"), soft_wrap=True)
-        console.print()
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype):
@@ -125,13 +112,6 @@ def _draw(pipe, word: str, seed: int, steps: int) -> np.ndarray:
 
 def _timed(draw, device: torch.device, times: list[float], images: list[np.ndarray]) -> None:
     times.append(seconds(lambda: images.append(draw()), device))
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"the CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 class _Peak:
@@ -202,6 +182,6 @@ def run(
         peak_mb=(stock_mb, optimised_mb) if stock_mb is not None else None,
         restored_equal=bool(np.array_equal(again, stock_images[0])),
         steps=steps,
-        machine=_machine(device),
+        machine=machine(device),
         summary=summary,
     )

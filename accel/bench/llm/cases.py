@@ -1,0 +1,202 @@
+"""What is timed in turns: decode steps, prompts, other ways to generate, and decoding far into a long context.
+
+The time of a step is the difference of two generate() calls that write a few and many tokens, by the tokens between:
+nothing watches the calls, and what a call costs once is in neither.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from accel.bench.llm.models import prompt
+from accel.bench.llm.traffic import Traffic
+from accel.bench.llm.turns import Case, Variant
+from accel.bench.timing import seconds
+from accel.llm.inputs import example_inputs
+
+PROMPTS = (512, 2048, 8192)
+CHUNK = 4096  # tokens of a long prompt computed at once
+PERIOD = 24  # after so many tokens a prompt repeats itself, for prompt lookup to find something
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+MODES = {
+    "beam 4": {"num_beams": 4},
+    "top-k, top-p": SAMPLING,
+    "top-k, top-p, penalty": SAMPLING | {"repetition_penalty": 1.1},
+    "4 sequences": SAMPLING | {"num_return_sequences": 4},
+    "4 left-padded rows": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 8},
+    "assisted": {},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all cases know: the model measured (stock), how fast the card copies (bytes a second), sizes asked for."""
+
+    stock: nn.Module
+    traffic: Traffic
+    bandwidth: float
+    device: torch.device
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    new_tokens: int
+    long: int
+
+    @property
+    def few(self) -> int:
+        return max(3, self.new_tokens // 8)
+
+    @property
+    def many(self) -> int:
+        return self.few + self.new_tokens
+
+    @property
+    def most(self) -> int:
+        """Tokens that the model has positions for."""
+        return getattr(self.stock.config.get_text_config(), "max_position_embeddings", None) or 2**30
+
+    def steps(self, variant: Variant, inputs: dict, **options) -> dict[str, float]:
+        """Seconds of a call that writes many tokens, and of one decode step."""
+        few, many = (
+            seconds(lambda tokens=tokens: variant.generate(inputs, tokens, **options), self.device)
+            for tokens in (self.few, self.many)
+        )
+        return {"call": many, "step": (many - few) / self.new_tokens}
+
+    def rate(self, rows: int, context: int, median: dict[str, float]) -> dict:
+        """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
+        step = median["step"]
+        moved = self.traffic.step_bytes(rows, context + (self.few + self.many) // 2)
+        return {
+            "ms_step": round(step * 1e3, 4),
+            "tok_s": round(rows / step, 1),
+            "share_of_bandwidth": round(moved / self.bandwidth / step, 4),
+            "call_ms": round(median["call"] * 1e3, 2),
+        }
+
+
+def decode(work: Work) -> Iterator[Case]:
+    """Every batch at the first context, and one row at the others."""
+    first, *others = work.contexts
+    for rows, context in [(rows, first) for rows in work.batches] + [(1, context) for context in others]:
+
+        def prepare(variant, rows=rows, context=context):
+            inputs = prompt(work.stock, rows, _room(work, context, work.many))
+            return lambda: work.steps(variant, inputs)
+
+        def figures(median, rows=rows, context=context):
+            return work.rate(rows, context, median)
+
+        about = {"batch": rows, "context": context, "new tokens": work.new_tokens}
+        compiled = ("stock", "accel", "compile") if context == first and rows in work.batches[:2] else None
+        yield Case("decode", about, prepare, figures, compiled)
+
+
+def prefill(work: Work) -> Iterator[Case]:
+    """A prompt of one row: the forward that generate() begins with, and a generate() of one token."""
+    config = work.stock.config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    itemsize = work.stock.dtype.itemsize
+    for tokens in (tokens for tokens in PROMPTS if tokens < work.most):
+
+        def prepare(variant, tokens=tokens):
+            inputs = prompt(work.stock, 1, tokens)
+
+            def sample() -> dict[str, float]:
+                return {
+                    "forward": seconds(lambda: variant.model(**inputs, use_cache=True, logits_to_keep=1), work.device),
+                    "call": seconds(lambda: variant.generate(inputs, 1), work.device),
+                }
+
+            return sample
+
+        def figures(median, tokens=tokens):
+            flops = work.traffic.flops(tokens, width, itemsize)
+            return {
+                "ms": round(median["forward"] * 1e3, 3),
+                "tflop_s": round(flops / median["forward"] / 1e12, 2),
+                "call_ms": round(median["call"] * 1e3, 3),
+            }
+
+        yield Case("prefill", {"tokens": tokens}, prepare, figures)
+
+
+def modes(work: Work) -> Iterator[Case]:
+    """Other ways to generate, from a prompt of the first context."""
+    context = work.contexts[0]
+    for mode, options in MODES.items():
+
+        def prepare(variant, mode=mode, options=options):
+            inputs = _prompt_for(mode, work, _room(work, context, work.many))
+            if mode == "assisted":
+                options = options | {"assistant_model": variant.assistant()}
+
+            def sample() -> dict[str, float]:
+                torch.manual_seed(0)
+                return work.steps(variant, inputs, **options)
+
+            return sample
+
+        def figures(median, mode=mode):
+            step, rows = median["step"], 4 if mode.startswith("4 ") else 1
+            call_ms = round(median["call"] * 1e3, 2)
+            return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
+
+        yield Case("modes", {"mode": mode, "context": context}, prepare, figures)
+
+
+def long(work: Work) -> Iterator[Case]:
+    """One row that goes on from a long past, which was computed in chunks; the past is cut back after each call."""
+    past = min(work.long, work.most - work.many - 1)
+    if past < 1:
+        return
+
+    def prepare(variant):
+        ids = prompt(work.stock, 1, past + 1)["input_ids"]
+        cache, start = None, 0
+        begun = []
+
+        def compute() -> None:
+            nonlocal cache
+            for chunk in ids[:, :past].split(CHUNK, dim=1):
+                out = variant.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = out.past_key_values
+
+        begun.append(seconds(compute, work.device))
+        start = cache.get_seq_length()
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def timed(tokens: int) -> float:
+            taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
+            cache.crop(start - cache.get_seq_length())
+            return taken
+
+        def sample() -> dict[str, float]:
+            few, many = timed(work.few), timed(work.many)
+            return {"prefill": begun[0], "call": many, "step": (many - few) / work.new_tokens}
+
+        return sample
+
+    def figures(median):
+        return work.rate(1, past, median) | {"prefill_s": round(median["prefill"], 3)}
+
+    yield Case("long", {"context": past, "new tokens": work.new_tokens}, prepare, figures)
+
+
+def _room(work: Work, context: int, new: int) -> int:
+    """The context, where the model has positions for it and the new tokens; beyond them a GPU would only crash."""
+    if context + new > work.most:
+        raise ValueError(f"{context} and {new} tokens are more than the {work.most} positions of this model")
+    return context
+
+
+def _prompt_for(mode: str, work: Work, context: int) -> dict[str, torch.Tensor]:
+    if mode == "4 left-padded rows":
+        return example_inputs(work.stock, 4, context)
+    inputs = prompt(work.stock, 1, context)
+    if mode == "prompt lookup":
+        inputs["input_ids"] = inputs["input_ids"][:, torch.arange(context) % PERIOD]
+    return inputs

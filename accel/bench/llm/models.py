@@ -1,0 +1,79 @@
+"""Models to measure, with random weights or from a folder; and stock beside them over the same weights."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel.bench.llm.configs import CONFIGS
+
+SEED = 0
+
+
+def build(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model of this name with random weights made on the device, or the saved one of this folder.
+
+    Its end-of-text token is one that it cannot write: generate() looks for it as ever, and never finds it.
+    Raises KeyError for a name that is neither, ValueError or TypeError for a folder without a causal language model.
+    """
+    if model in CONFIGS:
+        made = _random(config_of(model), device, dtype)
+    elif Path(model).is_dir():
+        from accel import saved
+
+        made = saved.load(Path(model), dtype, device)
+    else:
+        raise KeyError(model)
+    from accel.llm.inputs import causal
+
+    if not causal(made):
+        raise TypeError(f"{model} holds a {type(made).__name__}, which is no causal language model")
+    return _endless(made.requires_grad_(False))
+
+
+def config_of(name: str):
+    from transformers import AutoConfig
+
+    kind, given = CONFIGS[name]
+    return AutoConfig.for_model(kind, **given)
+
+
+def _random(config, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.manual_seed(SEED)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _endless(model: nn.Module) -> nn.Module:
+    config = model.generation_config
+    config.eos_token_id = model.config.get_text_config().vocab_size
+    if config.pad_token_id is None:
+        config.pad_token_id = 0
+    return model
+
+
+def beside(model: nn.Module) -> nn.Module:
+    """A second, stock model over the very same parameters and buffers; to be made before the first is optimised."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def assistant(model: nn.Module, layers: int = 2) -> nn.Module:
+    """A model of the same make with few layers and random weights, for assisted generation."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    device, dtype = model.device, model.dtype
+    return _endless(_random(config, device, dtype).requires_grad_(False))
+
+
+def prompt(model: nn.Module, rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:
+    """Random input_ids and a mask of ones, (rows, tokens), as a tokenizer gives them."""
+    from accel.llm.inputs import example_inputs
+
+    return example_inputs(model, rows, tokens, padded=False, seed=seed)

@@ -1,0 +1,79 @@
+"""A language model's results as tables."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from accel.bench.llm.cases import Case
+
+NAMES = ("stock", "compile", "accel")
+HEADINGS = {
+    "ms_step": ("ms/token", "{:.2f}"),
+    "tok_s": ("tok/s", "{:,.0f}"),
+    "ms": ("ms", "{:.1f}"),
+    "tflop_s": ("TFLOP/s", "{:.0f}"),
+    "share_of_bandwidth": ("of bound", "{:.0%}"),
+    "first_s": ("first s", "{:.2f}"),
+}
+
+
+def tables(result: dict) -> Iterator[Table]:
+    """One table a part that was measured."""
+    for part in ("decode", "prefill", "modes", "long"):
+        if result["parts"].get(part):
+            yield _in_turns(part, result["parts"][part])
+    if result["parts"].get("memory"):
+        yield _memory(result["parts"]["memory"])
+    if result["parts"].get("stalls"):
+        yield _stalls(result["parts"]["stalls"])
+    if result["parts"].get("ready"):
+        yield _ready(result["parts"]["ready"])
+
+
+def _table(title: str, *headings: str, left: int = 1) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if number < left else "right", no_wrap=number < left)
+    return shown
+
+
+def _in_turns(part: str, rows: list[dict]) -> Table:
+    # of bound: the least time of its bytes by its time. first s: the first call of this shape.
+    present = [key for key in HEADINGS if any(key in row[name] for row in rows for name in NAMES if name in row)]
+    shown = _table(part, "", "variant", *(HEADINGS[key][0] for key in present), "speed-up", left=2)
+    main = "ms" if part == "prefill" else "ms_step"
+    for row in rows:
+        about = {key: value for key, value in row.items() if key not in (*NAMES, "new tokens")}
+        about = {"mode": about["mode"]} if "mode" in about else about
+        names = [name for name in NAMES if name in row]
+        for name in names:
+            cells = [HEADINGS[key][1].format(row[name][key]) if key in row[name] else "-" for key in present]
+            ratio = f"{row['stock'][main] / row[name][main]:.2f}x" if "stock" in row else "-"
+            label = Case(part, about, None, None).name if name == names[0] else ""
+            style = "bold" if name == "accel" else None
+            shown.add_row(label, name, *cells, ratio, style=style, end_section=name == names[-1])
+    return shown
+
+
+def _memory(rows: list[dict]) -> Table:
+    shown = _table("peak memory of a call, MiB", "", "stock", "accel", "keys and values", "weights")
+    for row in rows:
+        peaks = [f"{row[name]['allocated']:,.0f}" if row[name] else "-" for name in ("stock", "accel")]
+        label = f"batch {row['batch']}, context {row['context']}, new tokens {row['new tokens']}"
+        shown.add_row(label, *peaks, f"{row['kv_mb']:,.0f}", f"{row['weights_mb']:,.0f}")
+    return shown
+
+
+def _stalls(rows: list[dict]) -> Table:
+    shown = _table("the worst first call of a new shape", "", "s beyond its steady time", "batch", "context")
+    for row in rows:
+        call = row["worst_call"]
+        shown.add_row(row["variant"], f"{row['worst_s']:.3f}", str(call["batch"]), str(call["context"]))
+    return shown
+
+
+def _ready(rows: dict[str, dict]) -> Table:
+    shown = _table("time to ready in a fresh process, s", "", "ready", "optimize", "first call", "a later call")
+    for name, row in rows.items():
+        shown.add_row(name, *(f"{row[key]:.2f}" for key in ("ready_s", "optimize_s", "first_call_s", "steady_call_s")))
+    return shown

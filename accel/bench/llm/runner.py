@@ -1,0 +1,217 @@
+"""One language model, start to end: correctness first, then the parts asked for, as long as there is time."""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import accel
+from accel.bench.llm import cases, memory, ready, stalls
+from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.models import assistant, beside, build
+from accel.bench.llm.traffic import Traffic, copy_bandwidth
+from accel.bench.llm.turns import Case, Clock, Variant, take_turns
+from accel.bench.machine import commit, machine, now
+from accel.bench.memory import release
+from accel.bench.runner import WrongResult, fresh_inductor_cache
+from accel.bench.timing import seconds
+from accel.llm.inputs import example_inputs
+
+IN_TURNS = {"decode": cases.decode, "prefill": cases.prefill, "modes": cases.modes, "long": cases.long}
+# Parts in their order, and the share of the time that is kept for each while those before it are at work.
+PARTS = {"decode": 0.35, "prefill": 0.1, "modes": 0.2, "long": 0.1, "memory": 0.05, "stalls": 0.1, "ready": 0.1}
+STAGES = ("building", "correctness", *PARTS)
+SHARE = 40  # of the whole time, for the rounds of one case
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
+
+    compiled: beside them the stock model with its static cache, which generate() then compiles.
+    """
+
+    model: str
+    device: torch.device
+    dtype: torch.dtype
+    parts: tuple[str, ...] = tuple(PARTS)
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (512, 2048, 8192)
+    new_tokens: int = 64
+    long: int = 32768
+    compiled: bool = False
+    seconds: float = 280.0
+
+    @property
+    def name(self) -> str:
+        if self.model in CONFIGS:
+            return self.model
+        return re.sub(r"[^A-Za-z0-9.]+", "-", Path(self.model).resolve().name).strip("-")
+
+
+@dataclass
+class Run:
+    """A result as it grows."""
+
+    request: Request
+    clock: Clock
+    rows: dict[str, list | dict] = field(default_factory=dict)
+    failed: list[dict] = field(default_factory=list)
+    skipped: list[dict] = field(default_factory=list)
+
+    def fail(self, part: str, case: str, variant: str, error: Exception) -> None:
+        lines = str(error).strip().splitlines() or [""]
+        line = lines[-1] if "Error" in lines[-1] else lines[0]  # of another process's traceback, its last line
+        reason = f"{type(error).__name__}: {line}"
+        self.failed.append({"part": part, "case": case, "variant": variant, "reason": reason[:300]})
+
+    def out_of_time(self, part: str, case: str = "") -> bool:
+        """Whether nothing new may be begun, which is noted."""
+        after = list(PARTS)[list(PARTS).index(part) + 1 :]
+        later = sum(PARTS[name] for name in after if name in self.request.parts)
+        if self.clock.left() > later * self.clock.total:
+            return False
+        reason = f"its share of {self.clock.total:g} seconds was over"
+        self.skipped.append({"part": part, "case": case, "reason": reason})
+        return True
+
+
+def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> dict:
+    """The result as one dict, ready for JSON.
+
+    Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
+    """
+    device = request.device
+    going = Run(request, Clock(request.seconds))
+    stage("building")
+    model = build(request.model, device, request.dtype)
+    result = {
+        "case": f"llm-{request.name}",
+        "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
+        "date": now(),
+        "commit": commit(),
+        "machine": machine(device),
+        "dtype": str(request.dtype).removeprefix("torch."),
+    }
+    try:
+        result |= _in_process(request, going, model, stage)
+    finally:
+        del model
+        _release(device)
+    if "ready" in request.parts and not going.out_of_time("ready"):
+        stage("ready")
+        try:
+            context = request.contexts[0]
+            going.rows["ready"] = ready.rows(request.model, device, request.dtype, context, going.clock)
+        except RuntimeError as error:
+            going.fail("ready", f"context {request.contexts[0]}", "", error)
+    return result | {
+        "parts": {part: going.rows[part] for part in PARTS if part in going.rows},
+        "failed": going.failed,
+        "skipped": going.skipped,
+        "took_s": round(request.seconds - going.clock.left(), 1),
+    }
+
+
+@torch.no_grad()
+def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
+    device = request.device
+    stock = beside(model)
+    traffic = Traffic.of(stock)
+    bandwidth = copy_bandwidth(device)
+    sizes = (request.batches, request.contexts, request.new_tokens, request.long)
+    work = cases.Work(stock, traffic, bandwidth, device, *sizes)
+    stage("correctness")
+    result = {
+        "sizes": {
+            "parameters": sum(p.numel() for p in stock.parameters()),
+            "read_a_step_gb": round(traffic.step_bytes(1, 0) / 1e9, 4),
+            "cache_a_token_kb": round(sum(each for each, _ in traffic.cached) / 1e3, 3),
+            "attention": stock.config._attn_implementation,
+        },
+        "copy_bandwidth_gb_s": round(bandwidth / 1e9, 1),
+        **_correct(model, stock, device),
+    }
+    variants = [
+        Variant("stock", stock, assistant=lambda: assistant(stock)),
+        Variant("accel", model, assistant=lambda: accel.optimize(assistant(stock))),
+    ]
+    for part in (part for part in IN_TURNS if part in request.parts):
+        if not going.out_of_time(part):
+            stage(part)
+            _turns(going, list(IN_TURNS[part](work)), variants)
+    if "memory" in request.parts and not going.out_of_time("memory"):
+        stage("memory")
+        batches = sorted({request.batches[0], request.batches[-1]})
+        _each(going, "memory", {f"batch {rows}": partial(memory.row, work, variants[1], rows) for rows in batches})
+    if "stalls" in request.parts and not going.out_of_time("stalls"):
+        stage("stalls")
+        _each(going, "stalls", {variant.name: partial(stalls.row, work, variant) for variant in variants})
+    report = accel.report(model).to_dict()
+    result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
+    return result | {"sites": dict(Counter(site["status"] for site in report["sites"]))}
+
+
+def _correct(model: nn.Module, stock: nn.Module, device: torch.device) -> dict:
+    """Optimises the model; raises WrongResult where it computes something else, or is not undone exactly."""
+    inputs = example_inputs(model)
+    before, again = model(**inputs).logits, model(**inputs).logits
+    optimize_s = seconds(lambda: accel.optimize(model), device)
+    quality = accel.verify(model, **inputs)
+    if not quality.passed:
+        raise WrongResult(f"{quality.verdict} ({quality.agreement}); nothing was timed")
+    after = accel.restore(model)(**inputs).logits
+    equal = torch.equal(before, after) if torch.equal(before, again) else None
+    if equal is False:
+        raise WrongResult("after accel.restore the logits are not stock's any more")
+    accel.optimize(model)
+    return {"quality": quality.to_dict(), "restored_bit_equal": equal, "optimize_s": round(optimize_s, 3)}
+
+
+def _turns(going: Run, chosen: list[Case], variants: list[Variant]) -> None:
+    """Times the cases of a part in turns; with the compiler, where asked for, those that name it."""
+    compiler = variants[0].model if going.request.compiled else None
+    for case in chosen:
+        if going.out_of_time(case.part, case.name):
+            continue
+        taking_part = list(variants)
+        if compiler is not None and case.variants is not None and "compile" in case.variants:
+            taking_part.append(Variant("compile", beside(compiler), {"cache_implementation": "static"}))
+        with fresh_inductor_cache() if len(taking_part) > len(variants) else contextlib.nullcontext():
+            found = take_turns(
+                case,
+                taking_part,
+                going.request.device,
+                going.request.seconds / SHARE,
+                lambda name, error, case=case: going.fail(case.part, case.name, name, error),
+            )
+        if len(taking_part) > len(variants):
+            del taking_part[-1]
+            torch.compiler.reset()
+        going.rows.setdefault(case.part, []).append(case.about | found)
+        _release(going.request.device)
+
+
+def _each(going: Run, part: str, rows: dict[str, Callable[[], dict]]) -> None:
+    """A row for each, those that fail told instead."""
+    for name, row in rows.items():
+        if going.out_of_time(part, name):
+            continue
+        try:
+            going.rows.setdefault(part, []).append(row())
+        except Exception as error:  # as in turns
+            going.fail(part, name, "", error)
+        _release(going.request.device)
+
+
+def _release(device: torch.device) -> None:
+    """Memory of the case before; an error that it left behind must not cost the figures of others."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            release(device)

@@ -1,0 +1,25 @@
+"""Where the models that ship are found, and what they ran on."""
+
+from pathlib import Path
+
+import torch
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def find_folder(given: Path | None, shipped: Path, kind: str, index: str) -> Path:
+    """The given folder; without one, what a checkout ships. FileNotFoundError where no file `index` is in it."""
+    candidates = [given] if given else [shipped, CHECKOUT / shipped]
+    for candidate in candidates:
+        if (candidate / index).is_file():
+            return candidate
+    if given:
+        raise FileNotFoundError(f"{given} holds no {kind} (no {index} in it)")
+    raise FileNotFoundError(f"{shipped} is not here; run this in a checkout of the repository, or name a {kind} folder")
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"the CPU, {threads} thread{'s' * (threads != 1)}"

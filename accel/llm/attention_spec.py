@@ -1,0 +1,179 @@
+"""How one attention makes queries, keys and values, rotates them and attends, found by comparing with a record."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from accel.llm.alibi import slopes_given
+from accel.llm.compare import agree, factor, named_factor
+from accel.llm.qk_norm import HeadNorm, head_norm
+from accel.llm.recorder import Call, LayerRecord, Record
+from accel.llm.rotary import Rotary, rotaries
+from accel.llm.small_store import SmallStore
+from accel.llm.understanding import NotUnderstood
+from accel.settings import settings
+
+# How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
+# groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
+SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
+# What an attention function may be told besides what `AttentionSpec` holds; none of it changes what is computed.
+HARMLESS = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "position_ids", "use_cache", "cache_position"}
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention. name: from the layer, as all names here; settings: of that module, see `settings`.
+
+    projections: of queries, keys and values, or one for all; out: the projection of the result.
+
+    groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
+    Falcon does. index: the layer's place in the cache. scale, window, softcap, slopes: as in `accel_kernels.attend`;
+    sinks: the name of that parameter.
+    """
+
+    name: str
+    settings: tuple
+    projections: tuple[str, ...]
+    out: str
+    layout: str
+    heads: int
+    groups: int
+    kv_heads: int
+    dim: int
+    index: int
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
+    rotary: Rotary | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None
+    slopes: torch.Tensor | None
+
+
+def split(outputs, layout: str, heads: int, groups: int, kv_heads: int, dim: int):
+    """Outputs of the projections, (rows, new, N), as queries, keys and values, (rows, new, heads, D)."""
+    if layout == SEPARATE:
+        q, k, v = (y.unflatten(-1, (-1, dim)) for y in outputs)
+    elif layout == JOINED:
+        q, k, v = outputs[0].unflatten(-1, (-1, dim)).split([heads, groups, groups], dim=-2)
+    else:
+        y = outputs[0].unflatten(-1, (groups, -1, dim))
+        q, k, v = y[..., :-2, :].flatten(-3, -2), y[..., -2, :], y[..., -1, :]
+    if groups != kv_heads:
+        k, v = (t.repeat_interleave(kv_heads // groups, dim=-2) for t in (k, v))
+    return q, k, v
+
+
+def understand_attention(layer: LayerRecord, record: Record) -> tuple[AttentionSpec, Call, Call]:
+    """The attention of a recorded layer, its first projection's call and its last's. Raises NotUnderstood."""
+    if layer.attention is None:
+        raise NotUnderstood("it stores no keys and values")
+    if layer.values.shape != layer.keys.shape:
+        raise NotUnderstood("keys and values of different sizes")
+    options, seen = _told(layer, record)
+    calls = layer.inside(layer.attention)
+    tried = "no projection gives the values it stores"
+    for projections, layout in _projections(calls, layer):
+        q, k, v = split([call.output.held for call in projections], **layout)
+        tried = "its keys are not what projection, norm and rotation give"
+        for k_norm, normed_k in head_norm(layer, calls, k):
+            for rotary in rotaries(layer, normed_k, layer.keys):
+                tried = "its queries, scores or result are of another formula"
+                for q_norm, normed_q in head_norm(layer, calls, q):
+                    found = _result(layer, options, seen, calls, rotary, normed_q, normed_k, v)
+                    if found is not None:
+                        rest, out = found
+                        names = tuple(layer.name(call.module) for call in projections)
+                        spec = AttentionSpec(
+                            layer.name(layer.attention), settings(layer.attention), names, layer.name(out.module),
+                            **layout, index=layer.index, q_norm=q_norm, k_norm=k_norm, rotary=rotary, window=seen,
+                            **rest,
+                        )  # fmt: skip
+                        return spec, projections[0], out
+    raise NotUnderstood(tried)
+
+
+def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
+    """What the attention function was told, and the sliding window of the mask."""
+    if layer.attended is not None:
+        options, mask = layer.attended.options, layer.attended.mask
+        for name, value in options.items():
+            if name == "is_causal" and value is False:
+                raise NotUnderstood("its attention sees the future")
+            if name not in HARMLESS | {"is_causal"} and not name.startswith("output_") and value not in (None, False):
+                raise NotUnderstood(f"its attention is told {name}")
+    else:
+        options, calls = {}, [call for call in layer.calls if call.module is layer.attention]
+        given = [value for call in (*calls, layer.call) for value in (*call.args, *call.kwargs.values())]
+        mask = next((value for value in given if record.made(value)), None)
+    return options, record.window(mask)
+
+
+def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[Call, ...], dict]]:
+    """Calls whose outputs may hold queries, keys and values, and the arguments of `split` for them."""
+    rows, stored, tokens, d = layer.values.shape
+    values = layer.values.transpose(1, 2)  # (rows, tokens, heads, D)
+
+    def flat(call):
+        return call.alone and call.output is not None and call.output.held.shape[:2] == (rows, tokens)
+
+    def layout(kind, heads, groups):
+        return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}
+
+    whole = [call for call in calls if flat(call) and call.output.held.dim() == 3]
+    for call in whole:
+        y = call.output.held
+        total, rest = divmod(y.shape[-1], d)
+        if rest:
+            continue
+        if total == stored and torch.equal(y.unflatten(-1, (-1, d)), values):
+            siblings = [c for c in whole if c is not call and c.input.same(call.input)]
+            for k in (c for c in siblings if c.output.held.shape[-1] == stored * d):
+                for q in (c for c in siblings if c is not k and c.output.held.shape[-1] % (stored * d) == 0):
+                    yield (q, k, call), layout(SEPARATE, q.output.held.shape[-1] // d, stored)
+        if total > 2 * stored and torch.equal(y[..., -stored * d :].unflatten(-1, (-1, d)), values):
+            yield (call,), layout(JOINED, total - 2 * stored, stored)
+        for groups in (g for g in range(1, total // 3 + 1) if total % g == 0 and stored % g == 0):
+            mine = y.unflatten(-1, (groups, -1, d))[..., -1, :]
+            if torch.equal(mine.repeat_interleave(stored // groups, dim=-2), values):
+                yield (call,), layout(GROUPED, total - 2 * groups, groups)
+
+
+def _result(layer, options, seen, calls, rotary, q, k, v) -> tuple[dict, Call] | None:
+    """Scale and the like, and the call of the last projection: that which was given what attention over these gives."""
+    holders = (layer.attention, layer.layer)
+    angles = {}
+    if rotary is not None:
+        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.kwargs, layer.attention))
+        angles = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
+    usual = q.shape[-1] ** -0.5
+    if layer.attended is None:
+        scales = [usual, 1.0, *(x for holder in holders for x in vars(holder).values() if type(x) is float)]
+    else:
+        turned, wanted = SmallStore(q), layer.attended.query.transpose(1, 2)
+        turned(q, q, q, 1.0, **angles)
+        before = named_factor(factor(turned.keys, wanted), q.dtype, holders)  # OPT scales queries, not scores
+        if before is None or not agree(turned.keys * before, wanted):
+            return None
+        told = options.get("scaling")
+        scales = [before * (usual if told is None else told)]
+    sinks = options.get("s_aux")
+    name = next((name for name, p in layer.attention.named_parameters(recurse=False) if p is sinks), None)
+    if sinks is not None and name is None:
+        return None
+    if layer.known is not None:  # scores this large choose one key, which rounding may tip
+        known = layer.known.attention
+        rest = {name: getattr(known, name) for name in ("scale", "softcap", "sinks", "slopes")}
+        return next(((rest, call) for call in calls if layer.name(call.module) == known.out), None)
+    store = SmallStore(k)
+    more = {"window": seen, "softcap": options.get("softcap"), "sinks": sinks, **angles}
+    for scale in dict.fromkeys(scales):
+        for slopes in slopes_given(layer, q.shape[2], scale):
+            got = store(q, k, v, scale, slopes=slopes, **more)
+            for call in calls:
+                if call.alone and agree(got, call.input.held, slack=2.0):
+                    rest = {"scale": scale, "softcap": more["softcap"], "sinks": name, "slopes": slopes}
+                    return rest, call
+    return None

@@ -1,0 +1,158 @@
+"""The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accel_kernels.rehearsal import rehearsal
+from transformers import DynamicCache
+
+from accel.llm.cache import adopt
+from accel.llm.compare import off
+from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
+from accel.llm.recorder import example_ids, resting
+from accel.llm.understanding import NotUnderstood
+from accel.patch import ForwardPatch
+
+# Root mean square over the logits, relative: a few layers' worth of rounding.
+LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
+LONGER = 160  # tokens of a prompt that is more than a few rows
+LONGEST = 150  # a window up to here is filled, to see it at work
+
+
+def find_manner(forward: DecoderForward) -> Manner:
+    """How the model wants to be called, such that the fused forward gives its logits. Raises NotUnderstood."""
+    model = forward.module
+    windows = [layer.spec.attention.window for layer in forward.layers]
+    prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
+    lengths = (prompt, *STEPS)
+    try:
+        with resting(model):
+            wanted, output = _stock(forward, lengths)
+            alone = _alone(forward)
+            return _manner(forward, lengths, wanted, alone, output)
+    except (NotUnderstood, Unfit) as reason:
+        raise NotUnderstood(str(reason)) from reason
+
+
+def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type) -> Manner:
+    errors = []
+    for mask in (True, False):
+        forward.manner = Manner(output, mask, None)
+        try:
+            with _layers(forward):
+                _rehearse(forward, lengths)
+                error = _off(_fast(forward, lengths), wanted, _chooses(forward))
+                if error <= LIMITS.get(wanted.dtype, 1e-4):
+                    return Manner(output, mask, _own_positions(forward, mask, output, alone))
+            errors.append(f"logits are off by {error:.1e}")
+        except Exception as error:  # a model that makes something else of its mask
+            line = str(error).splitlines()[0] if str(error) else ""
+            errors.append(f"{type(error).__name__}: {line}")
+        finally:
+            forward.manner, forward.seen = None, None
+    raise NotUnderstood(f"the whole model computes something else than its parts: {errors[-1]}")
+
+
+def _own_positions(forward: DecoderForward, mask: bool, output: type, wanted: torch.Tensor) -> str | None:
+    """What positions the model counts for itself where it is given a mask alone."""
+    for positions in (IN_ORDER, BY_MASK):
+        forward.manner = Manner(output, mask, positions)
+        ids, padding, _ = _inputs(forward, PROMPT)
+        got = forward.fast(input_ids=ids, attention_mask=padding, use_cache=True).logits
+        if _off(got[:, PADDING:], wanted, _chooses(forward)) <= LIMITS.get(wanted.dtype, 1e-4):
+            return positions
+    return None
+
+
+def _inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, a mask with the second row's first tokens hidden, and the positions counted by it."""
+    ids = example_ids(forward.module, tokens, seed=1)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def _pieces(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
+    ids, mask, positions = _inputs(forward, sum(lengths))
+    end = 0
+    for length in lengths:
+        start, end = end, end + length
+        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        if "position_ids" in forward.names:
+            given["position_ids"] = positions[:, start:end]
+        yield given
+
+
+def _stock(forward: DecoderForward, lengths: tuple) -> tuple[torch.Tensor, type]:
+    """The logits of all pieces but the padding's, and the class they came in."""
+    cache, found = DynamicCache(config=forward.module.config), []
+    for piece in _pieces(forward, lengths):
+        output = forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        extra = [name for name, value in output.items() if name not in ("logits", "past_key_values")]
+        if extra:
+            raise NotUnderstood(f"its output has {', '.join(extra)}")
+        found.append(output.logits)
+    return torch.cat(found, dim=1)[:, PADDING:], type(output)  # what a hidden token computes is anybody's guess
+
+
+def _alone(forward: DecoderForward) -> torch.Tensor:
+    """Stock logits where a mask is given, but no positions."""
+    ids, mask, _ = _inputs(forward, PROMPT)
+    cache = DynamicCache(config=forward.module.config)
+    output = forward.stock(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True)
+    return output.logits[:, PADDING:]
+
+
+def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
+    cache, found = DynamicCache(), []
+    forward.ready(stack=False)
+    for piece in _pieces(forward, lengths):
+        store = adopt(cache, forward.shapes())
+        if isinstance(store, str):
+            raise NotUnderstood(store)
+        found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
+    return torch.cat(found, dim=1)[:, PADDING:]
+
+
+def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
+    """Compiles side by side what the trial and the user's first calls launch: longer prompts, single rows."""
+    if forward.shapes()[0].device.type != "cuda":
+        return
+    with contextlib.suppress(Exception), rehearsal():  # an error shows again in the trial
+        _fast(forward, lengths)
+        ids, _, positions = _inputs(forward, LONGER + 1)
+        for prompt in (PROMPT, LONGER):
+            store = adopt(DynamicCache(), forward.shapes())
+            for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
+                given = positions[:1, piece] if "position_ids" in forward.names else None
+                forward.run(store, ids[:1, piece], given, None, 1 if "logits_to_keep" in forward.names else 0)
+
+
+@contextmanager
+def _layers(forward: DecoderForward) -> Iterator[None]:
+    """Inside, the layers have their fused forwards."""
+    patches = [ForwardPatch(layer.module, layer) for layer in forward.layers]
+    done = []
+    try:
+        for patch in patches:
+            patch.apply()
+            done.append(patch)
+        yield
+    finally:
+        for patch in reversed(done):
+            patch.undo()
+
+
+def _chooses(forward: DecoderForward) -> bool:
+    """Whether rounding may send tokens to other experts, whose results then have little in common."""
+    return any(not layer.spec.mlp.first for layer in forward.layers)
+
+
+def _off(got: torch.Tensor, wanted: torch.Tensor, chooses: bool) -> float:
+    """How far the logits of the worse row are apart; of its median token where tokens may go astray."""
+    errors = [[off(*token) for token in zip(*row, strict=True)] for row in zip(got, wanted, strict=True)]
+    worst = max(sorted(row)[len(row) // 2] if chooses else max(row) for row in errors)
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,43 @@
+"""When two tensors are the same result, computed in different ways."""
+
+import torch
+
+# Root mean square of the difference, relative to that of the result: a few roundings of the dtype. A factor of 1.01
+# somewhere is more.
+LIMITS = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far apart, root mean square relative to `wanted`; inf where shapes differ in size."""
+    if got.numel() != wanted.numel():
+        return float("inf")
+    got, wanted = got.detach().flatten().double(), wanted.detach().flatten().double()
+    return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def agree(got: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> bool:
+    """Whether rounding explains the difference."""
+    return off(got, wanted) <= slack * LIMITS.get(wanted.dtype, 1e-5)
+
+
+def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The number by which `part` comes closest to `wanted`."""
+    part, wanted = part.flatten().double(), wanted.flatten().double()
+    return float(part @ wanted / (part @ part).clamp_min(1e-30))
+
+
+def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | None:
+    """`found` as a number the model holds: 1, or a float among the attributes of `holders`; None for any other."""
+    slack = LIMITS.get(dtype, 1e-5)
+    held = [value for holder in holders for value in vars(holder).values() if type(value) is float]
+    return next((value for value in (1.0, *held) if abs(found - value) <= slack * abs(value)), None)
+
+
+def is_sum(base: torch.Tensor, branch: torch.Tensor, scale: float, total: torch.Tensor) -> bool:
+    """Whether total = base + scale * branch, but for what rounding does to a sum of this size; all of one shape.
+
+    Measured against the branch, which may be small: a factor on it must show.
+    """
+    error = float((total.double() - base.double() - scale * branch.double()).norm())
+    eps = torch.finfo(total.dtype).eps
+    return error <= 1.5 * eps * float(total.double().norm()) + eps * abs(scale) * float(branch.double().norm())

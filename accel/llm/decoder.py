@@ -1,0 +1,231 @@
+"""The forward of a whole causal language model: its own code around fused layers, and a CUDA graph for decoding."""
+
+import inspect
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from accel_kernels.projection import MOST_ROWS
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache
+
+from accel.fingerprint import Fingerprint
+from accel.forward import FastForward
+from accel.graphs import GraphRunner
+from accel.llm.cache import adopt
+from accel.llm.layer import LayerForward
+from accel.llm.step import Step, Steps
+from accel.llm.store import Shape, Store
+
+# What a fast call understands; of anything else the call runs stock.
+UNDERSTOOD = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
+    "return_dict",
+}  # fmt: skip
+IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
+
+
+class Unfit(Exception):
+    """Why this call runs stock."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a model wants to be called, found by trying. output: the class of what it returns.
+
+    mask: it takes a finished mask of four dimensions, and then makes none. positions: what it does without
+    position_ids where a mask is given, IN_ORDER or BY_MASK; None for something else.
+    """
+
+    output: type
+    mask: bool
+    positions: str | None
+
+
+class DecoderForward(FastForward):
+    """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
+
+    def __init__(self, module, path, kernels, ledger, stack: str, layers: list[LayerForward], steps: Steps):
+        super().__init__(module, path, kernels, ledger)
+        self.stack, self.layers, self.steps = stack, layers, steps
+        self.manner: Manner | None = None
+        self.runner: GraphRunner | None = None
+        self.__setstate__(vars(self))
+
+    def __getstate__(self):
+        own = ("names", "stored", "seen", "reason", "lock")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
+        self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
+        self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
+        self.reason: str | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        reason = self.mode()
+        if reason is None:
+            try:
+                return self.fast(*args, **kwargs)
+            except Unfit as unfit:
+                reason = str(unfit)
+        self.ledger.fell_back(self.path, reason)
+        return self.stock(*args, **kwargs)
+
+    def mode(self) -> str | None:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "global module hooks"
+        return super().mode()
+
+    def fast(self, *args, **kwargs):
+        if args:
+            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        given = kwargs.get
+        ids, embeds, cache = given("input_ids"), given("inputs_embeds"), given("past_key_values")
+        use_cache, as_dict = self._refuse(kwargs)
+        tokens = ids if embeds is None else embeds
+        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+            raise Unfit("inputs of another form")
+        if embeds is not None and (ids is not None or embeds.shape[-1] != self.width()):
+            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+        if cache is None:
+            if not use_cache:
+                raise Unfit("no cache")
+            cache = DynamicCache(config=self.module.config)
+        store = adopt(cache, self.shapes())
+        if isinstance(store, str):
+            raise Unfit(store)
+        keep = given("logits_to_keep", 0)
+        if isinstance(keep, torch.Tensor):
+            raise Unfit("logits_to_keep is a tensor")
+        rows, new = tokens.shape[:2]
+        start = store.length
+        if tokens.device != store.shapes[0].device or (start and rows != store.rows):
+            raise Unfit("inputs on another device, or of another number of rows, than the cache")
+        mask = self._mask(given("attention_mask"), rows, start, new)
+        positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
+        logits = self.run(store, tokens, positions, mask, keep)
+        output = self.manner.output(logits=logits, past_key_values=cache)
+        return output if as_dict else output.to_tuple()
+
+    def _refuse(self, kwargs: dict) -> tuple[bool, bool]:
+        """Raises Unfit for arguments that are not understood; (whether a cache is wanted, whether a dict is)."""
+        for name, value in kwargs.items():
+            if name not in UNDERSTOOD and value is not None and value is not False:
+                raise Unfit(f"called with {name}")
+        config = self.module.config
+        if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
+            raise Unfit("the configuration asks for attentions or hidden states")
+        use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
+        use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
+        return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
+
+    def _mask(self, mask, rows: int, start: int, new: int) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
+            raise Unfit("an attention mask of another form than (rows, tokens)")
+        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
+        # constant, which the softmax does not see. Asked once, for the prompt.
+        biased = self.layers[0].spec.attention.slopes is not None
+        if start == 0 and biased and not bool((mask.bool().int().diff() >= 0).all()):
+            raise Unfit("an attention mask with gaps, and biases by distance")
+        return mask
+
+    def _positions(self, positions, mask, rows: int, start: int, new: int, device) -> torch.Tensor | None:
+        """(1 or rows, new), or None for a model that takes none."""
+        if "position_ids" not in self.names:
+            return None
+        if positions is not None:
+            if type(positions) is not torch.Tensor or positions.shape not in ((rows, new), (1, new)):
+                raise Unfit("position_ids of another form")
+            if positions.device != device:
+                raise Unfit("position_ids on another device")
+            return positions
+        if mask is None or self.manner.positions == IN_ORDER:
+            return torch.arange(start, start + new, device=device).unsqueeze(0)
+        if self.manner.positions != BY_MASK:
+            raise Unfit("a mask without position_ids")
+        mask = mask.long()
+        return (mask.cumsum(1) * mask - 1)[:, start:]
+
+    def width(self) -> int:
+        return self.module.get_input_embeddings().weight.shape[1]
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """What each layer's keys are stored as, by its place in the cache."""
+        weight = self.module.get_input_embeddings().weight
+        dtype, device, shapes = self.stored
+        if dtype is not weight.dtype or device != weight.device:
+            specs = sorted((layer.spec.attention for layer in self.layers), key=lambda spec: spec.index)
+            shapes = tuple(Shape(spec.kv_heads, spec.dim, weight.dtype, weight.device) for spec in specs)
+            self.stored = weight.dtype, weight.device, shapes
+        return shapes
+
+    def run(self, store: Store, tokens, positions, mask, keep: int) -> torch.Tensor:
+        """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
+        rows, new = tokens.shape[:2]
+        start = store.length
+        store.reserve(rows, start + new)
+        if mask is not None and start == 0 and new > 1 and bool(mask.all()):
+            mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
+        store.set_valid(mask)
+        eager, arguments = partial(self.eager, store, start == 0), (tokens, positions, store.where, keep)
+        if start and self.runner is not None and rows * new <= MOST_ROWS and tokens.is_cuda and not _capturing():
+            logits = self.runner(eager, arguments, {}, ("mask",) if store.valid is not None else ())
+        else:
+            logits = eager(*arguments)
+        store.advance(new)
+        return logits
+
+    def eager(self, store: Store, fresh: bool, tokens, positions, where, keep: int) -> torch.Tensor:
+        """The model's own forward with fused layers. `where` is read in place of the store's own.
+
+        The model is shown an empty cache: nothing its Python does may depend on how much is stored, so that a graph
+        of it holds for any length.
+        """
+        self.ready()
+        kvs = [store.kv(index, fresh=fresh) for index in range(len(self.layers))]
+        units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
+        tickets = torch.zeros(units, device=where.device, dtype=torch.int32)
+        kvs = [kv._replace(where=where, tickets=tickets) for kv in kvs]
+        name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
+        given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
+        if positions is not None:
+            given["position_ids"] = positions
+        if keep != 0 or "logits_to_keep" in self.names:
+            given["logits_to_keep"] = keep
+        if self.manner.mask:
+            given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
+        with self.steps.taken(Step(kvs)):
+            return self.stock(**given).logits
+
+    def ready(self, stack: bool = True) -> None:
+        """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
+        with self.lock:
+            if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+                self.reason = self._bind(stack)
+                self.seen = Fingerprint(self.module)
+        if self.reason is not None:
+            raise Unfit(self.reason)
+
+    def _bind(self, stack: bool) -> str | None:
+        modules = self.module.get_submodule(self.stack)
+        if [id(module) for module in modules] != [id(layer.module) for layer in self.layers]:
+            return "its layers are not those that were optimised"
+        moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
+        if moved is not None:
+            return f"an accelerate hook on {moved or 'the model'}"
+        parameters = list(self.module.parameters())
+        if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
+            return "weights on several devices, or not loaded"
+        return next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

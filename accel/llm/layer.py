@@ -1,0 +1,159 @@
+"""One decoder layer as a few fused operations over the store of the forward it is part of."""
+
+import torch
+from torch import nn
+
+from accel.forward import FastForward
+from accel.joint import alike
+from accel.llm.attention_spec import split
+from accel.llm.layer_spec import LayerSpec
+from accel.llm.linear import weights
+from accel.llm.mlp import BoundMlp, Changed
+from accel.llm.part import Before, BoundHeadNorm, BoundLinear, BoundNorm, stacked
+from accel.llm.step import Step, Steps
+from accel.settings import settings
+from accel.structure import hooked, transformers_hook
+
+
+class LayerForward(FastForward):
+    """Computes its layer while a step is under way on this thread; outside of one the stock forward runs.
+
+    Whether it may is asked for all layers before a forward, in `obstacle`: half a forward cannot fall back.
+    """
+
+    def __init__(self, module: nn.Module, path: str, kernels, ledger, spec: LayerSpec, steps: Steps):
+        super().__init__(module, path, kernels, ledger)
+        self.spec, self.steps = spec, steps
+
+    def stacks(self) -> list[nn.Module]:
+        """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
+        modules = [self.module.get_submodule(name) for name in self.spec.attention.projections]
+        plain = all(type(module) is nn.Linear and weights(module) is not None for module in modules)
+        together = plain and len(modules) > 1 and all(alike(modules[0], module) for module in modules)
+        return modules if together else []
+
+    def __getstate__(self):
+        return {name: value for name, value in super().__getstate__().items() if name != "bound"}
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or self.steps.current is None:
+            return self.stock(*args, **kwargs)
+        return self.fast(*args, **kwargs)
+
+    def bind(self, stack: bool) -> str | None:
+        """Takes the weights as they lie now, or says why the layer is no longer what was understood.
+
+        stack: those of queries, keys and values may be moved into one storage, should they not be there.
+        """
+        reason = self._changed()
+        if reason is None:
+            try:
+                self.bound = BoundLayer(self.module, self.spec, stack)
+            except (Changed, AttributeError) as error:  # or a module is gone
+                reason = str(error)
+        return None if reason is None else f"{self.path}: {reason}"
+
+    def _changed(self) -> str | None:
+        attention = self.module.get_submodule(self.spec.attention.name)
+        if vars(self.module).get("forward") is not self:
+            return "its forward was replaced"
+        for module, known in ((self.module, self.spec.settings), (attention, self.spec.attention.settings)):
+            now = settings(module)
+            if now != known:
+                names = [str(pair[0]) for pair in set(known[1:]) ^ set(now[1:])]
+                return f"changed since it was optimised: {', '.join(sorted(set(names))) or now[0].__name__}"
+            if module.training:
+                return "training mode"
+        path = self.spec.attention.name.split(".")
+        around = [self.module.get_submodule(".".join(path[: end + 1])) for end in range(len(path))]
+        reasons = (_foreign(module) for module in around)
+        return next((f"the attention has {reason}" for reason in reasons if reason is not None), None)
+
+    def fast(self, *args, **kwargs):
+        x = args[0] if args else kwargs["hidden_states"]
+        y = self.bound(self.kernels, self.steps.current, x.contiguous(), kwargs)
+        return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
+
+
+def _foreign(module: nn.Module) -> str | None:
+    """What hangs on a module that is not called any more, but for the hooks of transformers itself."""
+    attributes = vars(module)
+    if "forward" in attributes:
+        return "a replaced forward"
+    hooks = (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
+    return hooked(module) if "_hf_hook" in attributes or not all(map(transformers_hook, hooks)) else None
+
+
+class BoundLayer:
+    """A layer's operations with the tensors they read."""
+
+    def __init__(self, layer: nn.Module, spec: LayerSpec, stack: bool):
+        self.spec, attention = spec, spec.attention
+
+        def norm(one):
+            return None if one is None else BoundNorm(layer, one)
+
+        def head_norm(one):
+            return None if one is None else BoundHeadNorm(layer, one)
+
+        self.attention = layer.get_submodule(attention.name)
+        self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
+        self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
+        self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
+        self.q_norm, self.k_norm = head_norm(attention.q_norm), head_norm(attention.k_norm)
+        self.projections = [BoundLinear(layer.get_submodule(name)) for name in attention.projections]
+        self.joint = stacked(self.projections, stack)
+        self.sizes = None if self.joint is None else [linear.weights.weight.shape[0] for linear in self.projections]
+        self.out = BoundLinear(layer.get_submodule(attention.out))
+        self.layout = (attention.layout, attention.heads, attention.groups, attention.kv_heads, attention.dim)
+        self.mlp = BoundMlp(layer, spec.mlp)
+        device = next(self.out.module.parameters()).device
+        self.slopes = None if attention.slopes is None else attention.slopes.to(device)
+        self.sinks = None if attention.sinks is None else self.attention._parameters[attention.sinks]
+
+    def __call__(self, kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """x: (rows, new, C). kwargs: what the layer was called with."""
+        spec, (first, second) = self.spec, self.spec.scales
+        h = Before(x, self.before_attention, len(self.projections) + spec.shared)
+        attended = Before(self._attend(kernels, step, h, kwargs))
+        middle = _added(kernels, self.out, attended, x, first, self.post_attention)
+        if self.after_attention is not None:
+            middle = self.after_attention(middle)
+        if not spec.shared:
+            h = Before(x if spec.parallel else middle, self.before_mlp, self.mlp.times)
+        y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
+        return y if self.after_mlp is None else self.after_mlp(y)
+
+    def _attend(self, kernels, step: Step, h: Before, kwargs: dict) -> torch.Tensor:
+        spec = self.spec.attention
+        if self.joint is None:
+            outputs = [linear(kernels, h) for linear in self.projections]
+        else:
+            outputs = kernels.projection(h.x, *self.joint, norm=h.norm).split(self.sizes, dim=-1)
+        q, k, v = split(outputs, *self.layout)
+        q, q_norm = _normed(q, self.q_norm)
+        k, k_norm = _normed(k, self.k_norm)
+        cos = sin = None
+        if spec.rotary is not None:
+            source = spec.rotary.source(kwargs, self.attention)
+            cos, sin = step.angles(source, spec.rotary, lambda: spec.rotary.angles(kwargs, self.attention))
+        interleaved = spec.rotary is not None and spec.rotary.interleaved
+        return kernels.attend(
+            q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
+            k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,
+            dense=kernels.prompt,
+        )  # fmt: skip
+
+
+def _added(kernels, part, h: Before, residual: torch.Tensor, scale: float, post: BoundNorm | None) -> torch.Tensor:
+    """residual + scale * post(part(h))."""
+    if post is None:
+        return part(kernels, h, residual=residual, scale=scale)
+    return torch.add(residual, post(part(kernels, h)), alpha=scale)
+
+
+def _normed(t: torch.Tensor, norm: BoundHeadNorm | None) -> tuple:
+    """(t, the norm left to the attention), or t already normed and None."""
+    if norm is None or norm.fused is not None:
+        return t, None if norm is None else norm.fused
+    return norm(t), None

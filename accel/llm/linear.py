@@ -1,0 +1,59 @@
+"""A linear layer as it is now: weights for a fused product, or a module that must be called."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from accel.structure import tampered
+
+
+class Weights(NamedTuple):
+    """weight: (out, in); bias: (out,) or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def weights(module: nn.Module) -> Weights | None:
+    """What the module multiplies with, or None where it does more than x W^T + b: adapter, quantised weight, hook.
+
+    Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
+    else in it passes where its forward, tried on small numbers, computes the same.
+    """
+    parameters = vars(module)["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)) or weight.dim() != 2:
+        return None
+    if not weight.is_floating_point() or weight.is_meta or tampered(module) is not None:
+        return None
+    if type(module) is nn.Linear:
+        return Weights(weight, bias)
+    if type(module) is Conv1D:
+        return Weights(weight.t(), bias)
+    return Weights(weight, bias) if _multiplies(module) else None
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a subclass of nn.Linear computes what nn.Linear does, as Falcon's."""
+    if not isinstance(module, nn.Linear) or vars(module)["_modules"] or vars(module)["_buffers"]:
+        return False
+    if set(vars(module)["_parameters"]) != {"weight", "bias"}:
+        return False
+    g = torch.Generator().manual_seed(0)
+    probe = type(module).__new__(type(module))
+    vars(probe).update(vars(module))
+    weight, bias = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    bias = None if module.bias is None else bias
+    fresh = {
+        n: None if t is None else nn.Parameter(t, requires_grad=False) for n, t in (("weight", weight), ("bias", bias))
+    }
+    vars(probe).update(_parameters=fresh, in_features=5, out_features=3, training=False)
+    x = torch.randn(2, 5, generator=g)
+    try:
+        with torch.no_grad():
+            return torch.allclose(type(module).forward(probe, x), F.linear(x, weight, bias), atol=1e-6)
+    except Exception:  # needs more than a weight and an input: not ours
+        return False

@@ -1,0 +1,92 @@
+"""Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
+
+import torch
+from accel_kernels import Norm
+from accel_kernels.norm import ACTIVATIONS
+from accel_kernels.projection import MOST_ROWS, apply_norm
+from torch import nn
+
+from accel.llm.linear import Weights, weights
+from accel.llm.norm_spec import NormSpec
+from accel.llm.qk_norm import FLAT, HeadNorm, given, given_back
+from accel.patch import stack_rows, stacked_rows
+from accel.settings import settings
+from accel.structure import tampered
+
+
+class BoundNorm:
+    """One norm: `norm` for a fused operation to do, or None; calling it gives the normed tensor."""
+
+    def __init__(self, layer: nn.Module, spec: NormSpec):
+        self.module = layer.get_submodule(spec.name)
+        plain = spec.kind is not None and settings(self.module) == spec.settings and tampered(self.module) is None
+        self.norm: Norm | None = spec.kind.of(self.module) if plain else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x) if self.norm is None else apply_norm(x.contiguous(), self.norm)
+
+
+class BoundHeadNorm:
+    """One norm of queries or keys: `fused` for the attention to do, or None; then calling it gives the normed heads."""
+
+    def __init__(self, layer: nn.Module, spec: HeadNorm):
+        self.bound, self.layout = BoundNorm(layer, spec.norm), spec.layout
+        norm = self.bound.norm
+        inside = norm is not None and not norm.centred and norm.bias is None and spec.layout != FLAT
+        self.fused = norm if inside else None
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        """t: (rows, new, heads, D)."""
+        return given_back(self.bound(given(t, self.layout)), self.layout, t.shape[-1])
+
+
+class Before:
+    """What projections of one input share: the norm before them, done inside each, or once where that costs less."""
+
+    __slots__ = ("norm", "x")
+
+    def __init__(self, x: torch.Tensor, norm: BoundNorm | None = None, times: int = 1):
+        many = times > 1 and x.numel() > MOST_ROWS * x.shape[-1]
+        once = norm is not None and (norm.norm is None or many)
+        self.x = norm(x) if once else x
+        self.norm = None if norm is None or once else norm.norm
+
+    def normed(self) -> torch.Tensor:
+        return self.x if self.norm is None else apply_norm(self.x, self.norm)
+
+
+class BoundLinear:
+    """One linear: `weights` to multiply with, None where the module must be called."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.weights = module, weights(module)
+
+    def __call__(self, kernels, before: Before, activation=None, residual=None, scale=1.0) -> torch.Tensor:
+        """residual + scale * activation(linear(norm(x)))."""
+        if self.weights is not None:
+            weight, bias = self.weights
+            return kernels.projection(
+                before.x, weight, bias, norm=before.norm, activation=activation, residual=residual, scale=scale
+            )
+        y = self.module(before.normed())
+        if activation is not None:
+            y = ACTIVATIONS[activation](y)
+        return y if residual is None else torch.add(residual, y, alpha=scale)
+
+
+def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
+    """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
+    if len(linears) < 2 or any(linear.weights is None for linear in linears):
+        return None
+    whole = _rows([linear.weights.weight for linear in linears], stack)
+    biases = [linear.weights.bias for linear in linears]
+    if whole is None or all(bias is None for bias in biases):
+        return None if whole is None else Weights(whole, None)
+    bias = None if any(bias is None for bias in biases) else _rows(biases, stack)
+    return None if bias is None else Weights(whole, bias)
+
+
+def _rows(parts: list[torch.Tensor], stack: bool) -> torch.Tensor | None:
+    if stack:
+        stack_rows(parts)
+    return stacked_rows(parts)

@@ -1,0 +1,319 @@
+"""What the layers of a language model do, seen once: the tensors that pass through them in a small stock run.
+
+Nothing is taken on trust from names or classes. Temporary hooks note what goes into every module of every layer and
+what comes out; a temporary attention function and mask function, entered in the registries of transformers under a
+private name, note queries, scale and mask. All of it is gone afterwards, also after an error.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
+
+from accel.llm.understanding import NotUnderstood
+from accel.llm.window import window
+from accel.structure import placement, transformers_hook
+
+NAME = "accel_recording"
+ROWS, TOKENS = 2, 7
+LOUD = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
+
+
+class Value:
+    """A tensor seen on its way: itself, by which it is known again, and what it held then."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.held = tensor, tensor.detach().clone()
+
+    def same(self, other: "Value | None") -> bool:
+        """Whether both are the same elements of the same memory; reshaped or not."""
+        return (
+            other is not None
+            and self.tensor.data_ptr() == other.tensor.data_ptr()
+            and self.tensor.numel() == other.tensor.numel()
+            and torch.equal(self.held.flatten(), other.held.flatten())
+        )
+
+
+@dataclass
+class Call:
+    """One call of a module inside a layer. `input` and `output`: its first tensors."""
+
+    module: nn.Module
+    parent: nn.Module | None
+    args: tuple
+    kwargs: dict
+    input: Value | None
+    output: Value | None = None
+    result: object = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the input was the only tensor given."""
+        given = (*self.args, *self.kwargs.values())
+        return self.input is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
+
+
+@dataclass
+class Attended:
+    """What the recording attention function was given. query: (rows, heads, tokens, D)."""
+
+    query: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict
+
+
+@dataclass
+class LayerRecord:
+    """One layer's run. attention: the module that stored keys and values, (rows, kv heads, tokens, D), rotated.
+
+    kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in a loud
+    record, the formula found in an ordinary one.
+    """
+
+    layer: nn.Module
+    path: str
+    kinds: dict
+    known: object | None = None
+    call: Call | None = None
+    calls: list[Call] = field(default_factory=list)
+    attention: nn.Module | None = None
+    index: int | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    attended: Attended | None = None
+
+    def name(self, module: nn.Module) -> str:
+        """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""
+        return next(name for name, own in self.layer.named_modules() if own is module)
+
+    def inside(self, parent: nn.Module) -> list[Call]:
+        """Calls of the direct children of a module, in the order in which they ended."""
+        return [call for call in self.calls if call.parent is parent]
+
+
+@dataclass
+class Record:
+    """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made."""
+
+    layers: list[LayerRecord]
+    masks: list[tuple[torch.Tensor | None, object]]
+    own: bool = False
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def window(self, mask: torch.Tensor | None) -> int | None:
+        """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.
+
+        Where the model keeps its attention, something may have been added to the mask: then all must be alike.
+        """
+        functions = [function for made, function in self.masks if made is mask]
+        if not functions and self.own:
+            functions = [function for _, function in self.masks]
+        for function in functions:
+            if id(function) not in self.windows:
+                self.windows[id(function)] = window(function)
+        windows = {self.windows[id(function)] for function in functions}
+        if len(windows) != 1:
+            raise NotUnderstood("its attention mask is made in a way of its own")
+        return windows.pop()
+
+    def asks(self) -> bool:
+        """Whether the model asks transformers for its attention function."""
+        return any(layer.attended is not None for layer in self.layers)
+
+    def made(self, mask: object) -> bool:
+        return any(made is mask for made, _ in self.masks)
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The stack of layers and its path: the first ModuleList as long as the model is deep. Raises NotUnderstood."""
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for path, module in model.named_modules():
+        if type(module) is nn.ModuleList and len(module) == depth:
+            return path, module
+    raise NotUnderstood(f"no list of {depth} layers")
+
+
+def example_ids(model: nn.Module, tokens: int, seed: int = 0) -> torch.Tensor:
+    """(ROWS, tokens) random token numbers, from a generator of their own."""
+    device, _ = placement(model)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@contextmanager
+def resting(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in inference mode without gradients or autocast. After, it is as it was, whatever it keeps
+    from call to call: some rotary embeddings remember the longest text.
+    """
+    modules = list(model.modules())
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in modules]
+    device, _ = placement(model)
+    try:
+        for module in modules:
+            module.training = False
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for now, before in attributes:
+            _put_back(now, before)
+        for now, before in buffers:
+            for buffer, held in before.values():
+                if buffer is not None and not torch.equal(buffer, held):
+                    with torch.inference_mode():
+                        buffer.copy_(held)
+            _put_back(now, {name: buffer for name, (buffer, _) in before.items()})
+
+
+def _copied(buffer: torch.Tensor | None) -> tuple:
+    return buffer, None if buffer is None else buffer.clone()
+
+
+def _put_back(now: dict, before: dict) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if now.get(name) is not value or name not in now:
+            now[name] = value
+
+
+def record(model: nn.Module, loud: bool = False, own: bool = False) -> Record:
+    """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
+
+    loud: what every linear layer inside the layers gives is made many times larger, so that a clamp or another bend
+    far from zero shows. own: the model keeps its own attention, for those that do not ask transformers for one.
+    """
+    path, layers = decoder_layers(model)
+    kinds: dict = {}
+    records = [LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)]
+    recorder = Recorder(records, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
+    ids = example_ids(model, TOKENS)
+    try:
+        with resting(model), recorder.attached(model, own):
+            type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
+    except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
+        line = str(error).splitlines()[0] if str(error) else ""
+        raise NotUnderstood(f"could not be examined: {type(error).__name__}: {line}") from error
+    return Record(recorder.records, recorder.masks, own)
+
+
+class Recorder:
+    """Gathers a record while attached."""
+
+    def __init__(self, records: list[LayerRecord], loud: float):
+        self.records, self.loud = records, loud
+        self.masks: list[tuple[torch.Tensor, object]] = []
+        self.open: list[Call] = []
+        self.current: LayerRecord | None = None
+        self.cache = RecordingCache(self)
+
+    @contextmanager
+    def attached(self, model: nn.Module, own: bool) -> Iterator[None]:
+        with ExitStack() as undo:
+            for record in self.records:
+                for module in record.layer.modules():
+                    handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                    undo.callback(handle.remove)
+                    handle = module.register_forward_hook(self._leave, with_kwargs=True)
+                    undo.callback(handle.remove)
+            if own:
+                makers = AttentionMaskInterface._global_mapping
+                undo.callback(makers.update, dict(makers))
+                makers.update({name: partial(self._mask, maker) for name, maker in makers.items()})
+                yield
+                return
+            registered = ((AttentionInterface, self._attend), (AttentionMaskInterface, partial(self._mask, eager_mask)))
+            for registry, function in registered:
+                registry.register(NAME, function)
+                undo.callback(registry._global_mapping.pop, NAME, None)
+            for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+                if "_attn_implementation_internal" in vars(config):
+                    before = vars(config)["_attn_implementation_internal"]
+                    undo.callback(vars(config).__setitem__, "_attn_implementation_internal", before)
+                    vars(config)["_attn_implementation_internal"] = NAME
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self.open:
+            self.current = next(record for record in self.records if record.layer is module)
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
+        parent = self.open[-1].module if self.open else None
+        self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> object | None:
+        call = self.open.pop()
+        changed = self.loud != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))
+        first = result = result * self.loud if changed else result
+        while isinstance(first, tuple | list) and first:
+            first = first[0]
+        call.output, call.result = Value(first) if isinstance(first, torch.Tensor) else None, result
+        if self.open:
+            self.current.calls.append(call)
+        else:
+            self.current.call = call
+        return result if changed else None
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
+        """Called by the cache with what a layer stores."""
+        if not self.open or self.current.attention is not None:
+            raise NotUnderstood("a layer stores keys and values twice, or something else does")
+        self.current.attention, self.current.index = self.open[-1].module, index
+        self.current.keys, self.current.values = keys.clone(), values.clone()
+
+    def _mask(self, maker, *args, mask_function, **kwargs) -> torch.Tensor | None:
+        mask = maker(*args, mask_function=mask_function, **kwargs)
+        self.masks.append((mask, mask_function))
+        return mask
+
+    def _attend(self, module, query, key, value, attention_mask, **options):
+        self.current.attended = Attended(query.clone(), attention_mask, options)
+        return plain_attention(query, key, value, attention_mask, **options), None
+
+
+def plain_attention(query, key, value, mask, *, scaling=None, softcap=None, s_aux=None, **_) -> torch.Tensor:
+    """Attention in fp32 or fp64 with a mask that is added to the scores. Returns (rows, tokens, heads, D)."""
+    groups = query.shape[1] // key.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = (t.to(wide).repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = query.to(wide) @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask.to(wide)
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[-2]]
+    return (weights @ value).transpose(1, 2).to(query.dtype)
+
+
+class RecordingCache(DynamicCache):
+    """An ordinary cache that shows what is stored."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.recorder.stored(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def side_effects(model: nn.Module) -> str | None:
+    """Why running the model only to look at it would be noticed, or would not show what its calls do."""
+    for path, module in model.named_modules():
+        attributes = vars(module)
+        where = path or "the model"
+        if "_hf_hook" in attributes:
+            return f"an accelerate hook on {where}"
+        hooks = (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
+        if path and any(not transformers_hook(hook) for hook in hooks):
+            return f"forward hooks on {where}, which examining it would call"
+    return None

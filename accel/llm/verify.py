@@ -1,0 +1,128 @@
+"""A causal language model stock and optimised: the logits of a prompt, those of every decode step, and greedy text.
+
+Tokens are chosen by comparing logits that may be nearly equal, so that in half precision texts part by rounding alone.
+Both are therefore also made to write the same text, stock's, by generate() itself: its cache and its steps, judged like
+any model's output by the error against full precision.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from accel.agreement import Agreement, distributions, first_differences
+from accel.llm.inputs import KNOWN, causal, example_inputs
+from accel.plan import Plan
+from accel.quality import Quality, compare
+from accel.verify import LIMIT, Record, seeded, stock_models
+
+NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays
+GREEDY = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True, "output_logits": True}
+
+
+class Forced:
+    """A logits processor: the next token is the one given. What generate() returns as logits is from before it."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.tokens, self.step = tokens, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = self.tokens[:, self.step, None].to(scores.device)
+        self.step += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+class Prompt(Record):
+    """Logits of a prompt, (tokens, vocabulary): those of padding mean nothing and are left out."""
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        logits = module(**kwargs).logits
+        mask = kwargs.get("attention_mask")
+        return [logits.flatten(0, 1) if mask is None else logits[mask.bool()]]
+
+
+class Decode(Record):
+    """Logits of the steps in which generate() writes the `tokens` it is told to, (rows * steps, vocabulary)."""
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        prompt = {name: value for name, value in kwargs.items() if name != "tokens"}
+        return [_written(module, prompt, kwargs["tokens"]).flatten(0, 1)]
+
+
+def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict] | None:
+    """The causal language model that a call of obj runs, and its inputs; None for anything else.
+
+    obj: such a model with inputs that generate() takes too, or none; or a transformers pipeline of one with texts.
+    """
+    if causal(obj):
+        try:
+            given = dict(inspect.signature(obj.forward).bind_partial(*args, **kwargs).arguments)
+        except TypeError:
+            return None  # the call itself says what is wrong with it
+        return (obj, given or example_inputs(obj)) if set(given) <= KNOWN else None
+    model, tokenizer = getattr(obj, "model", None), getattr(obj, "tokenizer", None)
+    if tokenizer is None or not causal(model) or kwargs or len(args) > 1:
+        return None
+    if not args:
+        return model, example_inputs(model)
+    return (model, tokenized(model, tokenizer, args[0])) if _texts(args[0]) else None
+
+
+def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
+    """Inputs of the model for one text or several, filled up on the left."""
+    several = isinstance(texts, list) and len(texts) > 1
+    options = {"padding": True, "padding_side": "left"} if several else {}
+    inputs = tokenizer([texts] if isinstance(texts, str) else texts, return_tensors="pt", **options)
+    known = inspect.signature(model.forward).parameters
+    return {name: value.to(model.device) for name, value in inputs.items() if name in known and name in KNOWN}
+
+
+def against_stock(model: nn.Module, inputs: dict, plans: Mapping[str, Plan], seed: int) -> Quality:
+    """Quality of the model on these inputs, judged; it is optimised by `plans`, before and after."""
+    (plan,) = plans.values()
+    prompt, decode = Prompt(model), Decode(model)
+    with seeded(seed):
+        ours = _greedy(model, inputs)[0]
+    with stock_models([plan]), seeded(seed):
+        tokens, logits = _greedy(model, inputs)
+        for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
+            record.keep(((), given), record.run(model, (), given))
+            record.measure()
+    lossy = plan.options.lossy
+    parts = {"prompt": replace(prompt.judge(seed), lossy=lossy), "decode": replace(decode.judge(seed), lossy=lossy)}
+    stock, optimised = _joined(prompt.outputs, decode.outputs), _joined(prompt.ours, decode.ours)
+    whole = compare(stock, optimised)
+    kl, worst_kl, top1 = distributions(stock, optimised)
+    equal, margin = first_differences(tokens, ours, logits)
+    agreement = Agreement(kl, worst_kl, top1, len(stock), equal, tokens.numel(), margin)
+    if margin is not None:
+        # Each of two logits may be off by the largest error, and here by more than where that was looked for.
+        agreement = replace(agreement, margin_allowed=2 * LIMIT * whole.max_error)
+    if prompt.exact is not None and decode.exact is not None:
+        own_kl, _, own_top1 = distributions(_joined(prompt.exact, decode.exact), stock)
+        agreement = replace(agreement, own_kl=own_kl, own_top1=own_top1)
+    return replace(whole, parts=parts, lossy=lossy, agreement=agreement)
+
+
+def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) -> torch.Tensor:
+    """Logits of both, (positions, vocabulary)."""
+    return torch.cat([prompt[-1][0], decode[-1][0]])
+
+
+def _greedy(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (rows, NEW) and the logits they were chosen by, (rows, NEW, vocabulary)."""
+    written = model.generate(**inputs, min_new_tokens=NEW, max_new_tokens=NEW, **GREEDY)
+    return written.sequences[:, -NEW:], torch.stack(written.logits, dim=1)
+
+
+def _written(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (rows, steps, vocabulary) of the steps in which generate() writes these tokens."""
+    steps = tokens.shape[1]
+    options = {"min_new_tokens": steps, "max_new_tokens": steps, "logits_processor": [Forced(tokens)]}
+    return torch.stack(model.generate(**inputs, **options, **GREEDY).logits, dim=1)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))

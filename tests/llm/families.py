@@ -1,0 +1,271 @@
+"""Causal LMs in miniature, one line a family: its configuration, and whether accel must have its layers fast.
+
+A new family is a line here; test_generate.py and tests/gpu/test_generate.py run stock and ours through all of them.
+"""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+VOCAB = 99
+LONG = 128  # positions
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LONG,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# The same sizes in other words; None for what a configuration does not know.
+GPT2 = {
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": LONG,
+    **dict.fromkeys(SIZES.keys() - {"vocab_size"}),
+}
+MHA = {"num_key_value_heads": None}
+ROTARY = {"rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out.
+
+    expected: "fast", every decoder layer is patched; "stock", none is, and the report says why; "either", only what it
+    computes matters. attention: the implementation asked for, where the default one is not the one to compare with.
+    core: structurally unlike the others that are: these run the whole product of families and modes.
+    uneven: what stock itself computes for a row depends on the padding or on the other rows of the batch, and why.
+    """
+
+    name: str
+    kind: str
+    config: dict = field(default_factory=dict)
+    expected: str = "fast"
+    attention: str | None = None
+    core: bool = False
+    uneven: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def llama(name: str, **config) -> Family:
+    return Family(f"llama-{name}", "llama", config)
+
+
+def scaled(kind: str, **parameters) -> dict:
+    return {"rope_parameters": ROTARY | {"rope_type": kind, **parameters}}
+
+
+FAMILIES = (
+    Family("llama", "llama", core=True),
+    llama("biases", attention_bias=True, mlp_bias=True),
+    llama("tied", tie_word_embeddings=True),
+    llama("mha", num_key_value_heads=4),
+    llama("mqa", num_key_value_heads=1),
+    llama("three-to-one", hidden_size=96, num_attention_heads=6),
+    llama("head-dim-24", head_dim=24),
+    llama("head-dim-10", head_dim=10),
+    llama("one-layer", num_hidden_layers=1),
+    llama("rope-llama3", **scaled("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                  original_max_position_embeddings=32)),
+    llama("rope-yarn", **scaled("yarn", factor=4.0, original_max_position_embeddings=32)),
+    llama("rope-linear", **scaled("linear", factor=4.0)),
+    # Its frequencies change with the longest position a call sees.
+    Family("llama-rope-dynamic", "llama", {"max_position_embeddings": 12} | scaled("dynamic", factor=2.0),
+           uneven="its frequencies follow the longest row"),
+    Family("mistral", "mistral", {"sliding_window": 5, "head_dim": 16}, core=True),
+    Family("mistral-wide", "mistral", {"sliding_window": None}),
+    Family("ministral", "ministral", {"sliding_window": 5, "head_dim": 16,
+                                      "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("qwen2", "qwen2"),
+    Family("qwen2-sliding", "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    Family("qwen3", "qwen3", {"head_dim": 24}),
+    Family("phi3", "phi3", {"sliding_window": None}),
+    Family("phi3-sliding", "phi3", {"sliding_window": 5}),
+    Family("phi3-partial", "phi3", {"sliding_window": None, "rope_parameters": ROTARY | {
+        "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    # Two tables of frequencies, the second from a length on; some versions of transformers drop the cache there.
+    Family("phi3-longrope", "phi3", {"sliding_window": None, "max_position_embeddings": 64,
+                                     "original_max_position_embeddings": 12, "rope_parameters": ROTARY | {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 12}}, expected="either"),
+    Family("gemma", "gemma", {"head_dim": 16}),
+    Family("gemma2", "gemma2", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10,
+                                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+           attention="eager", core=True),
+    Family("gemma3", "gemma3_text", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10,
+                                     "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("granite", "granite", {"embedding_multiplier": 0.5, "logits_scaling": 2.0, "residual_multiplier": 0.4,
+                                  "attention_multiplier": 0.2}),
+    Family("olmo", "olmo"),
+    Family("olmo-clipped", "olmo", {"clip_qkv": 0.5}, expected="either"),
+    Family("olmo2", "olmo2"),
+    Family("olmo3", "olmo3", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("smollm3", "smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    Family("starcoder2", "starcoder2", {"use_bias": True, "sliding_window": None}),
+    Family("starcoder2-sliding", "starcoder2", {"use_bias": True, "sliding_window": 5}),
+    Family("stablelm", "stablelm", {"use_qkv_bias": True}),
+    Family("stablelm-parallel", "stablelm", {"use_parallel_residual": True}),
+    Family("stablelm-qk-norm", "stablelm", {"qk_layernorm": True}, expected="either"),
+    Family("phi", "phi", {"num_key_value_heads": 4}),
+    Family("phi-qk-norm", "phi", {"qk_layernorm": True}),
+    Family("gpt2", "gpt2", GPT2, core=True),
+    Family("gpt2-scaled-by-layer", "gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    Family("gpt-neox", "gpt_neox", MHA | {"use_parallel_residual": True}, core=True),
+    Family("gpt-neox-sequential", "gpt_neox", MHA | {"use_parallel_residual": False}),
+    Family("gpt-neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+                                  "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA,
+           expected="either"),
+    Family("gptj", "gptj", GPT2 | {"rotary_dim": 8}),
+    Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}, expected="either"),
+    Family("opt", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None}),
+    Family("opt-post-norm", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False,
+                                          "intermediate_size": None}),
+    Family("opt-relu-without-bias", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False,
+                                                  "intermediate_size": None}),
+    Family("falcon-one-key", "falcon", MHA | {"multi_query": True, "parallel_attn": True, "bias": False,
+                                              "new_decoder_architecture": False, "ffn_hidden_size": 96}),
+    Family("falcon-grouped", "falcon", MHA | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False,
+                                              "ffn_hidden_size": 96}),
+    Family("falcon-alibi", "falcon", MHA | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True,
+                                            "new_decoder_architecture": False, "ffn_hidden_size": 96}),
+    Family("bloom", "bloom", {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None,
+                              "intermediate_size": None, "max_position_embeddings": None} | MHA),
+    Family("mpt", "mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": LONG,
+                          "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None,
+                          "intermediate_size": None, "max_position_embeddings": None} | MHA, expected="either"),
+    Family("cohere", "cohere", {"logit_scale": 0.5}),
+    Family("cohere-qk-norm", "cohere", {"logit_scale": 0.5, "use_qk_norm": True}, expected="either"),
+    Family("cohere2", "cohere2", {"logit_scale": 0.5, "sliding_window": 5,
+                                  "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("glm", "glm", {"head_dim": 16}),
+    Family("glm4", "glm4", {"head_dim": 16}),
+    Family("nemotron", "nemotron", {"head_dim": 16}, expected="either"),
+    Family("arcee", "arcee", expected="either"),
+    Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
+    Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+           expected="either"),
+    Family("helium", "helium", {"head_dim": 16}, expected="either"),
+    Family("apertus", "apertus", expected="either"),
+    Family("ernie", "ernie4_5", {"head_dim": 16}),
+    Family("gpt-bigcode", "gpt_bigcode", GPT2 | {"multi_query": True}, expected="either"),
+    Family("persimmon", "persimmon", MHA, expected="either"),
+    Family("biogpt", "biogpt", MHA, expected="either"),
+    Family("xglm", "xglm", {"d_model": 64, "ffn_dim": 96, "attention_heads": 4, "num_layers": 2, "hidden_size": None,
+                            "num_hidden_layers": None, "num_attention_heads": None, "intermediate_size": None} | MHA,
+           expected="either"),
+    Family("gpt-oss", "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+                                  "layer_types": ["sliding_attention", "full_attention"],
+                                  "rope_parameters": ROTARY | {"rope_type": "default"}}, attention="eager"),
+    Family("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+           core=True),
+    Family("qwen2-moe", "qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                                      "shared_expert_intermediate_size": 80}),
+    Family("qwen2-moe-some-dense", "qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2,
+                                                 "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+                                                 "mlp_only_layers": [0]}),
+    Family("qwen3-moe", "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                                      "head_dim": 16, "norm_topk_prob": True}),
+    Family("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, expected="either"),
+    Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2,
+                                         "residual_multiplier": 0.4}, expected="either"),
+    Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+           expected="either"),
+    Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
+                                     "attention_chunk_size": 6, "no_rope_layers": [1, 0]}, expected="either"),
+    Family("diffllama", "diffllama", expected="stock"),
+    Family("deepseek-v3", "deepseek_v3", {
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
+    Family("qwen3-next", "qwen3_next", {
+        "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16}, expected="stock"),
+    Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
+                                    "max_position_embeddings": None}, expected="stock"),
+    Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
+                                  "context_length": LONG}, expected="stock"),
+    Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
+                                                  "block_types": ["recurrent", "attention"]}, expected="stock"),
+    Family("lfm2", "lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+           expected="stock"),
+)  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1, **changes):
+    """A model with random weights, on the CPU; every weight counts, norms' and biases' too."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    family = BY_NAME[family] if isinstance(family, str) else family
+    given = SIZES | TOKENS | family.config | changes
+    config = CONFIG_MAPPING[family.kind](**{name: value for name, value in given.items() if value is not None})
+    how = {"attn_implementation": family.attention} if family.attention else {}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **how).eval()
+    generator = torch.Generator().manual_seed(seed)
+    # Where words are read out by the matrix they are read in by, a large one has every word follow itself.
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name, parameter in model.named_parameters():
+        randomise(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.05 if tied else 1.0)
+    # A random model would end a text at once, or never; tests that want an end ask for it.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype)
+
+
+def randomise(module: nn.Module, weight: torch.Tensor, generator: torch.Generator, words: float) -> None:
+    """Weights of norms and biases that are not ones and zeros, matrices that keep the size of what they are given.
+
+    Transformers' own are so small that attention is a mean over all positions, and a mistake in it hardly shows.
+    """
+    noise = torch.randn(weight.shape, generator=generator)
+    if weight.dim() < 2:
+        weight += 0.2 * noise
+    elif isinstance(module, nn.Embedding):
+        weight.copy_(words * noise)
+    else:
+        inputs = weight.shape[-2] if type(module).__name__ == "Conv1D" else weight.shape[-1]
+        weight.copy_(1.6 * noise * inputs**-0.5)
+
+
+@functools.cache
+def available(kind: str) -> bool:
+    """Whether this transformers has it."""
+    from transformers import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING
+
+
+def layers(model) -> dict[str, nn.Module]:
+    """The decoder layers by path: the first list of modules as long as the model is deep."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return {f"{path}.{name}": layer for name, layer in module.named_children()}
+    raise LookupError("no list of layers")
+
+
+def prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
+    """Ids from 3 on: none that is special."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(lengths=(9, 5), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask) of prompts of these lengths, padded on the left."""
+    ids = prompt(len(lengths), max(lengths), seed)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = 0
+        mask[row, : max(lengths) - length] = 0
+    return ids, mask

@@ -1,0 +1,303 @@
+"""The model called directly, as generate does and as users do: every logit, in every way of giving cache and mask."""
+
+import copy
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, VOCAB, padded, prompt
+from modes import flat, same
+
+import accel
+
+CORE = [family.name for family in FAMILIES if family.core]
+FAST = [family.name for family in FAMILIES if family.expected == "fast"]
+
+
+def cache_of(model):
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def both(pair, call):
+    ours, stock = pair
+    theirs = call(stock)
+    for _ in range(2):
+        same(call(ours), theirs)
+    return theirs
+
+
+def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
+    """2-D masks by their name; ones, zeros where nothing is attended to."""
+    ones = torch.ones(rows, length, dtype=torch.long)
+    found = {"none": None, "ones": ones}
+    for name, hidden in {
+        "left": [(0, slice(0, 4))],
+        "all-rows-left": [(0, slice(0, 2)), (1, slice(0, 5))],
+        "right": [(1, slice(6, 9))],
+        "middle": [(0, slice(3, 5)), (1, slice(7, 8))],
+        "scattered": [(0, slice(1, 9, 2)), (1, slice(2, 3))],
+        "both-ends": [(0, slice(0, 2)), (0, slice(7, 9))],
+    }.items():
+        found[name] = ones.clone()
+        for row, columns in hidden:
+            found[name][row, columns] = 0
+    found["bool"] = found["left"].bool()
+    found["float"] = found["left"].float()
+    return found
+
+
+def shown(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Where a position may see something: what stock gives for one that sees nothing is of no use to anybody."""
+    if mask is None:
+        return logits
+    return torch.where((mask.cumsum(1) > 0)[..., None], logits, 0)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_every_logit(name, pair_of):
+    ids = prompt(2, 9)
+    both(pair_of(name), lambda model: {"logits": model(ids).logits})
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("name", CORE)
+def test_masks_of_one_call_and_of_the_next(name, mask, pair_of):
+    """The mask grows by ones, as generate's does."""
+    ids, mask = prompt(2, 9), masks()[mask]
+
+    def call(model):
+        cache, found = cache_of(model), {}
+        output = model(ids, attention_mask=mask, past_key_values=cache)
+        found["first"], grown = shown(output.logits, mask), mask
+        for step in range(3):
+            if mask is not None:
+                grown = torch.cat([grown, grown.new_ones(2, 1)], 1)
+            output = model(prompt(2, 1, 5 + step), attention_mask=grown, past_key_values=cache)
+            found[f"{step}"] = output.logits
+        return found
+
+    both(pair_of(name), call)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_mask_that_changes_between_two_steps(name, pair_of):
+    """What was seen is hidden, then seen again. (What was hidden when it was read is anybody's guess.)"""
+    ids, mask = padded((9, 5))
+
+    def call(model):
+        cache = cache_of(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        found, grown = {}, mask
+        for step, (row, column, value) in enumerate([(0, 2, 0), (1, 6, 0), (0, 2, 1), (0, 9, 0)]):
+            grown = torch.cat([grown, grown.new_ones(2, 1)], 1)
+            grown[row, column] = value
+            found[f"{step}"] = model(prompt(2, 1, step), attention_mask=grown, past_key_values=cache).logits
+        return found
+
+    both(pair_of(name), call)
+
+
+@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_loop_of_the_users(name, refill, pair_of):
+    """With the cache that came back, and with one id tensor that is written anew in every step."""
+    ids = prompt(2, 7)
+
+    def call(model):
+        output = model(ids, use_cache=True)
+        logits, step = [output.logits], ids[:, -1:].clone()
+        for _ in range(6):
+            best = output.logits[:, -1:].argmax(-1)
+            step = step.copy_(best) if refill else best
+            output = model(step, past_key_values=output.past_key_values)
+            logits.append(output.logits)
+        return {str(i): x for i, x in enumerate(logits)} | flat(output.past_key_values, "cache")
+
+    both(pair_of(name), call)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_several_words_a_step(name, pair_of):
+    """A text in pieces, with a mask and without: what one call gives."""
+    ids, mask = padded((12, 7), seed=3)
+    whole = {mask_given: pair_of(name)[1](ids, attention_mask=mask if mask_given else None).logits
+             for mask_given in (False, True)}  # fmt: skip
+
+    for given in (False, True):
+
+        def call(model, given=given):
+            cache, pieces = cache_of(model), []
+            for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
+                seen = {"attention_mask": mask[:, :stop]} if given else {}
+                where = (mask.cumsum(1) - 1).clamp_min(0)[:, start:stop] if given else None
+                pieces.append(model(ids[:, start:stop], past_key_values=cache, **seen, position_ids=where).logits)
+            return {"logits": shown(torch.cat(pieces, 1), mask if given else None)}
+
+        both(pair_of(name), call)
+        if not given:
+            same(call(pair_of(name)[0]), {"logits": whole[False]})
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_ways_of_asking(name, pair_of):
+    ids = prompt(2, 9)
+    words = {"inputs_embeds": pair_of(name)[1].get_input_embeddings()(ids)}
+    for call in (
+        {"logits_to_keep": 1},
+        {"logits_to_keep": 3},
+        {"logits_to_keep": torch.tensor([0, 4])},
+        {"return_dict": False},
+        {"use_cache": False},
+        {"use_cache": False, "return_dict": False},
+        {"output_hidden_states": True},
+        {"position_ids": torch.arange(2, 11)[None].expand(2, -1)},
+        {"position_ids": torch.arange(2, 11)[None]},
+        {"labels": ids},
+        {"labels": ids, "return_dict": False},
+    ):
+        both(pair_of(name), lambda model, call=call: flat(model(ids, **call)))
+        both(pair_of(name), lambda model, call=call: flat(model(**words, **call)))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_cache_of_stock_goes_on_with_ours_and_the_other_way(name, pair_of):
+    ids, mask = padded((9, 6))
+    ours, stock = pair_of(name)
+
+    def run(first, second):
+        cache = cache_of(stock)
+        found = {"first": first(ids, attention_mask=mask, past_key_values=cache).logits[mask.bool()]}
+        grown = mask
+        for step in range(4):
+            grown = torch.cat([grown, grown.new_ones(2, 1)], 1)
+            model = second if step % 2 == 0 else first
+            found |= flat(model(prompt(2, 1, step), attention_mask=grown, past_key_values=cache).logits, str(step))
+        return found
+
+    wanted = run(stock, stock)
+    for pair in ((ours, ours), (ours, stock), (stock, ours)):
+        same(run(*pair), wanted)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_cache_made_fast_is_good_after_restore(name, pair):
+    ours, stock = pair(name)
+    ids = prompt(2, 8)
+
+    def talk(model, between=lambda model: model):
+        cache, found = cache_of(model), {}
+        if hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()  # else sliding windows forget what a cut brings back
+        for step, words in enumerate((ids[:, :6], ids[:, 6:7], ids[:, 7:8])):
+            found[f"{step}"] = model(words, past_key_values=cache).logits
+        between(model)
+        for step in range(3):
+            found[f"then {step}"] = model(prompt(2, 1, step), past_key_values=cache).logits
+        copied = copy.deepcopy(cache)
+        cache.crop(-1)
+        for kind, each in (("cropped", cache), ("copied", copied)):
+            found[kind] = model(prompt(2, 1, 7), past_key_values=each).logits
+        return found
+
+    wanted = talk(stock)
+    same(talk(ours, accel.restore), wanted)
+    same(talk(ours, accel.optimize), wanted)
+
+
+def test_two_caches_of_one_model_in_turn(pair_of):
+    """Two conversations, a step of one and a step of the other; then one of them is dropped."""
+
+    def call(model):
+        caches, found = [cache_of(model), cache_of(model)], {}
+        for number, cache in enumerate(caches):
+            found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
+        for step in range(8):
+            if step == 5:
+                caches[0] = cache_of(model)
+            number = step % 2
+            found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
+        return found
+
+    both(pair_of("llama"), call)
+
+
+def test_outputs_are_not_written_to_later(pair_of):
+    ours, _ = pair_of("llama")
+    kept, output = [], None
+    for step in range(6):
+        output = ours(
+            prompt(1, 5 if step == 0 else 1, step), past_key_values=output.past_key_values if output else None
+        )
+        kept.append((output.logits, output.logits.clone()))
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+@pytest.mark.parametrize("call", ["prompt", "step"])
+@pytest.mark.parametrize("wrong", [VOCAB, -1, 10**6])
+def test_ids_that_are_none_raise_what_stock_raises(wrong, call, pair_of):
+    """And the model is as good as before."""
+
+    def attempt(model):
+        cache = cache_of(model)
+        model(prompt(1, 5), past_key_values=cache)
+        ids = prompt(1, 4 if call == "prompt" else 1).clone()
+        ids[0, -1] = wrong
+        with pytest.raises(IndexError) as error:
+            model(ids, past_key_values=cache_of(model) if call == "prompt" else cache)
+        return str(error.value), model(prompt(1, 1), past_key_values=cache).logits
+
+    (mine, logits), (theirs, wanted) = map(attempt, pair_of("llama"))
+    assert mine == theirs
+    same({"after": logits}, {"after": wanted})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"input_ids": prompt(), "inputs_embeds": torch.zeros(1, 9, 64)},
+        {"input_ids": prompt(), "attention_mask": torch.ones(2, 9)},
+        {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)},
+        {"input_ids": prompt(), "position_ids": torch.zeros(1, 5, dtype=torch.long)},
+        {"input_ids": prompt()[0]},
+        {"input_ids": prompt().float()},
+        {"inputs_embeds": torch.zeros(1, 9, 32)},
+        {"inputs_embeds": torch.zeros(1, 9, 64, dtype=torch.float64)},
+        {"input_ids": prompt(1, 0)},
+    ],
+    ids=lambda call: "-".join(f"{k}{tuple(v.shape)}" for k, v in call.items()) or "nothing",
+)
+def test_what_stock_makes_of_odd_arguments(call, pair_of):
+    """Mostly an error, and the same one."""
+
+    def attempt(model):
+        try:
+            return flat(model(**call).logits)
+        except Exception as error:
+            return type(error), str(error)
+
+    ours, stock = map(attempt, pair_of("llama"))
+    if isinstance(stock, tuple):
+        assert ours == stock
+    else:
+        same(ours, stock)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_decoder_alone(name, pair_of):
+    """Called without its head, as embedding models and value heads do."""
+    ids, mask = padded()
+
+    def call(model):
+        base = model.get_submodule(model.base_model_prefix)
+        output = base(ids, attention_mask=mask)
+        more = base(prompt(2, 1), attention_mask=torch.cat([mask, mask.new_ones(2, 1)], 1),
+                    past_key_values=output.past_key_values)  # fmt: skip
+        return {"states": shown(output.last_hidden_state, mask), "more": more.last_hidden_state}
+
+    both(pair_of(name), call)
+
+
+def test_the_table_has_what_it_needs():
+    assert {"llama", "gpt2"} <= set(CORE) and set(CORE) <= set(BY_NAME)

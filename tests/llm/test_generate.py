@@ -1,0 +1,129 @@
+"""Every family in every mode of generate, against an unpatched deep copy: token for token.
+
+Some families run in all modes, all of them in some, and each other mode in some; ACCEL_TEST_EVERYTHING=1 runs all.
+"""
+
+import inspect
+import os
+import sys
+import types
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, available, layers, make, padded
+from modes import MODES, generate, same
+
+import accel
+
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+SHARE = 8  # how many of the other families are left out for one that is tested, in each mode
+PRODUCT = [
+    (family.name, mode)
+    for i, family in enumerate(FAMILIES)
+    for j, mode in enumerate(MODES)
+    if EVERYTHING or family.core or mode.always or (i + j) % SHARE == 0
+]
+NAMES = [family.name for family in FAMILIES]
+FAST = [family.name for family in FAMILIES if family.expected == "fast"]
+# What stock itself cannot do with some of the families that we must have fast.
+REFUSED = {"early-exit", "static", "static-object", "cropped"}
+# These must be fast from beginning to end.
+ALL_FAST = ("greedy", "greedy-padded", "greedy-ends", "sample-top", "beam", "assisted", "prompt-lookup", "continued",
+            "chunked-prefill", "embeddings", "streamer", "inference-mode")  # fmt: skip
+
+
+def outcome(mode, model, ids, mask):
+    """What comes back, or what is raised."""
+    try:
+        return mode(model, ids, mask)
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("name", "mode"), PRODUCT, ids=str)
+def test_mode(name, mode, pair_of):
+    ours, stock = pair_of(name)
+    inputs = padded(mode.lengths)
+    theirs = outcome(mode, stock, *inputs)
+    mine = outcome(mode, ours, *inputs)
+    if isinstance(theirs, str):
+        assert BY_NAME[name].expected != "fast" or mode.name in REFUSED, theirs
+        assert mine == theirs
+    else:
+        assert not isinstance(mine, str), mine
+        same(mine, theirs)
+
+
+def runs(model, action) -> int:
+    """How often a decoder layer's own forward runs meanwhile, by whatever way it is called."""
+    codes = {inspect.unwrap(type(layer).forward).__code__ for layer in layers(model).values()}
+    count = 0
+
+    def watch(frame: types.FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code in codes
+
+    sys.setprofile(watch)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
+    ours, stock = pair_of(name)
+    ids, mask = padded()
+    sites = accel.report(ours).sites
+    own = [site for site in sites if site[0] in layers(ours)]
+    assert runs(stock, lambda: generate(stock, ids, mask)) > 0
+    count = runs(ours, lambda: generate(ours, ids, mask))
+    if BY_NAME[name].expected == "fast":
+        assert count == 0, [site for site in sites if site[2] == "skipped"]
+        assert {path for path, _, status, _ in own if status == "patched"} == set(layers(ours))
+    elif BY_NAME[name].expected == "stock":
+        assert count > 0
+        assert not [site for site in own if site[2] == "patched"]
+        assert [site for site in sites if site[2] == "skipped" and site[3]]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_nothing_falls_back_where_nothing_has_to(name, pair):
+    ours, _ = pair(name)
+    for mode in MODES:
+        if mode.name in ALL_FAST:
+            mode(ours, *padded(mode.lengths))
+            assert accel.report(ours).fallbacks == [], mode
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_restore_is_exact(name, tiny):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    model, twin = make(name), make(name)
+    ids, mask = padded()
+    before = tiny.snapshot(model)
+    accel.optimize(model)
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model)
+    generate(model, ids, mask)
+    generate(twin, ids, mask)
+    accel.restore(model)
+    assert tiny.differences(model, twin) == []
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    assert torch.equal(model(ids, attention_mask=mask).logits, twin(ids, attention_mask=mask).logits)
+    assert accel.report(model).sites == []
+
+
+@pytest.mark.parametrize("name", [name for name in FAST if not BY_NAME[name].uneven])
+def test_padding_changes_no_token(name, pair_of):
+    """A left-padded batch gives what each prompt gives alone, ours and stock's."""
+    ours, stock = pair_of(name)
+    ids, mask = padded((9, 4, 6), seed=2)
+    together = generate(ours, ids, mask)["sequences"][:, ids.shape[1] :]
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = ids[row : row + 1, ids.shape[1] - length :]
+        for model in (ours, stock):
+            assert torch.equal(generate(model, alone, None)["sequences"][:, length:], together[row : row + 1])

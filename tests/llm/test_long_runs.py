@@ -1,0 +1,199 @@
+"""One model for long: many calls of many lengths, several threads, caches that are kept and caches that are dropped."""
+
+import copy
+import gc
+import itertools
+import threading
+import weakref
+
+import pytest
+import torch
+from families import FAMILIES, padded, prompt
+from modes import MODES, flat, generate, longer, same
+
+import accel
+
+CORE = [family.name for family in FAMILIES if family.core]
+MODE = {mode.name: mode for mode in MODES}
+
+
+def held() -> tuple[int, int]:
+    """Python objects, and bytes of tensors, that are alive."""
+    gc.collect()
+    objects = gc.get_objects()
+    return len(objects), sum(t.untyped_storage().nbytes() for t in objects if issubclass(type(t), torch.Tensor))
+
+
+def unseeded(model, ids, mask, **call):
+    """Threads share the seed; and torch remembers every seed for a GPU that may come."""
+    return flat(model.generate(ids, attention_mask=mask, **({"max_new_tokens": 8, "do_sample": False} | call)))
+
+
+def random_calls(count: int, seed: int = 0):
+    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=g))
+
+    ways = ({}, {"do_sample": True}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True})
+    for _ in range(count):
+        ids, mask = padded([number(1, 20) for _ in range(number(1, 4))], seed=number(0, 99))
+        yield ids, mask, {"max_new_tokens": number(1, 12)} | ways[number(0, 3)]
+
+
+def growth(call, times: int = 3) -> tuple[int, int]:
+    """Objects and bytes that one call leaves behind: the least of several, since libraries fill caches at leisure."""
+    sizes = [held()]
+    for _ in range(times):
+        call()
+        sizes.append(held())
+    return tuple(min(after[i] - before[i] for before, after in itertools.pairwise(sizes)) for i in range(2))
+
+
+def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair):
+    ours, stock = pair("llama")
+    for ids, mask, call in random_calls(20):
+        same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
+    seeds = itertools.count(1)
+
+    def some():
+        for ids, mask, call in random_calls(13, next(seeds)):
+            unseeded(ours, ids, mask, **call)
+
+    objects, size = growth(some)
+    assert objects < 10 and size <= 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_cache_is_freed_with_its_last_user(name, pair_of):
+    ours, _ = pair_of(name)
+    unseeded(ours, *padded())
+    before = held()[1]
+    output = ours.generate(prompt(2, 40), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    cache = output.past_key_values
+    assert held()[1] > before
+    gone = weakref.ref(cache)
+    del output, cache
+    assert held()[1] <= before and gone() is None
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
+    """Whatever else is generated meanwhile; then the conversation goes on."""
+    ours, stock = pair_of(name)
+
+    def talk(model, others):
+        ids, mask = padded()
+        call = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+        output = model.generate(ids, attention_mask=mask, **call)
+        kept = [copy.deepcopy(output.past_key_values) for _ in range(2)]
+        for mode in others:
+            MODE[mode](model, *padded(MODE[mode].lengths, seed=7))
+        ids, mask = longer(output.sequences, mask)
+        found = {}
+        for number, cache in enumerate((kept[0], output.past_key_values, kept[1])):
+            found |= flat(
+                model.generate(ids, attention_mask=mask, past_key_values=cache, **call).sequences, str(number)
+            )
+            generate(model, *padded((3, 4, 5)))
+        return found
+
+    others = ("greedy", "greedy-padded", "beam", "sample-several", "assisted", "continued")
+    same(talk(ours, others), talk(stock, ()))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_threads_that_generate_at_once(name, pair_of):
+    """Each with its own prompts, batch sizes and ways; as without the others."""
+    ours, stock = pair_of(name)
+    jobs = [
+        [(padded(lengths, seed=10 * number + turn), call) for turn in range(3)]
+        for number, (lengths, call) in enumerate(
+            [((9,), {}), ((9, 5), {}), ((4, 7, 6), {}), ((5,), {"num_beams": 3}), ((9, 5), {"max_new_tokens": 20})]
+        )
+    ]
+    wanted = [[generate(stock, *inputs, **call) for inputs, call in job] for job in jobs]
+    start, errors = threading.Barrier(len(jobs)), []
+
+    def work(job, results):
+        try:
+            start.wait()
+            with torch.no_grad():
+                for _ in range(3):
+                    for (inputs, call), result in zip(job, results, strict=True):
+                        same(unseeded(ours, *inputs, **call), result)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(jobs, wanted, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_a_thread_that_fails_leaves_the_others_alone(pair_of):
+    ours, stock = pair_of("llama")
+    ids, mask = padded()
+    wanted = unseeded(stock, ids, mask)
+
+    def interrupt(input_ids, scores):
+        if input_ids.shape[1] > 11:
+            raise KeyboardInterrupt
+        return scores
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            ours.generate(ids, attention_mask=mask, max_new_tokens=8, logits_processor=[interrupt])
+        same(unseeded(ours, ids, mask), wanted)
+
+
+def test_a_layer_that_raises_leaves_the_model_usable(pair):
+    """In the middle of a step, with half of the layers' keys written; the same cache goes on."""
+    from transformers import DynamicCache
+
+    ours, stock = pair("llama")
+    outputs = []
+    for model in (ours, stock):
+        cache, found = DynamicCache(config=model.config), {}
+        found["0"] = model(prompt(2, 6), past_key_values=cache).logits
+        handle = model.get_output_embeddings().register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt(2, 1, 1), past_key_values=DynamicCache(config=model.config))
+        handle.remove()
+        found["1"] = model(prompt(2, 1, 2), past_key_values=cache).logits
+        outputs.append(found | generate(model, *padded()))
+    same(*outputs)
+
+
+def fail(*args):
+    raise ZeroDivisionError
+
+
+def test_restored_and_optimised_over_and_over(pair):
+    ours, stock = pair("llama")
+    ids, mask = padded()
+    wanted = generate(stock, ids, mask)
+
+    def there_and_back():
+        accel.restore(ours)
+        same(unseeded(ours, ids, mask), wanted)
+        accel.optimize(ours)
+        same(unseeded(ours, ids, mask), wanted)
+
+    there_and_back()
+    objects, size = growth(there_and_back)
+    assert objects < 10 and size <= 0
+
+
+def test_a_dropped_model_is_freed():
+    from families import make
+
+    model = accel.optimize(make("llama"))
+    generate(model, *padded())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,364 @@
+"""Models that look like something known, and compute something else; models that only hold a causal LM; odd sizes."""
+
+import copy
+
+import pytest
+import torch
+from families import SIZES, TOKENS, layers, make, padded, prompt, randomise
+from modes import generate, same
+from torch import nn
+
+import accel
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        randomise(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
+    if hasattr(model, "generation_config"):
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
+
+
+# -- one thing in each layer is another than its name says -------------------------------------------------------------
+
+
+def replaced(**classes):
+    """A llama in which modules of these names are given another class: of the same children and weights."""
+
+    def build():
+        model = make("llama")
+        for layer in layers(model).values():
+            for name, kind in classes.items():
+                module = layer if name == "layer" else layer.get_submodule(name)
+                module.__class__ = type(kind.__name__, (kind, type(module)), {})
+        return model
+
+    return build
+
+
+class Gated:
+    """Attention whose output a gate of its input scales."""
+
+    def forward(self, hidden_states, **kwargs):
+        output, weights = super().forward(hidden_states, **kwargs)
+        return output * torch.sigmoid(hidden_states.mean(-1, keepdim=True)), weights
+
+
+class Clamped:
+    """An MLP that cuts what is large."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-0.5, 0.5)
+
+
+class RarelyClamped:
+    """An MLP that cuts what is very large: nothing it is given before its weights change."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-40, 40)
+
+
+class Shifted:
+    """A norm that adds what it was given."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * x
+
+
+class Scaled:
+    """A layer whose residual is scaled."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return 0.9 * super().forward(hidden_states, *args, **kwargs)
+
+
+class ByPosition:
+    """A layer that depends on where a word is."""
+
+    def forward(self, hidden_states, *args, position_ids=None, **kwargs):
+        output = super().forward(hidden_states, *args, position_ids=position_ids, **kwargs)
+        return output * (1 + 0.1 * (position_ids[..., None] % 3))
+
+
+class ByLength:
+    """A layer that does something else for a single word than for many."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output = super().forward(hidden_states, *args, **kwargs)
+        return output if hidden_states.shape[1] > 1 else 1.1 * output
+
+
+class Counting:
+    """A layer that remembers how often it was called."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(hidden_states, *args, **kwargs) * (1 + 0.01 * self.calls)
+
+
+class Mixing:
+    """An MLP in which positions see each other's mean: of the words of this call."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.3 * x.mean(1, keepdim=True)
+
+
+class NoisyKeys:
+    """Keys that depend on the values: attention no candidate has."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states + 0.1 * hidden_states.roll(1, -1), **kwargs)
+
+
+PARTS = {
+    "gated-attention": replaced(self_attn=Gated),
+    "clamped-mlp": replaced(mlp=Clamped),
+    "shifted-norm": replaced(input_layernorm=Shifted),
+    "scaled-layer": replaced(layer=Scaled),
+    "by-position": replaced(layer=ByPosition),
+    "by-length": replaced(layer=ByLength),
+    "counting": replaced(layer=Counting),
+    "mixing-mlp": replaced(mlp=Mixing),
+    "other-keys": replaced(self_attn=NoisyKeys),
+    "both": replaced(self_attn=Gated, mlp=Clamped),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_computes_something_else(kind):
+    stock, ours = PARTS[kind](), PARTS[kind]()
+    plain = make("llama")
+    ids, mask = padded()
+    accel.optimize(ours)
+    for layer in (*layers(stock).values(), *layers(ours).values()):
+        layer.calls = 0  # what optimize tries out counts too
+    theirs = generate(stock, ids, mask)
+    assert not torch.equal(theirs["sequences"], generate(plain, ids, mask)["sequences"])
+    same(generate(ours, ids, mask), theirs)
+    same({"x": ours(prompt(2, 12)).logits}, {"x": stock(prompt(2, 12)).logits})
+    same(generate(ours, ids, mask, num_beams=2), generate(stock, ids, mask, num_beams=2))
+
+
+def test_a_bend_far_from_zero():
+    """Without effect on what the model was optimised with, and not forgotten when it matters."""
+    stock, ours, plain = replaced(mlp=RarelyClamped)(), replaced(mlp=RarelyClamped)(), make("llama")
+    ids, mask = padded()
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), generate(plain, ids, mask))
+    for model in (stock, ours, plain):
+        for layer in layers(model).values():
+            layer.mlp.down_proj.weight.mul_(40)
+    theirs = generate(stock, ids, mask)
+    assert not torch.equal(theirs["sequences"], generate(plain, ids, mask)["sequences"])
+    same(generate(ours, ids, mask), theirs)
+
+
+def test_one_layer_of_another_kind():
+    """The others may be fast; the whole has to be right."""
+    ours, stock = make("llama"), make("llama")
+    for model in (ours, stock):
+        last = list(layers(model).values())[-1]
+        last.mlp.__class__ = type("Own", (Clamped, type(last.mlp)), {})
+    accel.optimize(ours)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+# -- classes of users' -------------------------------------------------------------------------------------------------
+
+
+def causal_lm(change):
+    """A subclass of LlamaForCausalLM whose forward, of any signature, changes what stock's gives."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Own(LlamaForCausalLM):
+        forward = change(LlamaForCausalLM)
+
+    return randomised(Own(LlamaConfig(**SIZES, **TOKENS)))
+
+
+def negated(kind):
+    def forward(self, *args, **kwargs):
+        output = kind.forward(self, *args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+    return forward
+
+
+def hotter(kind):
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, heat=1.0, **kwargs):
+        output = kind.forward(
+            self, input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+        )
+        output.logits = output.logits / heat
+        return output
+
+    return forward
+
+
+@pytest.mark.parametrize("change", [negated, hotter])
+def test_a_subclass_with_a_forward_of_its_own(change):
+    stock = causal_lm(change)
+    ours = causal_lm(change)
+    accel.optimize(ours)
+    ids, mask = padded()
+    for call in ({}, {"num_beams": 2}, {"heat": 3.0, "output_scores": True, "return_dict_in_generate": True}):
+        if change is hotter or "heat" not in call:
+            same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
+    accel.restore(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def test_a_model_inside_another_module():
+    """As a value head is put on: the inner model is optimised, and called by one that is not."""
+
+    class Valued(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.value = model, nn.Linear(SIZES["hidden_size"], 1)
+
+        def forward(self, **inputs):
+            output = self.model(**inputs, output_hidden_states=True)
+            return output.logits, self.value(output.hidden_states[-1])
+
+    torch.manual_seed(0)
+    ours = Valued(make("llama"))
+    stock = copy.deepcopy(ours)
+    accel.optimize(ours.model)
+    ids, mask = padded()
+    for _ in range(2):
+        mine, theirs = (model(input_ids=ids, attention_mask=mask) for model in (ours, stock))
+        same(dict(zip("ab", mine, strict=True)), dict(zip("ab", theirs, strict=True)))
+
+
+def test_two_heads_that_share_a_decoder():
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    ours = make("llama")
+    stock = copy.deepcopy(ours)
+    judges = []
+    for model in (ours, stock):
+        judge = randomised(LlamaForSequenceClassification(LlamaConfig(**SIZES, **TOKENS)))
+        judge.model = model.model
+        judges.append(judge)
+    accel.optimize(ours)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    same(*({"x": judge(ids, attention_mask=mask).logits} for judge in judges))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def make_other(kind: str):
+    """Of the models that are no causal LM: (model, inputs of generate or of a call)."""
+    import transformers as t
+
+    sizes = dict(SIZES, num_hidden_layers=2)
+    ids, mask = padded()
+    if kind == "t5":
+        config = t.T5Config(vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
+                            decoder_start_token_id=0)  # fmt: skip
+        return t.T5ForConditionalGeneration(config), {"input_ids": ids, "attention_mask": mask}
+    if kind == "bart":
+        config = t.BartConfig(vocab_size=99, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+                              decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, pad_token_id=0,
+                              max_position_embeddings=64, decoder_start_token_id=1)  # fmt: skip
+        return t.BartForConditionalGeneration(config), {"input_ids": ids, "attention_mask": mask}
+    if kind == "whisper":
+        config = t.WhisperConfig(vocab_size=99, d_model=64, encoder_layers=1, decoder_layers=2, decoder_ffn_dim=96,
+                                 encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
+                                 num_mel_bins=8, max_source_positions=10, max_target_positions=40, pad_token_id=0,
+                                 bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
+        model = t.WhisperForConditionalGeneration(config)
+        return model, {"input_features": torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0))}
+    if kind == "llava":
+        config = t.LlavaConfig(
+            text_config=t.LlamaConfig(**sizes, **TOKENS), image_token_index=90, image_seq_length=4,
+            vision_config=t.CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                             num_attention_heads=2, image_size=16, patch_size=8, projection_dim=32),
+            vision_feature_select_strategy="default")  # fmt: skip
+        ids[:, -6:-2] = 90
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        return t.LlavaForConditionalGeneration(config), {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "pixel_values": pixels,
+        }
+    if kind == "classifier":
+        config = t.LlamaConfig(**sizes, **TOKENS, num_labels=5)
+        return t.LlamaForSequenceClassification(config), {"input_ids": ids, "attention_mask": mask}
+    if kind == "decoder":
+        return t.Qwen3Model(t.Qwen3Config(**sizes, **TOKENS)), {"input_ids": ids, "attention_mask": mask}
+    if kind == "bert":
+        config = t.BertConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                              intermediate_size=96)  # fmt: skip
+        return t.BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask}
+    config = t.Gemma3Config(
+        text_config=t.Gemma3TextConfig(**sizes, **TOKENS, head_dim=16, sliding_window=5), mm_tokens_per_image=4,
+        vision_config=t.SiglipVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                           num_attention_heads=2, image_size=16, patch_size=8),
+        image_token_index=90)  # fmt: skip
+    return t.Gemma3ForConditionalGeneration(config), {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper", "llava", "gemma3", "classifier", "decoder", "bert"])
+def test_models_of_other_kinds(kind):
+    torch.manual_seed(0)
+    model, inputs = make_other(kind)
+    stock = randomised(model)
+    ours = accel.optimize(copy.deepcopy(stock))
+    logits = {name: value for name, value in inputs.items() if kind not in ("t5", "bart", "whisper")}
+    if logits:
+        same(*({"x": model(**logits)[0]} for model in (ours, stock)))
+    if stock.can_generate() and kind not in ("decoder", "classifier", "bert"):
+        for call in ({}, {"num_beams": 3}, {"do_sample": True}):
+            outputs = []
+            for model in (ours, stock):
+                torch.manual_seed(0)
+                call = {"do_sample": False} | call
+                outputs.append({"sequences": model.generate(**inputs, max_new_tokens=6, **call)})
+            same(*outputs)
+    accel.restore(ours)
+    if logits:
+        assert torch.equal(*(model(**logits)[0] for model in (ours, stock)))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 20, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 7},
+        {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1},
+        {"head_dim": 2},
+        {"vocab_size": 5, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2},
+        {"num_hidden_layers": 7},
+        {"hidden_act": "gelu"},
+        {"hidden_act": "relu"},
+        {"hidden_act": "gelu_pytorch_tanh"},
+        {"hidden_act": "quick_gelu"},
+        {"hidden_act": "mish"},
+        {"rms_norm_eps": 0.1},
+    ],
+    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()),
+)
+def test_odd_sizes_and_settings(changes, pair):
+    ours, stock = pair("llama", **changes)
+    ids, mask = padded()
+    ids %= stock.config.vocab_size
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    same(
+        {"x": ours(prompt(3, 33) % stock.config.vocab_size).logits},
+        {"x": stock(prompt(3, 33) % stock.config.vocab_size).logits},
+    )
+
+
+def test_a_prompt_longer_than_any_block(pair):
+    """Hundreds of tokens, on and on over the same cache."""
+    ours, stock = pair("llama", max_position_embeddings=2048)
+    ids = prompt(2, 300)
+    mask = torch.ones_like(ids)
+    mask[0, :130] = 0
+    same(generate(ours, ids, mask, max_new_tokens=60), generate(stock, ids, mask, max_new_tokens=60))
