@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from accel_kernels import (
     Op,
     attend,
+    experts,
     gated,
     group_norm,
     image_concat,
@@ -35,6 +36,7 @@ class Kernels:
     linear: object
     prompt: PromptAttention = field(default_factory=PromptAttention)
     attend: object = attend
+    experts: object = experts
     gated: object = gated
     group_norm: object = group_norm
     image_concat: object = image_concat

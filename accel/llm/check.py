@@ -124,6 +124,7 @@ def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
     with contextlib.suppress(Exception), rehearsal():  # an error shows again in the trial
         _fast(forward, lengths)
         ids, _, positions = _inputs(forward, LONGER + 1)
+        positions %= PROMPT  # a model with a table of positions may have fewer than that
         for prompt in (PROMPT, LONGER):
             store = adopt(DynamicCache(), forward.shapes())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):

@@ -7,17 +7,19 @@ from torch import nn
 from accel.graphs import GraphRunner
 from accel.llm.check import find_manner
 from accel.llm.decoder import DecoderForward
+from accel.llm.experts import match_experts
+from accel.llm.formulas import formulas
 from accel.llm.head import HEAD, match_head
 from accel.llm.layer import LayerForward
-from accel.llm.layer_spec import LayerSpec, understand_layer
-from accel.llm.recorder import LayerRecord, Record, decoder_layers, record, side_effects
+from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import NAME, PrepareCache
 from accel.llm.step import Steps
 from accel.llm.understanding import NotUnderstood
-from accel.patch import Patch, Stacked
+from accel.patch import ForwardPatch, Patch, Stacked
 from accel.rule import Match, Rule, Skip
 from accel.rules.graph import obstacle
 from accel.rules.norms import match_layer_norm, match_rms_norm
+from accel.site import Site
 from accel.structure import meta_weights
 
 
@@ -57,7 +59,7 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
     if len({p.device for p in model.parameters()}) > 1:
         raise NotUnderstood("weights on several devices")
     stack, _ = decoder_layers(model)
-    specs = _specs(model, layers)
+    specs = formulas(model, layers)
     steps = Steps()
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
@@ -71,57 +73,24 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
     return forward, (*patches, Patch(model, NAME, PrepareCache(model, forward)))
 
 
-def _specs(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
-    """Every layer's record and formula. Raises NotUnderstood; `layers` then holds what is the matter with which."""
-    seen = record(model)
-    layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
-    if any(isinstance(found, str) for found in layers.values()) and not seen.asks():
-        seen = record(model, own=True)
-        layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
-    found = [(layer, layers[layer.path]) for layer in seen.layers]
-    unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
-    if unknown:
-        raise NotUnderstood(f"{unknown[0][0]}: {unknown[0][1]}")
-    _listen(model, found, layers, seen.own)
-    if sorted(spec.attention.index for _, spec in found) != list(range(len(found))):
-        raise NotUnderstood("layers that share a place in the cache")
-    return found
-
-
-def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
-    """The formula of a layer, or why it is not known."""
-    try:
-        return understand_layer(layer, seen)
-    except NotUnderstood as reason:
-        return str(reason)
-
-
-def _listen(model: nn.Module, found: list[tuple[LayerRecord, LayerSpec]], layers: dict, own: bool) -> None:
-    """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
-    loud, kinds = record(model, loud=True, own=own), set()
-    for layer, (_, spec) in zip(loud.layers, found, strict=True):
-        kind = tuple(type(module) for module in layer.layer.modules())
-        if kind in kinds or not bool(layer.call.output.held.isfinite().all()):
-            continue
-        kinds.add(kind)
-        layer.known = spec
-        if _formula(layer, loud) != spec:
-            layers[layer.path] = "it computes something else where numbers are large"
-            raise NotUnderstood(f"{layer.path}: {layers[layer.path]}")
-
-
 def match_layer(site, context) -> Match | Skip | None:
     """A layer of the stack."""
     found = context.share("decoder layers", dict).get(site.path)
     if found is None:
         return None
-    return Match(found, covers=None) if isinstance(found, LayerForward) else Skip(found)
+    if not isinstance(found, LayerForward):
+        return Skip(found)
+    inside = (Site(f"{site.path}.{name}", module) for name, module in site.module.named_modules() if name)
+    answers = ((one, match_experts(one, context)) for one in inside)
+    experts = [ForwardPatch(one.module, answer.forward) for one, answer in answers if isinstance(answer, Match)]
+    return Match(found, patches=tuple(experts), covers=None)
 
 
 RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),
     Rule("output head", match_head),
+    Rule("experts", match_experts),
     Rule("RMS norm", match_rms_norm),
     Rule("layer norm", match_layer_norm),
 )

@@ -103,7 +103,7 @@ class BoundLayer:
         self.q_norm, self.k_norm = head_norm(attention.q_norm), head_norm(attention.k_norm)
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in attention.projections]
         self.joint = stacked(self.projections, stack)
-        self.sizes = None if self.joint is None else [linear.weights.weight.shape[0] for linear in self.projections]
+        self.sizes = None if self.joint is None else [linear.weights.outputs for linear in self.projections]
         self.out = BoundLinear(layer.get_submodule(attention.out))
         self.layout = (attention.layout, attention.heads, attention.groups, attention.kv_heads, attention.dim)
         self.mlp = BoundMlp(layer, spec.mlp)
@@ -129,7 +129,7 @@ class BoundLayer:
         if self.joint is None:
             outputs = [linear(kernels, h) for linear in self.projections]
         else:
-            outputs = kernels.projection(h.x, *self.joint, norm=h.norm).split(self.sizes, dim=-1)
+            outputs = kernels.projection(h.x, *self.joint.now(), norm=h.norm).split(self.sizes, dim=-1)
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

@@ -11,10 +11,32 @@ from accel.structure import tampered
 
 
 class Weights(NamedTuple):
-    """weight: (out, in); bias: (out,) or None."""
+    """Parameters, and how they are read: `now()` gives weight (out, in) and bias (out,) or None.
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    The parameters themselves are kept, no views of them: whoever moves a model elsewhere wants the memory back.
+    turned: the weight is stored (in, out). rows: (first, count) of those that lie from the weight's own on, which may
+    be fewer, or more where others lie behind it; None for its own.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    turned: bool = False
+    rows: tuple[int, int] | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1] if self.turned else self.weight.shape[0]
+
+    def now(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self.weight.t() if self.turned else self.weight
+        if self.rows is None:
+            return weight, self.bias
+        return _rows(weight, *self.rows), None if self.bias is None else _rows(self.bias, *self.rows)
+
+
+def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    place = tensor.storage_offset() + first * tensor.stride(0)
+    return tensor.detach().as_strided((count, *tensor.shape[1:]), tensor.stride(), place)
 
 
 def weights(module: nn.Module) -> Weights | None:
@@ -32,7 +54,7 @@ def weights(module: nn.Module) -> Weights | None:
     if type(module) is nn.Linear:
         return Weights(weight, bias)
     if type(module) is Conv1D:
-        return Weights(weight.t(), bias)
+        return Weights(weight, bias, turned=True)
     return Weights(weight, bias) if _multiplies(module) else None
 
 

@@ -4,7 +4,6 @@ import torch
 from accel_kernels.norm import ACTIVATIONS
 from torch import nn
 
-from accel.llm.linear import Weights
 from accel.llm.mlp_spec import MlpSpec
 from accel.llm.part import Before, BoundLinear
 from accel.settings import settings
@@ -35,7 +34,8 @@ class BoundMlp:
         if None not in parts and len(parts) == 2:
             self.gate, self.up = parts
         elif None not in parts and spec.halves is not None:
-            halves = [_half(parts[0], first) for first in (True, False)]
+            n = parts[0].outputs // 2
+            halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)
         self.times = len(self.first)
 
@@ -58,8 +58,9 @@ class BoundMlp:
     def _middle(self, kernels, before: Before) -> torch.Tensor:
         name = self.spec.activation
         if self.gate is not None:
+            up, up_bias = self.up.now()
             return kernels.projection(
-                before.x, *self.gate, norm=before.norm, up=self.up.weight, up_bias=self.up.bias, activation=name
+                before.x, *self.gate.now(), norm=before.norm, up=up, up_bias=up_bias, activation=name
             )
         if self.spec.halves is None and len(self.first) == 1:
             return self.first[0](kernels, before, activation=name)
@@ -69,9 +70,3 @@ class BoundMlp:
             gate, up = self.first[0](kernels, before).chunk(2, dim=-1)
             gate, up = (gate, up) if self.spec.halves else (up, gate)
         return ACTIVATIONS[name](gate) * up
-
-
-def _half(weights: Weights, first: bool) -> Weights:
-    n = weights.weight.shape[0] // 2
-    rows = slice(0, n) if first else slice(n, None)
-    return Weights(weights.weight[rows], None if weights.bias is None else weights.bias[rows])

@@ -1,5 +1,6 @@
 """How one MLP computes: gated, dense, or in a way of its own and then called as a module."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ def _matrices(module: nn.Module) -> bool:
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, MlpCalls] | None:
     calls = [call for call in calls if call.alone and call.output is not None]
-    acts = [(call, _activation(call.module)) for call in calls if not list(call.module.parameters())]
+    acts = [(call, activation_name(call.module)) for call in calls if not list(call.module.parameters())]
     products = [call for call in calls if _matrices(call.module)]
     for act, name in ((call, name) for call, name in acts if name is not None):
         for down in products:
@@ -113,12 +114,14 @@ def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ..
     return (), None
 
 
-def _activation(module: nn.Module) -> str | None:
+def activation_name(module: nn.Module) -> str | None:
     """The name of the activation a module without weights computes, or None."""
     x = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    probe = copy.copy(module)
+    vars(probe)["training"] = False
     try:
         with torch.no_grad():
-            y = type(module).forward(module, x)
+            y = type(module).forward(probe, x)
     except Exception:  # whatever it may be, it is not a function of one tensor
         return None
     if not isinstance(y, torch.Tensor) or y.shape != x.shape:

@@ -64,7 +64,7 @@ class BoundLinear:
     def __call__(self, kernels, before: Before, activation=None, residual=None, scale=1.0) -> torch.Tensor:
         """residual + scale * activation(linear(norm(x)))."""
         if self.weights is not None:
-            weight, bias = self.weights
+            weight, bias = self.weights.now()
             return kernels.projection(
                 before.x, weight, bias, norm=before.norm, activation=activation, residual=residual, scale=scale
             )
@@ -76,17 +76,16 @@ class BoundLinear:
 
 def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
-    if len(linears) < 2 or any(linear.weights is None for linear in linears):
+    parts = [linear.weights for linear in linears]
+    if len(parts) < 2 or None in parts or any(part.turned for part in parts):
         return None
-    whole = _rows([linear.weights.weight for linear in linears], stack)
-    biases = [linear.weights.bias for linear in linears]
-    if whole is None or all(bias is None for bias in biases):
-        return None if whole is None else Weights(whole, None)
-    bias = None if any(bias is None for bias in biases) else _rows(biases, stack)
-    return None if bias is None else Weights(whole, bias)
-
-
-def _rows(parts: list[torch.Tensor], stack: bool) -> torch.Tensor | None:
-    if stack:
-        stack_rows(parts)
-    return stacked_rows(parts)
+    biases = [part.bias for part in parts]
+    none = all(bias is None for bias in biases)
+    if not none and any(bias is None for bias in biases):
+        return None
+    for tensors in [[part.weight for part in parts]] + ([] if none else [biases]):
+        if stack:
+            stack_rows(tensors)
+        if stacked_rows(tensors) is None:
+            return None
+    return Weights(parts[0].weight, biases[0], rows=(0, sum(part.outputs for part in parts)))

@@ -6,6 +6,7 @@ else its plain-torch reference, with the same result up to rounding. Knows nothi
 
 from accel_kernels.attend import attend
 from accel_kernels.attention import attention
+from accel_kernels.experts import experts
 from accel_kernels.gated import gated
 from accel_kernels.geglu import geglu
 from accel_kernels.group_norm import group_norm
@@ -24,6 +25,7 @@ from accel_kernels.upsample_convolve import upsample_convolve
 OPS = (
     attend,
     attention,
+    experts,
     gated,
     geglu,
     group_norm,
@@ -46,6 +48,7 @@ __all__ = [
     "Op",
     "attend",
     "attention",
+    "experts",
     "gated",
     "geglu",
     "group_norm",

@@ -1,0 +1,55 @@
+"""The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
+
+from torch import nn
+
+from accel.llm.layer_spec import LayerSpec, understand_layer
+from accel.llm.recorder import LayerRecord, Record, record
+from accel.llm.understanding import NotUnderstood
+from accel.settings import settings
+
+
+def formulas(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
+    """Every layer's record and formula, all of them known. Raises NotUnderstood.
+
+    layers: filled with the formula of every layer by its path, or why it is not known.
+    """
+    seen = record(model)
+    layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
+    if any(isinstance(found, str) for found in layers.values()) and not seen.asks():
+        seen = record(model, own=True)
+        layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
+    found = [(layer, layers[layer.path]) for layer in seen.layers]
+    unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
+    if unknown:
+        raise NotUnderstood(f"{unknown[0][0]}: {unknown[0][1]}")
+    _listen(model, found, layers, seen.own)
+    if sorted(spec.attention.index for _, spec in found) != list(range(len(found))):
+        raise NotUnderstood("layers that share a place in the cache")
+    return found
+
+
+def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
+    """The formula of a layer, or why it is not known."""
+    try:
+        return understand_layer(layer, seen)
+    except NotUnderstood as reason:
+        return str(reason)
+
+
+def _listen(model: nn.Module, found: list[tuple[LayerRecord, LayerSpec]], layers: dict, own: bool) -> None:
+    """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
+    loud, kinds = record(model, loud=True, own=own), set()
+    for layer, (_, spec) in zip(loud.layers, found, strict=True):
+        kind = tuple(map(_kind, layer.layer.modules()))
+        if kind in kinds or not bool(layer.call.output.held.isfinite().all()):
+            continue
+        kinds.add(kind)
+        layer.known = spec
+        if _formula(layer, loud) != spec:
+            layers[layer.path] = "it computes something else where numbers are large"
+            raise NotUnderstood(f"{layer.path}: {layers[layer.path]}")
+
+
+def _kind(module: nn.Module) -> tuple:
+    """What a module computes by, but for its number among the layers."""
+    return tuple(one for one in settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)
