@@ -19,7 +19,9 @@ CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 MODE = {mode.name: mode for mode in MODES}
 HALF = (torch.bfloat16, torch.float16)
-WAITS = ("llama-rope-dynamic", "phi3-longrope")  # stock itself reads the greatest position, which no graph can
+# What stock does on the host in every forward, and no graph can: it reads the greatest position, makes slopes on the
+# CPU, or, called outside of generate(), groups tokens by expert there.
+WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "gpt-oss")
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +185,8 @@ def test_frequencies_that_change_with_the_length(name):
 def test_a_changed_model_never_replays_the_old_graph(change):
     if change.only and "llama" not in change.only:
         pytest.skip("not for llama")
+    if "dropout" in change.name:
+        pytest.skip("drops at random, in stock too: a new adapter is in training mode")
     ours, stock = new_pair("llama")
     for model in (ours, stock):
         model.family = "llama"
