@@ -18,6 +18,7 @@ from accel.plan import Plan
 from accel.quality import Quality, compare
 from accel.verify import LIMIT, Record, seeded, stock_models
 
+DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
 NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays
 GREEDY = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True, "output_logits": True}
 
@@ -34,7 +35,15 @@ class Forced:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
-class Prompt(Record):
+class Logits(Record):
+    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding."""
+
+    @property
+    def allowance(self) -> float:
+        return DEEP * super().allowance
+
+
+class Prompt(Logits):
     """Logits of a prompt, (tokens, vocabulary): those of padding mean nothing and are left out."""
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -43,7 +52,7 @@ class Prompt(Record):
         return [logits.flatten(0, 1) if mask is None else logits[mask.bool()]]
 
 
-class Decode(Record):
+class Decode(Logits):
     """Logits of the steps in which generate() writes the `tokens` it is told to, (rows * steps, vocabulary)."""
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
