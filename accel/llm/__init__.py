@@ -1,1 +1,1 @@
-"""Causal language models; so far they get the rules shared with diffusion models (norms)."""
+"""Causal language models: layers recognised by what they compute, fused over a store of keys and values."""

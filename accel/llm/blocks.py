@@ -64,7 +64,7 @@ class Blocks:
 
     def kv(self, layer: int, fresh: bool) -> KV:
         place = self.places[self.shapes[layer].device]
-        return KV(*self.views[layer], place.table, place.valid, place.where, layer, fresh)
+        return KV(*self.views[layer], place.table, place.valid, place.where, layer, fresh, ordered=not self.shared)
 
     def tokens(self, layer: int) -> list[torch.Tensor]:
         """Keys and values of one layer as the rows own them: (rows, columns * BLOCK, heads, dim), views."""

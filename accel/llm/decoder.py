@@ -23,6 +23,7 @@ UNDERSTOOD = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
     "return_dict",
 }  # fmt: skip
+ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 
@@ -101,8 +102,8 @@ class DecoderForward(FastForward):
         if isinstance(store, str):
             raise Unfit(store)
         keep = given("logits_to_keep", 0)
-        if isinstance(keep, torch.Tensor):
-            raise Unfit("logits_to_keep is a tensor")
+        if type(keep) is not int:
+            raise Unfit("logits_to_keep is no number")
         rows, new = tokens.shape[:2]
         start = store.length
         if tokens.device != store.shapes[0].device or (start and rows != store.rows):
@@ -119,8 +120,8 @@ class DecoderForward(FastForward):
             if name not in UNDERSTOOD and value is not None and value is not False:
                 raise Unfit(f"called with {name}")
         config = self.module.config
-        if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
-            raise Unfit("the configuration asks for attentions or hidden states")
+        if any(getattr(config, name, False) for name in ALSO):
+            raise Unfit("the configuration asks for attentions, hidden states or router logits")
         use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
         return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
@@ -131,9 +132,9 @@ class DecoderForward(FastForward):
         if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
             raise Unfit("an attention mask of another form than (rows, tokens)")
         # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
-        # constant, which the softmax does not see. Asked once, for the prompt.
+        # constant, which the softmax does not see. Waits for the device.
         biased = self.layers[0].spec.attention.slopes is not None
-        if start == 0 and biased and not bool((mask.bool().int().diff() >= 0).all()):
+        if biased and not bool((mask.bool().int().diff() >= 0).all()):
             raise Unfit("an attention mask with gaps, and biases by distance")
         return mask
 

@@ -47,7 +47,9 @@ def match_decoder(site, context) -> Match | Skip | None:
                 layers[path] = "understood, but not the whole model"
         return Skip(str(reason))
     layers.update({layer.path: layer for layer in forward.layers})
-    return Match(forward, patches=patches, covers=())
+    device = next(site.module.parameters()).device.type
+    waits = forward.runner is not None and device != "cuda"
+    return Match(forward, patches, (), f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
 
 
 def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward, tuple]:

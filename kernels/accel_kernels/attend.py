@@ -30,15 +30,15 @@ def reference(
         q = norms.reference(q, q_norm)
     if k_norm is not None:
         k = norms.reference(k, k_norm)
-    q, k = (_rotated(t, cos, sin, interleaved) for t in (q, k))
+    if cos is not None:
+        q, k = _rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
     start = kv.stored()
     end = start + q.shape[1]
     kv.write(start, k, v)
     keys, values = kv.read(end)
     if softcap is None and sinks is None and slopes is None:
-        seen = (
-            None if window is None and kv.valid is None and q.shape[1] == 1 else _seen(q, end, start, kv.valid, window)
-        )
+        all_seen = window is None and kv.valid is None and q.shape[1] == 1
+        seen = None if all_seen else _seen(q, end, start, kv.valid, window)
         return _standard(q, keys, values, seen, scale)
     return _attention(q, keys, values, _seen(q, end, start, kv.valid, window), scale, softcap, sinks, slopes)
 
@@ -85,8 +85,6 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
 
 
 def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
-    if cos is None:
-        return t
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]

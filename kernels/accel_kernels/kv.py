@@ -21,10 +21,10 @@ class KV(NamedTuple):
     where: int64 [tokens stored in every row, address of table, address of valid or 0, columns, then for every layer
         the addresses of its keys and values]. The one truth about the number of tokens.
     layer: which layer.
-    fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order from
-        r * columns on.
+    fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     tickets: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
         zeros; without it every call makes its own.
+    ordered: the host knows that row r's blocks lie in order from r * columns on.
     """
 
     keys: torch.Tensor
@@ -35,6 +35,7 @@ class KV(NamedTuple):
     layer: int
     fresh: bool = False
     tickets: torch.Tensor | None = None
+    ordered: bool = False
 
     @property
     def block(self) -> int:
@@ -67,10 +68,10 @@ class KV(NamedTuple):
         return whole[0][:, :end], whole[1][:, :end]
 
     def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Both as (rows, tokens, kv heads, D), where no table is needed; on CUDA, to ask would be to wait."""
-        rows, columns = self.table.shape
-        if self.table.is_cuda or not torch.equal(self.table.flatten(), torch.arange(rows * columns, dtype=torch.int32)):
+        """Both as (rows, tokens, kv heads, D), where no table is needed."""
+        if not self.ordered:
             return None
+        rows, columns = self.table.shape
         return tuple(
             t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
         )

@@ -28,7 +28,9 @@ def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
         weight = weight + norm.offset
     if norm.centred:
         return F.layer_norm(x.to(kind), x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
-    y = F.rms_norm(x.to(kind), x.shape[-1:], weight, norm.eps)
+    wide = x.to(kind)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)  # on a CPU faster than F.rms_norm
+    y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 
 

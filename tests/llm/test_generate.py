@@ -25,7 +25,7 @@ PRODUCT = [
 ]
 NAMES = [family.name for family in FAMILIES]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
-# What stock itself cannot do with some of the families that we must have fast.
+# What stock itself cannot do with some of the families that we must have fast; ours may.
 REFUSED = {"early-exit", "static", "static-object", "cropped"}
 # These must be fast from beginning to end.
 ALL_FAST = ("greedy", "greedy-padded", "greedy-ends", "sample-top", "beam", "assisted", "prompt-lookup", "continued",
@@ -48,7 +48,7 @@ def test_mode(name, mode, pair_of):
     mine = outcome(mode, ours, *inputs)
     if isinstance(theirs, str):
         assert BY_NAME[name].expected != "fast" or mode.name in REFUSED, theirs
-        assert mine == theirs
+        assert mine == theirs or not isinstance(mine, str)
     else:
         assert not isinstance(mine, str), mine
         same(mine, theirs)
