@@ -19,6 +19,7 @@ from accel.patch import ForwardPatch
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
 LONGER = 160  # tokens of a prompt that is more than a few rows
+WIDE = (17, 33)  # rows, for tiles of 32 and of 64
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
@@ -118,18 +119,20 @@ def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 
 def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
-    """Compiles side by side what the trial and the user's first calls launch: longer prompts, single rows."""
+    """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
     if forward.shapes()[0].device.type != "cuda":
         return
     with contextlib.suppress(Exception), rehearsal():  # an error shows again in the trial
         _fast(forward, lengths)
         ids, _, positions = _inputs(forward, LONGER + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
-        for prompt in (PROMPT, LONGER):
+        for rows, prompt in ((1, PROMPT), (1, LONGER), *((rows, PROMPT) for rows in WIDE)):
             store = adopt(DynamicCache(), forward.shapes())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
                 given = positions[:1, piece] if "position_ids" in forward.names else None
-                forward.run(store, ids[:1, piece], given, None, 1 if "logits_to_keep" in forward.names else 0)
+                mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
+                tokens = ids[:1, piece].repeat(rows, 1)
+                forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
 
 
 @contextmanager
