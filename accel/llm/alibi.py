@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from accel.llm.compare import agree
-from accel.llm.recorder import LayerRecord
+from accel.llm.record import LayerRecord
 
 
 def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch.Tensor | None]:

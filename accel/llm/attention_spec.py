@@ -8,7 +8,7 @@ import torch
 from accel.llm.alibi import slopes_given
 from accel.llm.compare import agree, factor, named_factor
 from accel.llm.qk_norm import HeadNorm, head_norm
-from accel.llm.recorder import Call, LayerRecord, Record
+from accel.llm.record import Call, LayerRecord, Record
 from accel.llm.rotary import Rotary, rotaries
 from accel.llm.small_store import SmallStore
 from accel.llm.understanding import NotUnderstood

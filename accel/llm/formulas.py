@@ -3,7 +3,8 @@
 from torch import nn
 
 from accel.llm.layer_spec import LayerSpec, understand_layer
-from accel.llm.recorder import LayerRecord, Record, record
+from accel.llm.record import LayerRecord, Record
+from accel.llm.recorder import record
 from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
 

@@ -8,7 +8,7 @@ from accel.llm.attention_spec import AttentionSpec, understand_attention
 from accel.llm.compare import factor, is_sum, named_factor
 from accel.llm.mlp_spec import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.norm_spec import NormSpec, norm_spec
-from accel.llm.recorder import Call, LayerRecord, Record, Value
+from accel.llm.record import Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
 

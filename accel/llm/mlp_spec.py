@@ -8,7 +8,7 @@ from accel_kernels.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.compare import agree
-from accel.llm.recorder import Call, LayerRecord
+from accel.llm.record import Call, LayerRecord
 from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from accel.llm.recorder import Call, LayerRecord
+from accel.llm.record import Call, LayerRecord
 from accel.norm_kind import NormKind, norm_kind
 from accel.settings import settings
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from accel.llm.norm_spec import NormSpec, norm_spec
-from accel.llm.recorder import Call, LayerRecord
+from accel.llm.record import Call, LayerRecord
 
 FLAT, HEADS, TURNED = "(rows, new, heads * D)", "(rows, new, heads, D)", "(rows, heads, new, D)"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel.llm.compare import agree
-from accel.llm.recorder import LayerRecord
+from accel.llm.record import LayerRecord
 from accel.llm.small_store import SmallStore
 
 HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
