@@ -260,7 +260,8 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
-load("llm/families"), load("llm/modes"), load("llm/changes")
+for helper in ("families", "modes", "changes", "walks"):
+    load(f"llm/{helper}")
 
 
 @pytest.fixture

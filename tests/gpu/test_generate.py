@@ -12,6 +12,7 @@ import torch
 from changes import CHANGES
 from families import BY_NAME, FAMILIES, available, make, padded, prompt
 from modes import MODES, flat, generate, same
+from walks import walk
 
 import accel
 
@@ -179,6 +180,13 @@ def test_frequencies_that_change_with_the_length(name):
     for length, new in ((4, 20), (4, 20), (9, 3), (30, 10), (4, 4), (4, 30)):
         ids = prompt(1, length, length).cuda()
         same(generate(ours, ids, None, max_new_tokens=new), generate(stock, ids, None, max_new_tokens=new))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_a_random_walk(name, seed, pair_of):
+    """Of everything that may be done with a cache, through graphs."""
+    walk(*pair_of(name), seed, steps=30, share=1e-4)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)

@@ -1,6 +1,7 @@
 """The model called directly, as generate does and as users do: every logit, in every way of giving cache and mask."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -160,6 +161,35 @@ def test_ways_of_asking(name, pair_of):
         both(pair_of(name), lambda model, call=call: flat(model(**words, **call)))
 
 
+def second(model) -> str:
+    """What a model takes as its second argument: most a mask, some a cache before it."""
+    return list(inspect.signature(type(model).forward).parameters)[2]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_forms_of_the_same_inputs(name, pair_of):
+    """Positional, of other whole numbers, not contiguous, made under inference mode, past what is patched."""
+    ids, mask = padded((9, 5))
+    twice = ids.repeat_interleave(2, 1)
+    with torch.inference_mode():
+        made = ids.clone()
+    for call in (
+        lambda model: model(ids, *([] if second(model) == "attention_mask" else [None]), mask),
+        lambda model: model.forward(ids, attention_mask=mask),
+        lambda model: type(model).forward(model, ids, attention_mask=mask),
+        lambda model: model(ids.int(), attention_mask=mask.int()),
+        lambda model: model(twice[:, ::2], attention_mask=mask.repeat_interleave(2, 1)[:, ::2]),
+        lambda model: model(made, attention_mask=mask.bool()),
+        lambda model: model(ids[:1].expand(3, -1)),
+    ):
+
+        def logits(model, call=call):
+            found = call(model).logits
+            return {"logits": shown(found, mask if len(found) == len(mask) else None)}
+
+        both(pair_of(name), logits)
+
+
 @pytest.mark.parametrize("name", CORE)
 def test_a_cache_of_stock_goes_on_with_ours_and_the_other_way(name, pair_of):
     ids, mask = padded((9, 6))
@@ -258,6 +288,8 @@ def test_ids_that_are_none_raise_what_stock_raises(wrong, call, pair_of):
         {"input_ids": prompt(), "inputs_embeds": torch.zeros(1, 9, 64)},
         {"input_ids": prompt(), "attention_mask": torch.ones(2, 9)},
         {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)},
+        {"input_ids": prompt(), "attention_mask": torch.ones(1, 12)},
+        {"input_ids": prompt(), "attention_mask": torch.zeros(1, 9, dtype=torch.long)},
         {"input_ids": prompt(), "position_ids": torch.zeros(1, 5, dtype=torch.long)},
         {"input_ids": prompt()[0]},
         {"input_ids": prompt().float()},

@@ -16,7 +16,7 @@ from modes import MODES, generate, same
 import accel
 
 EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
-SHARE = 8  # how many of the other families are left out for one that is tested, in each mode
+SHARE = 12  # how many of the other families are left out for one that is tested, in each mode
 PRODUCT = [
     (family.name, mode)
     for i, family in enumerate(FAMILIES)

@@ -1,0 +1,14 @@
+"""Whatever may be done with a model and a cache, in random order: the same logits as stock's after every step."""
+
+import pytest
+from walks import walk
+
+import accel
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
+def test_a_random_walk(name, seed, pair_of):
+    ours, stock = pair_of(name)
+    assert ("", "language model", "patched") in {site[:3] for site in accel.report(ours).sites}
+    walk(ours, stock, seed)
