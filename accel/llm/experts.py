@@ -8,6 +8,7 @@ from accel.forward import FastForward
 from accel.llm.mlp_spec import activation_name
 from accel.probe import example
 from accel.rule import Match, Skip
+from accel.settings import settings
 from accel.structure import meta_weights, tampered
 
 PROBED = 3  # tokens
@@ -18,7 +19,7 @@ class ExpertsForward(FastForward):
 
     def __init__(self, module, path, kernels, ledger, names: tuple[str, str], activation: str):
         super().__init__(module, path, kernels, ledger)
-        self.names, self.activation = names, activation
+        self.names, self.activation, self.known = names, activation, _settings(module)
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling() or self.mode() is not None or self.unfit(*args, **kwargs) is not None:
@@ -28,7 +29,7 @@ class ExpertsForward(FastForward):
     def unfit(self, x, index, weights, *more, **others) -> str | None:
         if more or others:
             return "other arguments"
-        if len(vars(self.module)["_parameters"]) != 2 or any(tampered(child) for child in self.module.children()):
+        if _settings(self.module) != self.known or any(tampered(child) for child in self.module.children()):
             return "changed since it was optimised"
         return self.kernels.experts.supports(x, index, weights, *self._weights(), self.activation)
 
@@ -37,6 +38,12 @@ class ExpertsForward(FastForward):
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(self.module._parameters[name] for name in self.names)
+
+
+def _settings(module) -> tuple:
+    """What the formula hangs on besides the weights: of the module and its activation, and what weights there are."""
+    own = tuple(vars(module)["_parameters"])
+    return own, settings(module), *(settings(child) for child in module.children())
 
 
 def match_experts(site, context) -> Match | Skip | None:
