@@ -8,7 +8,7 @@ bias of the linear layer before, whose product cuBLAS computes faster without it
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import Case, Op, dtype_reason, rows_reason
 
 
 def reference(x, weight, bias, eps, *, residual=None, shift=None):
@@ -20,17 +20,7 @@ def reference(x, weight, bias, eps, *, residual=None, shift=None):
 
 
 def supports(x, weight, bias, eps, *, residual=None, shift=None) -> str | None:
-    if x.numel() == 0:
-        return "empty"
-    if x.shape[-1] > 16384:
-        return f"{x.shape[-1]} channels, more than 16384"
-    if not x.is_contiguous():
-        return "not contiguous"
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        return "residual of another shape or dtype"
-    if residual is not None and not residual.is_contiguous():
-        return "residual not contiguous"
-    return dtype_reason(x, weight, bias, residual, shift)
+    return rows_reason(x, residual) or dtype_reason(x, weight, bias, residual, shift)
 
 
 def _case(name, *shape, residual=True, shift=True, affine=True, mean=0.0, small=False):

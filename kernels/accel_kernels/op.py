@@ -78,6 +78,21 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def rows_reason(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
+    """Why a norm cannot hold whole rows of x, with a residual added, in registers."""
+    if x.numel() == 0:
+        return "empty"
+    if x.shape[-1] > 16384:
+        return f"{x.shape[-1]} channels, more than 16384"
+    if not x.is_contiguous():
+        return "not contiguous"
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        return "residual of another shape or dtype"
+    if residual is not None and not residual.is_contiguous():
+        return "residual not contiguous"
+    return None
+
+
 @lru_cache(maxsize=16)
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""

@@ -4,7 +4,7 @@ import torch
 
 from accel_kernels import norm as norms
 from accel_kernels.norm import Norm
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import Case, Op, dtype_reason, rows_reason
 
 
 def reference(x, weight, eps, *, offset=0.0, residual=None):
@@ -15,17 +15,7 @@ def reference(x, weight, eps, *, offset=0.0, residual=None):
 
 
 def supports(x, weight, eps, *, offset=0.0, residual=None) -> str | None:
-    if x.numel() == 0:
-        return "empty"
-    if x.shape[-1] > 16384:
-        return f"{x.shape[-1]} channels, more than 16384"
-    if not x.is_contiguous():
-        return "not contiguous"
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        return "residual of another shape or dtype"
-    if residual is not None and not residual.is_contiguous():
-        return "residual not contiguous"
-    return dtype_reason(x, weight, residual)
+    return rows_reason(x, residual) or dtype_reason(x, weight, residual)
 
 
 def _case(name, *shape, residual=True, affine=True, offset=0.0, scale=1.0, small=False):
