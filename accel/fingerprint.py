@@ -48,6 +48,13 @@ class Fingerprint:
         """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""
         return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
 
+    def versions(self) -> int | None:
+        """How often weights were changed in place, by autograd's count; None where nobody counts (inference mode)."""
+        try:
+            return sum(tensor._version for tensor in self._tensors)
+        except RuntimeError:
+            return None
+
     def holds(self) -> bool:
         """True while nothing that a forward could read has changed, weights aside (see `reachable`)."""
         try:

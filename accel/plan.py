@@ -10,7 +10,7 @@ from accel_kernels.linear import LinearChooser
 from torch import nn
 
 from accel.forward import Kernels
-from accel.graphs import GraphPool
+from accel.graph_pool import GraphPool
 from accel.ledger import Ledger
 from accel.loop import Loop
 from accel.options import Options

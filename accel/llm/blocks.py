@@ -66,6 +66,12 @@ class Blocks:
         place = self.places[self.shapes[layer].device]
         return KV(*self.views[layer], place.table, place.valid, place.where, layer, fresh, ordered=not self.shared)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that kernels read and write."""
+        places = self.places.values()
+        kept = [tensor for place in places for tensor in (place.table, place.where, place.valid) if tensor is not None]
+        return [*self.kept.values(), *kept]
+
     def tokens(self, layer: int) -> list[torch.Tensor]:
         """Keys and values of one layer as the rows own them: (rows, columns * BLOCK, heads, dim), views."""
         return [kept.unflatten(0, (self.rows, self.columns)).flatten(1, 2) for kept in self.views[layer]]

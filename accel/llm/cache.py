@@ -36,7 +36,7 @@ class StoreLayer(DynamicLayer):
 
     @property
     def is_initialized(self) -> bool:
-        return self.store.blocks is not None
+        return self.store.capacity > 0
 
     @property
     def keys(self) -> torch.Tensor | None:

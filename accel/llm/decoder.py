@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from accel.fingerprint import Fingerprint
 from accel.forward import FastForward
 from accel.graphs import GraphRunner
+from accel.llm.ahead import Latest
 from accel.llm.cache import adopt
 from accel.llm.layer import LayerForward
 from accel.llm.step import Step, Steps
@@ -171,17 +172,19 @@ class DecoderForward(FastForward):
     def run(self, store: Store, tokens, positions, mask, keep: int) -> torch.Tensor:
         """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
         rows, new = tokens.shape[:2]
-        start = store.length
+        start, begun = store.length, store.take()
+        step = begun and begun.take(start, tokens, positions, mask)
         store.reserve(rows, start + new)
         if mask is not None and start == 0 and new > 1 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
         store.set_valid(mask)
         eager, arguments = partial(self.eager, store, start == 0), (tokens, positions, store.where, keep)
         if start and self.runner is not None and rows * new <= MOST_ROWS and tokens.is_cuda and not _capturing():
-            logits = self.runner(eager, arguments, {}, ("mask",) if store.valid is not None else ())
+            logits = self.runner(eager, arguments, {}, ("mask",) if store.valid is not None else (), begun=step)
         else:
             logits = eager(*arguments)
         store.advance(new)
+        store.latest = Latest(None if positions is None else positions[:, -1:], keep)
         return logits
 
     def eager(self, store: Store, fresh: bool, tokens, positions, where, keep: int) -> torch.Tensor:

@@ -12,10 +12,10 @@ from accel.llm.formulas import formulas
 from accel.llm.head import HEAD, match_head
 from accel.llm.layer import LayerForward
 from accel.llm.recorder import decoder_layers, side_effects
-from accel.llm.request import NAME, PrepareCache
+from accel.llm.request import seams
 from accel.llm.step import Steps
 from accel.llm.understanding import NotUnderstood
-from accel.patch import ForwardPatch, Patch, Stacked
+from accel.patch import ForwardPatch, Stacked
 from accel.rule import Match, Rule, Skip
 from accel.rules.graph import obstacle
 from accel.rules.norms import match_layer_norm, match_rms_norm
@@ -72,7 +72,7 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
         forward.runner = GraphRunner(model, "", context.pool, context.ledger, obstacle, keep)
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, Patch(model, NAME, PrepareCache(model, forward)))
+    return forward, (*patches, *seams(model, forward))
 
 
 def match_layer(site, context) -> Match | Skip | None:

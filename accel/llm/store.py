@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from accel_kernels.kv import KV
 
+from accel.llm.ahead import Begun, Latest
 from accel.llm.blocks import BLOCK, Blocks, Shape
 
 AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
@@ -49,8 +50,28 @@ class Store:
         """Forgets all tokens and gives the memory back."""
         self.lengths = dict.fromkeys(self.lengths, 0)
         self.asked: dict[int, list[Rows]] = {}
-        self.blocks: Blocks | None = None
+        self._blocks: Blocks | None = None
+        self.begun: Begun | None = None  # a step that another stream is at
+        self.latest: Latest | None = None  # the forward that left all as it is
         self.marked = 0  # the length that the kernels are told
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What is there. Whoever comes for it waits for the step that was begun, and may change what comes after it."""
+        self.take()
+        self.latest = None
+        return self._blocks
+
+    def take(self) -> Begun | None:
+        """The step that was begun, if any: this stream goes on behind it."""
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            torch.cuda.current_stream(self.shapes[0].device).wait_event(begun.done)
+        return begun
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that kernels read and write."""
+        return self.blocks.tensors() if self._blocks else []
 
     @property
     def length(self) -> int:
@@ -59,12 +80,12 @@ class Store:
 
     @property
     def rows(self) -> int:
-        return self.blocks.rows if self.blocks else 0
+        return self._blocks.rows if self._blocks else 0
 
     @property
     def capacity(self) -> int:
         """Tokens a row has room for."""
-        return self.blocks.columns * BLOCK if self.blocks else 0
+        return self._blocks.columns * BLOCK if self._blocks else 0
 
     @property
     def whole(self) -> bool:
@@ -110,7 +131,7 @@ class Store:
             if self.length:
                 raise ValueError(f"a cache of {self.rows} rows, used with {rows}")
             self.clear()
-        if tokens > self.capacity or self.blocks is None:
+        if tokens > self.capacity or self._blocks is None:
             self._grow(rows, max(tokens, 1))
         self.blocks.own(min(self.lengths.values()) // BLOCK, self.length)
 
@@ -136,7 +157,7 @@ class Store:
         blocks = Blocks(self.shapes, rows, -(-tokens // BLOCK))
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
-        self.blocks, self.marked = blocks, 0
+        self._blocks, self.marked = blocks, 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
@@ -161,7 +182,7 @@ class Store:
     def shorten(self, layer: int, tokens: int) -> None:
         """Takes the last `tokens` of one layer away, at most all."""
         self.lengths[layer] -= min(max(tokens, 0), self.lengths[layer])
-        if self.blocks:
+        if self._blocks:
             self.blocks.unmask(self.length)
 
     def empty(self, layer: int) -> None:
@@ -235,7 +256,7 @@ class Store:
         self.__init__(state["shapes"], state["wanted"])
         self.lengths = dict(state["lengths"])
         if "blocks" in state:
-            self.blocks, self.shapes = state["blocks"], state["blocks"].shapes
+            self._blocks, self.shapes = state["blocks"], state["blocks"].shapes
             self.asked = {layer: list(asked) for layer, asked in state["asked"].items()}
 
     def __deepcopy__(self, memo: dict) -> "Store":

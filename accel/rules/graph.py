@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.forward import FastForward
-from accel.graphs import Constant, GraphPool, GraphRunner
+from accel.graph_pool import GraphPool
+from accel.graphs import Constant, GraphRunner
 from accel.joint import JointLinears
 from accel.loop import Loop
 from accel.passes import Passes
