@@ -1,7 +1,7 @@
 """Whether a model is still the one a CUDA graph was captured from."""
 
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -17,57 +17,73 @@ IRRELEVANT = {
     "_load_state_dict_post_hooks",
 }
 
+ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
+
 
 class Fingerprint:
     """Attributes of all modules by identity, contents of their containers, and addresses of all weights.
 
     A swapped adapter, processor, scale, hook or weight changes one of them; an in-place update of a weight does not,
-    and need not: a graph reads weights where they lie. The attribute check takes a
-    millisecond or two for a UNet: it is made while the GPU is at work.
+    and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
+    by identity and then equality, tensors by identity alone.
     """
 
     def __init__(self, root: nn.Module):
         # Views stay live: reading them again shows the present state without walking the tree.
-        self._views, self._empty = [], []
+        self._views, self._exact, self._empty = [], [], []
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
-            self._views.append(attributes.values())
+            self._watch(attributes.values())
             for name, value in attributes.items():
                 if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
                     continue
                 if len(value):
-                    self._views.append(value.values() if isinstance(value, dict) else value)
+                    self._watch(value.values() if isinstance(value, dict) else value)
                 else:
                     self._empty.append(value)
             self._tensors += [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
         self._values = list(chain.from_iterable(self._views))
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._exact_values = list(chain.from_iterable(self._exact))
+        self._addresses = list(map(ADDRESS, self._tensors))
+
+    def _watch(self, view) -> None:
+        tensors = any(isinstance(value, torch.Tensor) for value in view)
+        (self._exact if tensors else self._views).append(view)
 
     def reachable(self) -> bool:
         """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""
-        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+        return list(map(ADDRESS, self._tensors)) == self._addresses
 
     def versions(self) -> int | None:
         """How often weights were changed in place, by autograd's count; None where nobody counts (inference mode)."""
         try:
-            return sum(tensor._version for tensor in self._tensors)
+            return sum(map(VERSION, self._tensors))
         except RuntimeError:
             return None
 
     def holds(self) -> bool:
         """True while nothing that a forward could read has changed, weights aside (see `reachable`)."""
         try:
-            return (
-                not any(self._empty)
-                and sum(map(len, self._views)) == len(self._values)
-                and (
-                    all(map(is_, chain.from_iterable(self._views), self._values))
-                    or all(map(_equal, chain.from_iterable(self._views), self._values))
-                )
+            if any(self._empty):
+                return False
+            exact, found = list(chain.from_iterable(self._exact)), list(chain.from_iterable(self._views))
+            return _same(exact, self._exact_values, all(map(is_, exact, self._exact_values))) and _same(
+                found, self._values, _equal_lists(found, self._values)
             )
         except RuntimeError:  # a container changed size while another thread was reading it
             return False
+
+
+def _same(found: list, before: list, at_a_glance: bool) -> bool:
+    return len(found) == len(before) and (at_a_glance or all(map(_equal, found, before)))
+
+
+def _equal_lists(found: list, before: list) -> bool:
+    try:
+        return found == before
+    except Exception:  # arrays, and whatever else cannot say whether it equals something
+        return False
 
 
 def _equal(value: object, before: object) -> bool:

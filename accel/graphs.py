@@ -8,8 +8,6 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from accel_kernels.capture import capture
@@ -18,57 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.fingerprint import Fingerprint
+from accel.graph_entry import Constant, Entry, Replayed, key_of, switches
 from accel.graph_pool import GraphPool
-from accel.joint import JointLinears
 from accel.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
-
-
-@dataclass
-class Entry:
-    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
-
-    reason: str | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    inputs: list[torch.Tensor] | None = None
-    outputs: list | None = None
-    spec: object = None
-    eager_ms: float = 0.0
-    graph_ms: float = 0.0
-    memory_mb: float = 0.0
-    device: torch.device | None = None
-    constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
-    source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
-
-
-class Replayed(NamedTuple):
-    """A replay launched before the call it is for. key: what that call must be; versions: of the weights it read."""
-
-    key: tuple
-    versions: int
-    outputs: object
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
-
-
-@dataclass(frozen=True)
-class Constant:
-    """An input that stays the same through a loop: `joint` computes once what the model makes of it.
-
-    Used for as long as the caller gives the same tensor object in the same loop, and neither it nor the weights have
-    changed by autograd's count: an edit through `.data` in the middle of a loop is seen by the next one.
-    """
-
-    tensor: torch.Tensor
-    joint: JointLinears
-    loop: int
-
-    def source(self) -> tuple:
-        return self.tensor, self.tensor._version, self.joint.versions(), self.loop
 
 
 class GraphRunner:
@@ -106,13 +60,15 @@ class GraphRunner:
     ):
         """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
 
-        begun: a replay for this call that `begin` has launched; the current stream waits for it.
+        begun: what `begin` has launched with equal arguments; the current stream waits for it already.
         """
+        if begun is not None and self._stands(begun, variant):
+            return begun.outputs
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if constant is not None:
             variant = (*variant, "prompt kept")
-        key = _key(leaves, spec, variant)
+        key = key_of(leaves, spec, variant)
         with self.pool.lock:
             if self.fingerprint is None or not self.fingerprint.reachable():
                 self._renew()
@@ -120,8 +76,7 @@ class GraphRunner:
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
-                mine = begun is not None and begun[:2] == (key, self.fingerprint.versions())
-                outputs = begun.outputs if mine else self._replay(entry, leaves, device, constant)
+                outputs = self._replay(entry, leaves, device, constant)
                 if self.fingerprint.holds():
                     self.changes = 0
                     return outputs
@@ -146,13 +101,25 @@ class GraphRunner:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
         return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
 
+    def _stands(self, begun: Replayed, variant: tuple) -> bool:
+        """Whether a call now would replay the same graph, over the weights that it has read."""
+        with self.pool.lock:
+            now = self.fingerprint
+            return (
+                begun.key[-2:] == (switches(), variant)
+                and now is begun.fingerprint
+                and now.reachable()
+                and now.versions() == begun.versions
+                and now.holds()
+            )
+
     def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
         """Launches the replay for a call that is still to come, on the current stream, where there is a graph for it.
 
         Whether the module has changed in between is asked by that call.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = _key(leaves, spec, variant)
+        key = key_of(leaves, spec, variant)
         with self.pool.lock:
             entry = self.entries.get(key)
             if entry is None or entry.graph is None or not self.fingerprint.reachable():
@@ -160,7 +127,7 @@ class GraphRunner:
             versions = self.fingerprint.versions()
             if versions is None:
                 return None
-            return Replayed(key, versions, self._replay(entry, leaves, entry.device, None))
+            return Replayed(key, self.fingerprint, versions, self._replay(entry, leaves, entry.device, None))
 
     def _rehearse(self, eager: Callable, leaves: list, spec) -> None:
         """Before the first call: compiles its kernels side by side. An error shows again in the call itself.
@@ -235,13 +202,15 @@ class GraphRunner:
 
     def _fill(self, entry: Entry, leaves: list, constant: Constant | None) -> None:
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for number, (buffer, tensor) in enumerate(zip(entry.inputs, given, strict=True)):
-            if number != entry.constant:
-                buffer.copy_(tensor, non_blocking=True)
-            elif not entry.source or entry.source[0] is not tensor or entry.source[1:] != constant.source()[1:]:
+        buffers = list(entry.inputs)
+        if entry.constant is not None:
+            buffer, tensor = buffers.pop(entry.constant), given.pop(entry.constant)
+            if not entry.source or entry.source[0] is not tensor or entry.source[1:] != constant.source()[1:]:
                 buffer.copy_(tensor, non_blocking=True)
                 constant.joint.keep(buffer)
                 entry.source = constant.source()
+        if buffers:
+            torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
 
     def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None):
         with torch.cuda.device(device):
@@ -267,26 +236,6 @@ class GraphRunner:
             }
             for key, entry in self.entries.items()
         ]
-
-
-def _key(leaves: list, spec, variant: tuple) -> tuple | None:
-    """What a graph depends on besides the module: shapes, dtypes, plain values, and torch's numeric switches."""
-    shapes, parts = [], []
-    for leaf in leaves:
-        if type(leaf) is torch.Tensor:
-            shapes.append("x".join(map(str, leaf.shape)) or "scalar")
-            parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
-        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
-            parts.append((type(leaf), leaf))
-        else:
-            return None
-    switches = (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches, variant
 
 
 def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 After every token generate() reads whether all rows have ended. That waits for the GPU, and then the GPU waits until
 Python has come to the next forward. But nothing of that forward is unknown: its token has been chosen, mask and
-positions go on by one. So its graph is launched right after the stopping criteria, on a stream of its own, which that
+positions go on by one. So its graph is launched beside the stopping criteria, on a stream of its own, which that
 reading does not wait for. The forward that then comes takes the result if it is given exactly what was begun, and
 computes as ever if not: what was begun in vain has only written behind the tokens that count.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, StoppingCriteriaList
 
-from accel.graphs import GraphRunner, Replayed
+from accel.graph_entry import Replayed
+from accel.graphs import GraphRunner
 
 MOST_IN_VAIN = 4  # a call of generate() in which so many steps in a row were not begun, or in vain, does without
 PREPARE = "prepare_inputs_for_generation"
@@ -35,15 +36,16 @@ class Begun:
 
     ids: torch.Tensor
     length: int  # tokens stored before it
+    keep: int
     step: Replayed | None
     done: torch.cuda.Event
     inputs: dict | None = None
     taken: bool = False
 
-    def take(self, length: int, tokens, positions, mask) -> Replayed | None:
+    def take(self, length: int, tokens, positions, mask, keep: int) -> Replayed | None:
         """The step, for the forward that it was begun for: the one given the very tensors that were made for it."""
         given, step, self.step = self.inputs, self.step, None
-        if given is None or length != self.length:
+        if given is None or (length, keep) != (self.length, self.keep):
             return None
         places = given.get("position_ids")
         self.taken = (
@@ -88,16 +90,17 @@ def begin(model: nn.Module, runner: GraphRunner, store, ids: torch.Tensor) -> Be
             tensor.record_stream(side)
         for tensor in step.tensors():
             tensor.record_stream(before)
-    store.begun = Begun(ids, store.length, step, done)
+    store.begun = Begun(ids, store.length, latest.keep, step, done)
     return store.begun
 
 
 class Ahead(StoppingCriteriaList):
-    """The stopping criteria of one generate() call that, having answered, begin the next step of `store`."""
+    """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked."""
 
     def __init__(self, criteria: StoppingCriteriaList, forward, store):
         super().__init__(criteria)
         self.forward, self.store = forward, weakref.ref(store)
+        self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
         self.begun: Begun | None = None
         self.vain = 0
 
@@ -105,11 +108,17 @@ class Ahead(StoppingCriteriaList):
         return StoppingCriteriaList, (list(self),)  # a copy is for another call
 
     def __call__(self, input_ids, scores, **kwargs):
-        ended = super().__call__(input_ids, scores, **kwargs)
+        if not self.known:  # the user's own may change what there is to begin
+            ended = super().__call__(input_ids, scores, **kwargs)
+            self._begin(input_ids)
+            return ended
+        self._begin(input_ids)
+        return super().__call__(input_ids, scores, **kwargs)
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
         store, longest = self.store(), self.max_length
         self.vain = 0 if self.begun is not None and self.begun.taken else self.vain + 1
         self.begun = None
         more = longest is None or input_ids.shape[1] < longest
         if store is not None and more and self.vain <= MOST_IN_VAIN and self.forward.mode() is None:
             self.begun = begin(self.forward.module, self.forward.runner, store, input_ids)
-        return ended

@@ -173,7 +173,7 @@ class DecoderForward(FastForward):
         """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
         rows, new = tokens.shape[:2]
         start, begun = store.length, store.take()
-        step = begun and begun.take(start, tokens, positions, mask)
+        step = begun and begun.take(start, tokens, positions, mask, keep)
         store.reserve(rows, start + new)
         if mask is not None and start == 0 and new > 1 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.forward import FastForward
+from accel.graph_entry import Constant
 from accel.graph_pool import GraphPool
-from accel.graphs import Constant, GraphRunner
+from accel.graphs import GraphRunner
 from accel.joint import JointLinears
 from accel.loop import Loop
 from accel.passes import Passes

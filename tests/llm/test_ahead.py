@@ -9,7 +9,7 @@ from families import padded, prompt
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 import accel
-from accel.graphs import Replayed
+from accel.graph_entry import Replayed
 from accel.llm.ahead import PREPARE, Ahead, Begun, predictable
 from accel.llm.cache import store_of
 
@@ -97,13 +97,14 @@ class Flag:
     """Stands for an event."""
 
 
-@pytest.mark.parametrize("wrong", [None, "inputs", "length", "input_ids", "attention_mask", "position_ids"])
+@pytest.mark.parametrize("wrong", [None, "inputs", "length", "keep", "input_ids", "attention_mask", "position_ids"])
 def test_only_the_very_inputs_take_it(wrong):
     given = {name: torch.ones(1, 1) for name in ("input_ids", "attention_mask", "position_ids")}
     asked = {name: value.clone() if name == wrong else value for name, value in given.items()}
-    step = Replayed((), 0, torch.ones(1))
-    begun = Begun(torch.ones(1, 4), 3, step, Flag(), None if wrong == "inputs" else given)
-    got = begun.take(4 if wrong == "length" else 3, asked["input_ids"], asked["position_ids"], asked["attention_mask"])
+    step = Replayed((), None, 0, torch.ones(1))
+    begun = Begun(torch.ones(1, 4), 3, 1, step, Flag(), None if wrong == "inputs" else given)
+    tensors = (asked["input_ids"], asked["position_ids"], asked["attention_mask"])
+    got = begun.take(4 if wrong == "length" else 3, *tensors, 0 if wrong == "keep" else 1)
     assert (got is step) == (wrong is None) == begun.taken
     assert begun.step is None  # its logits are nobody's any more
 
@@ -136,7 +137,7 @@ def test_prepared_inputs_are_noted_for_the_ids_they_were_made_of(pair_of):
     ours(prompt(1, 5), past_key_values=cache)
     ids = prompt(1, 6)
     for same in (False, True):
-        begun = store_of(cache).begun = Begun(ids if same else ids.clone(), 5, None, Flag())
+        begun = store_of(cache).begun = Begun(ids if same else ids.clone(), 5, 1, None, Flag())
         inputs = ours.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
         assert (begun.inputs is inputs) == same
     store_of(cache).begun = None

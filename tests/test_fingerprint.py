@@ -1,0 +1,70 @@
+"""A fingerprint sees every change that a forward could read, and none where there is none."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel.fingerprint import Fingerprint
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale, self.names, self.options = 0.5, ["a", "b"], {"kind": 1}
+        self.table, self.array = torch.ones(1), np.ones(3)
+
+
+CHANGES = {
+    "a weight": lambda b: setattr(b.linear, "weight", nn.Parameter(b.linear.weight.detach().clone())),
+    "a weight of one number, equal": lambda b: setattr(b, "table", torch.ones(1)),
+    "a buffer": lambda b: b.norm.register_buffer("running_mean", b.norm.running_mean.clone()),
+    "a module": lambda b: setattr(b, "linear", nn.Linear(4, 4)),
+    "a plain value": lambda b: setattr(b, "scale", 0.25),
+    "an array": lambda b: setattr(b, "array", np.ones(3)),
+    "an attribute more": lambda b: setattr(b, "more", 1),
+    "an attribute less": lambda b: delattr(b, "scale"),
+    "in a list": lambda b: b.names.__setitem__(0, "c"),
+    "in a dict": lambda b: b.options.update(kind=2),
+    "a hook": lambda b: b.linear.register_forward_hook(lambda *args: None),
+    "a forward": lambda b: setattr(b.linear, "forward", b.linear.forward),
+    "training": lambda b: b.train(),
+    "a bias taken away": lambda b: setattr(b.linear, "bias", None),
+    "a value that becomes a tensor": lambda b: setattr(b, "options", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change):
+    block = Block().eval()
+    before = Fingerprint(block)
+    assert before.holds() and before.reachable()
+    CHANGES[change](block)
+    assert not before.holds()
+    assert Fingerprint(block).holds()
+
+
+def test_plain_values_may_be_new_objects():
+    block = Block()
+    block.scale = float("0.1")
+    before = Fingerprint(block)
+    block.scale = float("0.1")
+    assert before.holds()
+
+
+def test_weights_written_in_place():
+    block = Block()
+    before = Fingerprint(block)
+    versions = before.versions()
+    with torch.no_grad():
+        block.linear.weight.mul_(2)
+    assert before.holds() and before.reachable() and before.versions() > versions
+    block.linear.weight.data = block.linear.weight.data.clone()
+    assert not before.reachable()
+
+
+def test_nobody_counts_in_inference_mode():
+    with torch.inference_mode():
+        before = Fingerprint(Block())
+    assert before.versions() is None and before.holds()
