@@ -1,0 +1,72 @@
+"""A matrix in fewer bits: whole numbers with scales, by row or by groups of columns.
+
+w[n, k] = (number[n, k] - zeros[n, g]) * scales[n, g], g = k // group. The arrangement in memory is that of compressed
+tensors on disk (the formats "int-quantized", "pack-quantized" and "float-quantized" of the package compressed-tensors),
+so what was saved is what kernels read.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+PER_WORD = 8  # 4-bit numbers to an int32
+MIDDLE = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
+BITS = {torch.int8: 8, torch.int32: 4, torch.float8_e4m3fn: 8}
+
+
+class Quantised(NamedTuple):
+    """A weight (N, K).
+
+    data: int8 (N, K); or int32 (N, K / 8), eight 4-bit numbers each, the first in the lowest bits, stored plus 8; or
+    float8_e4m3fn (N, K). scales: (N, K / group), in the dtype of the model or float32. zeros: (N, K / group) int8: the
+    numbers that stand for 0, or None where 0 does.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.data.dtype]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.data.shape
+        return rows, columns * PER_WORD if self.data.dtype == torch.int32 else columns
+
+    @property
+    def group(self) -> int:
+        """Columns to a scale; all of them where scales are by row."""
+        return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+    def numbers(self) -> torch.Tensor:
+        """(N, K) int8, or float8 as it is."""
+        return unpack(self.data) if self.data.dtype == torch.int32 else self.data
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """(N, K) in this dtype, rounded once, from float32."""
+        numbers = self.numbers().float().unflatten(1, (-1, self.group))
+        if self.zeros is not None:
+            numbers -= self.zeros.float()[:, :, None]
+        return (numbers * self.scales.float()[:, :, None]).flatten(1).to(dtype)
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """(N, K) of -8..7 as int32 (N, K / 8). Raises ValueError where K is not a multiple of 8."""
+    if numbers.shape[1] % PER_WORD:
+        raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
+    words = torch.zeros(numbers.shape[0], numbers.shape[1] // PER_WORD, dtype=torch.int32, device=numbers.device)
+    for place in range(PER_WORD):
+        words |= (numbers[:, place::PER_WORD].to(torch.int32) + MIDDLE) << 4 * place
+    return words
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """(N, K) int8 of -8..7 from int32 (N, K / 8)."""
+    places = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> places & 15) - MIDDLE).to(torch.int8).flatten(1)
