@@ -109,7 +109,7 @@ class StoreLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes -tokens_to_remove tokens away. A positive number is a length, where transformers still takes one."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding may come with a tensor
+        tokens_to_remove = self.store.read_number(tokens_to_remove)  # assisted decoding may come with a tensor
         if tokens_to_remove > 0:
             DynamicLayer().crop(tokens_to_remove)  # raises or warns, as this version of transformers does
             tokens_to_remove -= max(self.get_seq_length(), tokens_to_remove)

@@ -79,13 +79,13 @@ class _Skeleton:
         parallel = shared or start.same(x)
         if parallel:
             both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
-            first = second = self._scale(x.held, both, total)
+            first = second = self._scale(x.held, both, total, 0)
         else:
-            first = self._scale(x.held, branch, start.held)
-            second = self._scale(start.held, last, total)
+            first = self._scale(x.held, branch, start.held, 0)
+            second = self._scale(start.held, last, total, 1)
             if second is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
                 before_mlp, after_attention = None, before_mlp
-                second = self._scale(mlp_first.input.held, last, total)
+                second = self._scale(mlp_first.input.held, last, total, 1)
         if first is None:
             raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
         if second is None:
@@ -114,12 +114,17 @@ class _Skeleton:
         """The norm that was given this."""
         return next((call for call in self.norms if call.input.same(value)), None)
 
-    def _scale(self, base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor) -> float | None:
-        """The number s, held by the layer or 1, with total = base + s * branch."""
+    def _scale(self, base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> float | None:
+        """The number s, held by the layer or 1, with total = base + s * branch; `place`: of s among the scales."""
         base, branch = base.reshape(total.shape), branch.reshape(total.shape)
+        known = self.layer.known
+        if known is not None and is_sum(base, branch, known.scales[place], total):
+            return known.scales[place]  # of a branch that rounding hides, any number would do
         if is_sum(base, branch, 1.0, total):
             return 1.0
-        scale = named_factor(factor(branch, total.double() - base.double()), total.dtype, self.holders)
+        size = total.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)  # no token counts more than another
+        found = factor(branch / size, (total.double() - base.double()) / size)
+        scale = named_factor(found, total.dtype, self.holders)
         return scale if scale is not None and is_sum(base, branch, scale, total) else None
 
 

@@ -54,6 +54,7 @@ class Store:
         self.begun: Begun | None = None  # a step that another stream is at
         self.latest: Latest | None = None  # the forward that left all as it is
         self.marked = 0  # the length that the kernels are told
+        self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
     def blocks(self) -> Blocks | None:
@@ -184,6 +185,16 @@ class Store:
         self.lengths[layer] -= min(max(tokens, 0), self.lengths[layer])
         if self._blocks:
             self.blocks.unmask(self.length)
+
+    def read_number(self, value: int | torch.Tensor) -> int:
+        """As a number of Python's. A cache hands one tensor to layer after layer: the device is waited for once."""
+        if type(value) is not torch.Tensor or value.is_inference():
+            return int(value)
+        known, version, number = self.number
+        if known is not value or version != value._version:
+            number = int(value)
+            self.number = value, value._version, number
+        return number
 
     def empty(self, layer: int) -> None:
         """Takes all of one layer away; gives the memory back when nothing is left."""

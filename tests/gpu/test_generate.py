@@ -20,9 +20,9 @@ CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 MODE = {mode.name: mode for mode in MODES}
 HALF = (torch.bfloat16, torch.float16)
-# What stock does on the host in every forward, and no graph can: it reads the greatest position, makes slopes on the
-# CPU, or, called outside of generate(), groups tokens by expert there.
-WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "gpt-oss")
+# What stock does on the host in every forward, and no graph can: it reads the greatest position, makes slopes (Bloom)
+# or frequencies (Phi-MoE) on the CPU, or, called outside of generate(), groups tokens by expert there.
+WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "phi-moe", "gpt-oss")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -28,6 +29,18 @@ def small():
     with torch.no_grad():
         yield
     torch.set_num_threads(threads)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read out of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
 
 def fresh(rows: int, tokens: int, shapes=SHAPES) -> list[torch.Tensor]:
@@ -369,6 +382,24 @@ def test_recording_of_the_past_changes_nothing():
         cache.crop(0)
         cache.crop(torch.tensor(-3))
     same(ours, stock)
+    assert is_ours(ours)
+
+
+def test_a_crop_by_a_tensor_reads_it_once():
+    """Not once a layer, as it waits for the GPU each time; and what it holds now."""
+    ours, stock = pair()
+    feed(ours, stock, 1, 20)
+    with torch.inference_mode():
+        unversioned = torch.tensor(-1)
+    number = torch.tensor(-3)
+    for crop in (number, number, unversioned, number.clone(), torch.tensor(0)):
+        with Reads() as reads:
+            ours.crop(crop)
+        stock.crop(crop)
+        same(ours, stock)
+        assert reads.count <= 1 or crop is unversioned
+        if crop is number:
+            number -= 1
     assert is_ours(ours)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import accel
 from accel.llm.family import is_causal_lm
 from accel.llm.formulas import formulas
-from accel.llm.recorder import NAME
+from accel.llm.recorder import NAME, TOKENS, example_ids
 from accel.norm_kind import norm_kind
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
@@ -102,8 +102,22 @@ def test_skeletons_are_recognised(name):
     assert all(getattr(found, norm).kind is not None for norm in there)
 
 
-def test_multipliers_of_the_residual_are_recognised():
-    assert specs("granite")[0].scales == (0.4, 0.4)
+@pytest.mark.parametrize("name", ["granite", "granite-moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("times", [1, 1000], ids=["tokens-alike", "one-token-large"])
+def test_multipliers_of_the_residual_are_recognised(name, dtype, times):
+    """Also where one token is so large that rounding hides what the layers add to it, as first tokens often are."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    model = make(name, dtype=dtype)
+    model.get_input_embeddings().weight.data[example_ids(model, TOKENS)[0, 0]] *= times
+    assert {spec.scales for _, spec in formulas(model, {})} == {(0.4, 0.4)}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.expected == "fast"], ids=str)
+def test_formulas_are_the_same_in_the_coarsest_precision(family):
+    """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
+    assert repr(specs(family.name, torch.bfloat16)) == repr(specs(family.name))
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.expected == "fast"], ids=str)
