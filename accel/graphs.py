@@ -57,10 +57,12 @@ class GraphRunner:
         variant: tuple = (),
         constant: Constant | None = None,
         begun: Replayed | None = None,
+        instead: Callable | None = None,
     ):
         """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
 
         begun: what `begin` has launched with equal arguments; the current stream waits for it already.
+        instead: called for the result where it is known that no graph will be, as the cheaper way there.
         """
         if begun is not None and self._stands(begun, variant):
             return begun.outputs
@@ -99,6 +101,8 @@ class GraphRunner:
             self._rehearse(eager, leaves, spec)
         else:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
+        if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
+            return instead()
         return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
 
     def _stands(self, begun: Replayed, variant: tuple) -> bool:

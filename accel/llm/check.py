@@ -11,7 +11,9 @@ from transformers import DynamicCache
 from accel.llm.cache import adopt
 from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
+from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.recorder import example_ids, resting
+from accel.llm.store import Store
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch
 
@@ -47,7 +49,7 @@ def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type
                 _rehearse(forward, lengths)
                 error = _off(_fast(forward, lengths), wanted, _chooses(forward))
                 if error <= LIMITS.get(wanted.dtype, 1e-4):
-                    return Manner(output, mask, _own_positions(forward, mask, output, alone))
+                    return Manner(output, mask, _own_positions(forward, mask, output, alone), _fills(forward))
             errors.append(f"logits are off by {error:.1e}")
         except Exception as error:  # a model that makes something else of its mask
             line = str(error).splitlines()[0] if str(error) else ""
@@ -66,6 +68,47 @@ def _own_positions(forward: DecoderForward, mask: bool, output: type, wanted: to
         if _off(got[:, PADDING:], wanted, _chooses(forward)) <= LIMITS.get(wanted.dtype, 1e-4):
             return positions
     return None
+
+
+def _fills(forward: DecoderForward) -> bool:
+    """Whether a prompt filled up on the right, and the step after it, come out as without the filling.
+
+    Not with experts: they group tokens on the host, and would group the filling with the others. Not without
+    position_ids: nobody could keep the filling's within the tables that a model may have.
+    """
+    if _chooses(forward) or not {"position_ids", "logits_to_keep"} <= set(forward.names):
+        return False
+    try:
+        plain, full = (_begun(forward, fill) for fill in (False, True))
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it slices its hidden states in a way of its own
+        return False
+    limit = LIMITS.get(plain[0].dtype, 1e-4)
+    pairs = list(zip(full, plain, strict=True))
+    return all(got.shape == wanted.shape and _off(got, wanted, False) <= limit for got, wanted in pairs)
+
+
+def _begun(forward: DecoderForward, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
+    store = adopt(DynamicCache(), forward.shapes())
+    prompt, step = (tuple(piece.values()) for piece in _pieces(forward, (PROMPT, 1)))
+    tokens, mask, positions = prompt
+    if fill:
+        first = _filled(forward, store, tokens, positions, mask)
+    else:
+        first = forward.run(store, tokens, positions, mask, 1)
+    tokens, mask, positions = step
+    return first, forward.run(store, tokens, positions, mask, 1)
+
+
+def _filled(forward: DecoderForward, store: Store, tokens, positions, mask) -> torch.Tensor:
+    rows, new = tokens.shape
+    room = room_for(rows, new)
+    store.reserve(rows, room)
+    store.set_valid(mask)
+    tokens, positions, last = filled(tokens, positions, room)
+    logits = forward.eager(store, True, tokens, positions, store.where, last)
+    store.advance(new)
+    return logits
 
 
 def _inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,6 +176,11 @@ def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
                 mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
                 tokens = ids[:1, piece].repeat(rows, 1)
                 forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
+        if {"position_ids", "logits_to_keep"} <= set(forward.names):
+            for length in (STEP // 4, STEP // 2, LONGER):
+                for mask in (None, ids.new_ones(1, length)):
+                    store = adopt(DynamicCache(), forward.shapes())
+                    _filled(forward, store, ids[:1, :length], positions[:1, :length], mask)
 
 
 @contextmanager

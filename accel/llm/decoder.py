@@ -16,6 +16,7 @@ from accel.graphs import GraphRunner
 from accel.llm.ahead import Latest
 from accel.llm.cache import adopt
 from accel.llm.layer import LayerForward
+from accel.llm.prompt import Prompts
 from accel.llm.step import Step, Steps
 from accel.llm.store import Shape, Store
 
@@ -37,12 +38,14 @@ class Manner:
     """How a model wants to be called, found by trying. output: the class of what it returns.
 
     mask: it takes a finished mask of four dimensions, and then makes none. positions: what it does without
-    position_ids where a mask is given, IN_ORDER or BY_MASK; None for something else.
+    position_ids where a mask is given, IN_ORDER or BY_MASK; None for something else. fills: a prompt may be filled up
+    on the right, and the logits of its last real token asked for by a tensor.
     """
 
     output: type
     mask: bool
     positions: str | None
+    fills: bool = False
 
 
 class DecoderForward(FastForward):
@@ -53,6 +56,7 @@ class DecoderForward(FastForward):
         self.stack, self.layers, self.steps = stack, layers, steps
         self.manner: Manner | None = None
         self.runner: GraphRunner | None = None
+        self.prompts: Prompts | None = None
         self.__setstate__(vars(self))
 
     def __getstate__(self):
@@ -174,22 +178,26 @@ class DecoderForward(FastForward):
         rows, new = tokens.shape[:2]
         start, begun = store.length, store.take()
         step = begun and begun.take(start, tokens, positions, mask, keep)
-        store.reserve(rows, start + new)
+        room = None if start or self.prompts is None else self.prompts.room(self.module, tokens, positions, keep)
+        store.reserve(rows, start + (room or new))
         if mask is not None and start == 0 and new > 1 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
         store.set_valid(mask)
         eager, arguments = partial(self.eager, store, start == 0), (tokens, positions, store.where, keep)
         if start and self.runner is not None and rows * new <= MOST_ROWS and tokens.is_cuda and not _capturing():
             logits = self.runner(eager, arguments, {}, ("mask",) if store.valid is not None else (), begun=step)
+        elif room is not None:
+            logits = self.prompts(eager, partial(eager, *arguments), *arguments[:3], room, store.valid is not None)
         else:
             logits = eager(*arguments)
         store.advance(new)
         store.latest = Latest(None if positions is None else positions[:, -1:], keep)
         return logits
 
-    def eager(self, store: Store, fresh: bool, tokens, positions, where, keep: int) -> torch.Tensor:
+    def eager(self, store: Store, fresh: bool, tokens, positions, where, keep: int | torch.Tensor) -> torch.Tensor:
         """The model's own forward with fused layers. `where` is read in place of the store's own.
 
+        keep: as logits_to_keep; or the place of the last real token, (1,), of a prompt that is filled up behind it.
         The model is shown an empty cache: nothing its Python does may depend on how much is stored, so that a graph
         of it holds for any length.
         """
@@ -197,16 +205,19 @@ class DecoderForward(FastForward):
         kvs = [store.kv(index, fresh=fresh) for index in range(len(self.layers))]
         units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
         tickets = torch.zeros(units, device=where.device, dtype=torch.int32)
-        kvs = [kv._replace(where=where, tickets=tickets) for kv in kvs]
+        fills, filling = isinstance(keep, torch.Tensor), None
+        if fills:
+            filling = (torch.arange(tokens.shape[1], device=keep.device) > keep).view(1, -1, 1)
+        kvs = [kv._replace(where=where, tickets=tickets, by_address=fills) for kv in kvs]
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
         if positions is not None:
             given["position_ids"] = positions
-        if keep != 0 or "logits_to_keep" in self.names:
+        if fills or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep
         if self.manner.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
-        with self.steps.taken(Step(kvs)):
+        with self.steps.taken(Step(kvs, filling)):
             return self.stock(**given).logits
 
     def ready(self, stack: bool = True) -> None:

@@ -11,6 +11,7 @@ from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
 from accel.llm.head import HEAD, match_head
 from accel.llm.layer import LayerForward
+from accel.llm.prompt import Prompts
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import seams
 from accel.llm.step import Steps
@@ -69,7 +70,10 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
     forward.manner = find_manner(forward)
     if context.options.graphs is not False:
         keep = context.options.graphs is True
-        forward.runner = GraphRunner(model, "", context.pool, context.ledger, obstacle, keep)
+        graphs = ("", context.pool, context.ledger, obstacle, keep)
+        forward.runner = GraphRunner(model, *graphs)
+        if forward.manner.fills:
+            forward.prompts = Prompts(GraphRunner(model, *graphs))
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     return forward, (*patches, *seams(model, forward))

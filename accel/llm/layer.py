@@ -127,9 +127,10 @@ class BoundLayer:
     def _attend(self, kernels, step: Step, h: Before, kwargs: dict) -> torch.Tensor:
         spec = self.spec.attention
         if self.joint is None:
-            outputs = [linear(kernels, h) for linear in self.projections]
+            outputs = [step.cleared(linear(kernels, h)) for linear in self.projections]
         else:
-            outputs = kernels.projection(h.x, *self.joint.now(), norm=h.norm).split(self.sizes, dim=-1)
+            joint = kernels.projection(h.x, *self.joint.now(), norm=h.norm)
+            outputs = step.cleared(joint).split(self.sizes, dim=-1)
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

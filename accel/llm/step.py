@@ -9,12 +9,15 @@ from accel_kernels import KV
 
 
 class Step:
-    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
+    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all.
 
-    __slots__ = ("kvs", "_angles")
+    filling: (1, new, 1) bool, tokens that only fill a prompt up; None where there are none.
+    """
 
-    def __init__(self, kvs: list[KV]):
-        self.kvs = kvs
+    __slots__ = ("filling", "kvs", "_angles")
+
+    def __init__(self, kvs: list[KV], filling: torch.Tensor | None = None):
+        self.kvs, self.filling = kvs, filling
         self._angles: dict[tuple, tuple] = {}
 
     def angles(self, source: object, form: object, make: Callable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,6 +26,10 @@ class Step:
         if found is None:
             found = self._angles[id(source), form] = (source, tuple(make()))
         return found[1]
+
+    def cleared(self, t: torch.Tensor) -> torch.Tensor:
+        """t, (rows, new, C), with zeros for the filling: attention weighs what it hides with 0, and 0 * inf is no 0."""
+        return t if self.filling is None else t.masked_fill(self.filling, 0)
 
 
 class Steps:

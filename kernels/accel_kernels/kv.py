@@ -25,6 +25,7 @@ class KV(NamedTuple):
     tickets: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
         zeros; without it every call makes its own.
     ordered: the host knows that row r's blocks lie in order from r * columns on.
+    by_address: the blocks are found through `where` alone, as the work may go on in a graph over another store.
     """
 
     keys: torch.Tensor
@@ -36,6 +37,7 @@ class KV(NamedTuple):
     fresh: bool = False
     tickets: torch.Tensor | None = None
     ordered: bool = False
+    by_address: bool = False
 
     @property
     def block(self) -> int:

@@ -120,13 +120,15 @@ def attend(
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[2]
     extras = (kv.valid, softcap, sinks, slopes)
-    if kv.fresh and new > 1 and q.is_cuda and all(e is None for e in extras) and (window is None or window >= new):
+    plain = all(e is None for e in extras) and (window is None or window >= new)
+    if kv.fresh and not kv.by_address and new > 1 and q.is_cuda and plain:
         return _fresh(q, kv, scale, dense or PromptAttention())
     group = heads // kv_heads
     tile = tile_of(new * group, kv.block, dim, q.dtype)
     tiles = triton.cdiv(new * group, tile.queries)
     units = rows * kv_heads * tiles
-    splits = splits_of(units, q.device)
+    # A short prompt in a graph has few keys to a query, and room for shares would stay with the graph.
+    splits = 1 if kv.fresh and kv.by_address else splits_of(units, q.device)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     pdl = programmatic(q.device)
     launch(
