@@ -103,3 +103,20 @@ def test_new_keys_and_values_are_stored_where_the_table_says_and_nowhere_else(ca
     op.triton(*qkv, ours, scale, **kwargs)
     for name in ("keys", "values"):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize(
+    "case", [case for case in ATTEND if case.name.startswith("prefill")], ids=lambda case: case.name
+)
+def test_a_graph_finds_keys_and_values_by_their_addresses(case):
+    """What it is shown besides is another store's."""
+    op = next(op for op in OPS if op.name == "attend")
+    (*qkv, theirs, scale), kwargs = case.make(torch.device("cpu"), torch.float32)
+    (*_, ours, _), _ = case.make(torch.device("cpu"), torch.float32)
+    other = {name: torch.full_like(getattr(ours, name), float("nan")) for name in ("keys", "values")}
+    wanted = op.reference(*qkv, theirs, scale, **kwargs)
+    found = op.triton(*qkv, ours._replace(fresh=True, by_address=True, **other), scale, **kwargs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-6)
+    assert all(t.isnan().all() for t in other.values())
