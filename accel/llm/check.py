@@ -56,7 +56,7 @@ def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type
             errors.append(f"{type(error).__name__}: {line}")
         finally:
             forward.manner, forward.seen = None, None
-    raise NotUnderstood(f"the whole model computes something else than its parts: {errors[-1]}")
+    raise NotUnderstood(f"the whole model computes something else than its parts: {'; '.join(dict.fromkeys(errors))}")
 
 
 def _own_positions(forward: DecoderForward, mask: bool, output: type, wanted: torch.Tensor) -> str | None:

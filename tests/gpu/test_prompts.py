@@ -92,11 +92,12 @@ def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
     for _ in range(3):  # eager, capture, replay
         error = float((logits(ours) - truth).pow(2).mean().sqrt())
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
+    assert "forward" in vars(ours), accel.report(ours)
     fills = vars(ours)["forward"].manner.fills
     assert bool(graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 64, 65, 100, 127])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 64, 65, 100, 124])
 @pytest.mark.parametrize("name", SOME)
 def test_logits_in_float32(name, length):
     ours, stock = new_pair(name)
