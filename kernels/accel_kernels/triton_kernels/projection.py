@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.op import shared_memory
+from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.dependents import programmatic
@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     columns: int
     warps: int
     stages: int = 1
+    early: bool = False  # whether the next kernel may start with this one; else when this one's products are done
 
 
 @triton.jit
@@ -123,7 +124,8 @@ def one_row_kernel(
 def few_rows_kernel(
     x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_idx = tl.arange(0, BLOCK_M)
@@ -131,6 +133,8 @@ def few_rows_kernel(
     n_mask, m_mask = n_idx < n, m_idx < m
     row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -154,7 +158,7 @@ def few_rows_kernel(
             if UPCAST:
                 u = u.to(tl.float32)
             acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
-    if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
     y = _epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
@@ -187,15 +191,15 @@ def projection(
             num_warps=shape.warps, **pdl,
         )  # fmt: skip
         return y
+    shape = shape or few_rows_shape(rows, n, k, gate, norm is not None, x.device)
     if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
-    shape = shape or few_rows_shape(rows, n, gate, x.device)
-    pdl = pdl if rows > 16 else {}  # as measured
+    pdl = pdl if rows > 16 or shape.early else {}  # as measured
     launch(
         few_rows_kernel, (triton.cdiv(n, shape.rows),),
         x, weight, up, bias, up_bias, residual, y, rows, n, float(scale),
         K=k, **flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
-        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        EARLY=shape.early, UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
 
@@ -223,11 +227,19 @@ def one_row_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
     return Shape(rows, columns, 4 if k > 8192 or rows * columns < 4096 else 8)
 
 
-def few_rows_shape(rows: int, n: int, gate: bool, device: torch.device) -> Shape:
-    """As measured on an H200; as many stages as shared memory holds."""
+def few_rows_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torch.device) -> Shape:
+    """As measured on an H200; as many stages as shared memory holds.
+
+    After a norm, whose few programs leave the GPU empty, the next kernel may start early. After another product it must
+    not: its programs would crowd where that one leaves room, several to a multiprocessor.
+    """
+    few = rows <= 16
     block = next((block for block in (64, 32) if n // block >= 60), 16)
+    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - triton.cdiv(n, 32) <= 12:
+        return Shape(32, 256, 4, max(2, min(4, shared_memory(device) // (2 * 256 * (32 + 16)))))
     stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
-    return Shape(block, 128, 4, max(2, min(4 if gate else 5, shared_memory(device) // stage)))
+    most = (3 if few and norm else 4) if gate else 5
+    return Shape(block, 128, 4, max(2, min(most, shared_memory(device) // stage)), few and norm)
 
 
 def _types(dtype, names, **numbers):
@@ -244,9 +256,9 @@ def _specimens():
         sizes = {"BLOCK_N": shape.rows, "BLOCK_K": shape.columns, "PDL": False}
         yield one_row_kernel, one, {"NORM": "rms", "HAS_NW": True, "HAS_NB": False} | flags | sizes, shape.warps
         for rows in (8, 64):
-            shape = few_rows_shape(rows, 4096, gate, torch.device("cpu"))
+            shape = few_rows_shape(rows, 4096, 4096, gate, gate, torch.device("cpu"))
             sizes = {"BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "BLOCK_K": shape.columns}
-            constants = flags | sizes | {"UPCAST": False, "PDL": False}
+            constants = flags | sizes | {"EARLY": shape.early, "UPCAST": False, "PDL": False}
             yield few_rows_kernel, few, constants, shape.warps, shape.stages
 
 
