@@ -95,6 +95,8 @@ def record(model: nn.Module, loud: bool = False, own: bool = False) -> Record:
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         line = str(error).splitlines()[0] if str(error) else ""
         raise NotUnderstood(f"could not be examined: {type(error).__name__}: {line}") from error
+    finally:
+        recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
     return Record(recorder.records, recorder.masks, own)
 
 
