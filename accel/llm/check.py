@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from accel_kernels.rehearsal import rehearsal
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from accel.llm.cache import adopt
 from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
+from accel.llm.layer import LayerForward
 from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Store
@@ -165,7 +167,7 @@ def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
     """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
     if forward.shapes()[0].device.type != "cuda":
         return
-    with contextlib.suppress(Exception), rehearsal():  # an error shows again in the trial
+    with contextlib.suppress(Exception), rehearsal(), _one_of_a_kind(forward):  # an error shows again in the trial
         _fast(forward, lengths)
         ids, _, positions = _inputs(forward, LONGER + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
@@ -181,6 +183,35 @@ def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
                 for mask in (None, ids.new_ones(1, length)):
                     store = adopt(DynamicCache(), forward.shapes())
                     _filled(forward, store, ids[:1, :length], positions[:1, :length], mask)
+
+
+@contextmanager
+def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
+    """Inside, a layer that launches what another does passes its input on."""
+    forward.ready(stack=False)
+    kinds = set()
+    for layer in forward.layers:
+        kind = _kind(layer)
+        if kind in kinds:
+            layer.bound = _passed_on
+        kinds.add(kind)
+    try:
+        yield
+    finally:
+        forward.seen = None  # to be bound anew
+
+
+def _kind(layer: LayerForward) -> tuple:
+    """What decides which kernels a layer launches: its formula, but for its place, and the shapes of its weights."""
+    spec = layer.spec
+    attention = replace(spec.attention, index=0, settings=(), slopes=None)
+    formula = replace(spec, attention=attention, mlp=replace(spec.mlp, settings=()), settings=())
+    weights = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.module.named_parameters()]
+    return repr(formula), spec.attention.slopes is None, repr(weights)
+
+
+def _passed_on(kernels, step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    return x
 
 
 @contextmanager

@@ -78,14 +78,26 @@ def conversation(model, steps: int = 5, seed: int = 0) -> torch.Tensor:
     ("name", "dtype"), [*((name, torch.bfloat16) for name in FAST), *((name, torch.float16) for name in CORE)], ids=str
 )
 def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
-    """Against the same weights in float32; the root mean square, at most twice stock's own."""
+    """Against the same weights in float32; the root mean square, at most twice stock's own.
+
+    Of the median token where rounding may send some to other experts, in stock as in ours: those have little in common
+    with the truth, and who has more of them is chance.
+    """
     ours, stock = new_pair(name, dtype)
-    truth = conversation(copy.deepcopy(stock).float())
-    allowed = float((conversation(stock).float() - truth).pow(2).mean().sqrt())
-    for _ in range(3):  # eager, capture, replay
-        logits = conversation(ours)
-        assert logits.dtype == dtype
-        error = float((logits.float() - truth).pow(2).mean().sqrt())
+    assert "forward" in vars(ours), accel.report(ours)
+    chooses = any(not layer.spec.mlp.first for layer in vars(ours)["forward"].layers)
+    wide = copy.deepcopy(stock).float()
+    truth = [conversation(wide, seed=seed) for seed in range(3)]
+
+    def off(model) -> float:
+        found = [conversation(model, seed=seed) for seed in range(3)]  # eager, capture, replay
+        assert found[0].dtype == dtype
+        squares = torch.cat([(a.float() - b).pow(2).mean(-1) for a, b in zip(found, truth, strict=True)])
+        return float((squares.median() if chooses else squares.mean()).sqrt())
+
+    allowed = off(stock)
+    for _ in range(2):
+        error = off(ours)
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
     assert graphs(ours) or name in WAITS, accel.report(ours)
 
