@@ -66,6 +66,7 @@ class Plan:
         self.root, self.options = root, context.options
         self.ledger, self.pool = context.ledger, context.pool
         self.rows: list[Row] = []
+        self.weights: list[dict] = []  # what was quantised, as `Report.weights` tells it
         self.patches: list = []
         context.shared = {}
         self._visit(Site("", root), rules, context)

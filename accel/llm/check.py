@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from accel.llm.cache import adopt
 from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
+from accel.llm.quant.module import dequantising
 from accel.llm.recorder import example_ids, resting
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch
@@ -31,8 +32,9 @@ def find_manner(forward: DecoderForward) -> Manner:
     lengths = (prompt, *STEPS)
     try:
         with resting(model):
-            wanted, output = _stock(forward, lengths)
-            alone = _alone(forward)
+            with dequantising(model):  # what is fused is compared with torch's own products
+                wanted, output = _stock(forward, lengths)
+                alone = _alone(forward)
             return _manner(forward, lengths, wanted, alone, output)
     except (NotUnderstood, Unfit) as reason:
         raise NotUnderstood(str(reason)) from reason
