@@ -47,9 +47,12 @@ def match_decoder(site, context) -> Match | Skip | None:
     try:
         specs = _understand(site.module, layers)
     except NotUnderstood as reason:
-        _quantise(site.module, context)
+        if (quantisation := _quantisation(site.module, context)) is not None:
+            quantisation.run(site.module)
         return _not_whole(layers, reason)
-    _quantise(site.module, context)
+    # After the model was understood in its own precision, before anything is bound to its weights.
+    if (quantisation := _quantisation(site.module, context)) is not None:
+        quantisation.run()
     try:
         forward, patches = _bind(site.module, context, specs)
     except NotUnderstood as reason:
@@ -67,10 +70,11 @@ def _not_whole(layers: dict, reason: NotUnderstood) -> Skip:
     return Skip(str(reason))
 
 
-def _quantise(model: nn.Module, context) -> None:
-    """Where the options ask for it. After the model was understood in its own precision, before anything is bound."""
-    if context.options.weights is not None:
-        context.share(QUANTISATION, lambda: Quantisation(model, context.options)).run()
+def _quantisation(model: nn.Module, context) -> Quantisation | None:
+    """What the options ask for."""
+    if context.options.weights is None:
+        return None
+    return context.share(QUANTISATION, lambda: Quantisation(model, context.options))
 
 
 def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
