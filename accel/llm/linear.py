@@ -65,7 +65,7 @@ class QuantisedWeights(NamedTuple):
         return self.module.out_features
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return *self.module.quantised, self.module.bias
+        return self.module.data, self.module.scales, self.module.zeros, self.module.bias
 
     def product(self, kernels) -> Callable:
         return kernels.quantised_projection
@@ -73,14 +73,14 @@ class QuantisedWeights(NamedTuple):
     def fits(self, other: "Weights | QuantisedWeights") -> bool:
         if type(other) is not QuantisedWeights:
             return False
-        kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.module.quantised] for part in (self, other))
+        kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
         return next(kinds) == next(kinds)
 
     def now(self) -> tuple[Quantised, torch.Tensor | None]:
         tensors = self.tensors()
         if self.rows is not None:
             tensors = [None if tensor is None else _rows(tensor, *self.rows) for tensor in tensors]
-        return Quantised(*tensors[:-1]), tensors[-1]
+        return self.module.read(*tensors[:-1]), tensors[-1]
 
 
 def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -16,14 +16,15 @@ class QuantisedLinear(nn.Linear):
     """y = x W^T + b over a `Quantised` W; of nn.Linear's kind, so that adapters can be put around it.
 
     The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
-    state_dict. dtype: of the weight that was quantised, changed by `.to(dtype)`. `weight` is W anew in that dtype, a
+    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by `.to(dtype)`. `weight` is W anew in that dtype, a
     tensor that refuses to be written to.
     """
 
     def __init__(self, quantised: Quantised, bias: nn.Parameter | None, dtype: torch.dtype, scheme: Scheme):
         nn.Module.__init__(self)
         self.out_features, self.in_features = quantised.shape
-        for name, tensor in quantised._asdict().items():
+        self.number = quantised.data.dtype
+        for name, tensor in zip(quantised._fields, (_stored(quantised.data), *quantised[1:]), strict=True):
             self.register_buffer(name, tensor)
         self.register_parameter("bias", bias)
         self.dtype, self.scheme = dtype, scheme
@@ -31,7 +32,11 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def quantised(self) -> Quantised:
-        return Quantised(self.data, self.scales, self.zeros)
+        return self.read(self.data, self.scales, self.zeros)
+
+    def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantised:
+        """The weight that buffers like this module's are, its own or some rows of them."""
+        return Quantised(data if data.dtype == self.number else data.view(self.number), scales, zeros)
 
     @property
     def weight(self) -> Reading:
@@ -57,6 +62,10 @@ class QuantisedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.scheme}"
+
+
+def _stored(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8) if data.is_floating_point() else data
 
 
 def _autocast(x: torch.Tensor) -> bool:

@@ -20,15 +20,15 @@ SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the we
 def quantise(weight: torch.Tensor, scheme: Scheme) -> Quantised:
     """weight: (N, K) of a floating dtype, in any strides. Every element is at most half a step of its scale away.
 
-    Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for that
-    dtype. Raises ValueError for NaN or Inf, or for a K that does not fit the scheme.
+    Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for float16.
+    Raises ValueError for NaN or Inf, or for a K that does not fit the scheme.
     """
     reason = scheme.refuses(weight.shape[1])
     if reason is not None:
         raise ValueError(reason)
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
     parts = [_rounded(rows, scheme, dtype) for rows in _blocks(weight)]
-    if dtype != torch.float32 and any(part is None for part in parts):
+    if any(part is None for part in parts):
         parts = [_rounded(rows, scheme, torch.float32) for rows in _blocks(weight)]
     data, scales, zeros = zip(*parts, strict=True)
     return Quantised(torch.cat(data), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros))
@@ -53,7 +53,7 @@ def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | None:
-    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for the dtype."""
+    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16."""
     groups = rows.float().unflatten(1, (-1, scheme.group or rows.shape[1]))
     low, high = scheme.range
     if scheme.symmetric:
@@ -69,7 +69,7 @@ def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | 
     if not scheme.symmetric:
         scales = _not_below(scales, exact)
     small = scales < torch.finfo(dtype).tiny  # where a scale has few digits, or none
-    if dtype != torch.float32 and bool((small & (span > 0)).any()):
+    if dtype == torch.float16 and bool((small & (span > 0)).any()):
         return None
     scales = scales.masked_fill(small, 1)  # of zeros, or of what float32 can hardly tell from them
     steps = groups / scales.float()[..., None]

@@ -1,0 +1,329 @@
+"""Weights quantised and taken back: bit for bit, whatever came between; what cannot be done is said."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from changes import CHANGES, lora
+from families import layers, make, padded
+from modes import generate, same
+from torch import nn
+
+import accel
+from accel.llm.quant.module import QuantisedLinear
+from accel.plan import PLAN
+
+FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
+
+
+def logits(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)  # of dropout
+    ids, mask = padded()
+    return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
+
+
+def rounded(stock, ours):
+    """Stock over the weights that ours hold."""
+    twin = copy.deepcopy(stock)
+    for row in accel.report(ours).weights:
+        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
+        held = held.dequantised(theirs.weight.dtype)
+        theirs.weight.data = held.t().contiguous() if type(theirs).__name__ == "Conv1D" else held
+    return twin
+
+
+def held_by(model) -> list[QuantisedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_is_exact(name, weights, tiny):
+    model, twin = make(name), make(name)
+    ids, mask = padded((9, 9))
+    before = tiny.snapshot(model)
+    accel.optimize(model, weights=weights)
+    assert held_by(model)
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model, weights=weights)
+    generate(model, ids, mask), generate(twin, ids, mask)
+    accel.restore(model)
+    assert tiny.differences(model, twin) == []
+    assert list(model.state_dict()) == list(twin.state_dict())
+    parameters = {key: value[0] for key, value in before.items() if key[0] == "tensor"}
+    assert {("tensor", n): id(p) for n, p in (*model.named_parameters(), *model.named_buffers())} == parameters
+    assert torch.equal(model(ids, attention_mask=mask).logits, twin(ids, attention_mask=mask).logits)
+
+
+def test_tied_weights_stay_tied_and_words_as_they_are():
+    model = make("llama-tied")
+    words = model.get_input_embeddings().weight
+    accel.optimize(model, weights="int8")
+    assert model.get_output_embeddings().weight is words is model.get_input_embeddings().weight
+    accel.restore(model)
+    assert model.get_output_embeddings().weight is words is model.get_input_embeddings().weight
+
+
+def test_linears_that_share_a_weight_share_it_again():
+    model = make("llama")
+    one, other = (layer.mlp for layer in list(layers(model).values())[:2])
+    other.up_proj.weight = one.up_proj.weight
+    other.gate_proj = one.gate_proj
+    ids, mask = padded()
+    accel.optimize(model, weights="int8")
+    same(generate(model, ids, mask), generate(rounded(model_of(model), model), ids, mask))
+    assert other.gate_proj is one.gate_proj and type(one.gate_proj) is QuantisedLinear
+    accel.restore(model)
+    assert other.up_proj.weight is one.up_proj.weight and other.gate_proj is one.gate_proj
+
+
+def model_of(model):
+    return accel.restore(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("first", ["int8", None])
+@pytest.mark.parametrize("then", ["int4-g32", None])
+def test_a_second_optimize_plans_anew(first, then):
+    model, fresh, stock = make("llama"), make("llama"), make("llama")
+    accel.optimize(model, weights=first)
+    accel.optimize(model, weights=then)
+    accel.optimize(fresh, weights=then)
+    assert {module.scheme for module in held_by(model)} == {module.scheme for module in held_by(fresh)}
+    assert len(held_by(model)) == (0 if then is None else 14)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(fresh, ids, mask))
+    accel.restore(model)
+    assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
+def test_a_copy_is_quantised_by_itself(copied, weights):
+    stock, model = make("qwen2"), make("qwen2")
+    accel.optimize(model, weights=weights)
+    ids, mask = padded()
+    wanted = generate(model, ids, mask)
+    other = copied(model)
+    own = {tensor.data_ptr() for module in held_by(model) for tensor in module.buffers()}
+    assert len(held_by(other)) == 14 and own.isdisjoint(b.data_ptr() for m in held_by(other) for b in m.buffers())
+    accel.restore(model)
+    same(generate(other, ids, mask), wanted)
+    assert len(accel.report(other).weights) == 14
+    assert held_by(other) and not held_by(model)
+    accel.restore(other)
+    assert not held_by(other) and torch.equal(logits(other)["logits"], logits(stock)["logits"])
+
+
+def test_it_cannot_be_saved_until_it_is_restored(tmp_path):
+    model, twin = make("llama"), make("llama")
+    accel.optimize(model, weights="int8")
+    with pytest.raises(ValueError, match="accel.restore"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, state_dict=twin.state_dict())
+    found = [type(twin).from_pretrained(tmp_path)]
+    accel.restore(model)
+    model.save_pretrained(tmp_path)
+    found.append(type(twin).from_pretrained(tmp_path))
+    for loaded in found:
+        assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), twin.parameters(), strict=True))
+
+
+# -- the originals dropped ---------------------------------------------------------------------------------------------
+
+
+def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path):
+    model, stock = make("llama-biases"), make("llama-biases")
+    originals = [layer.mlp.up_proj for layer in layers(model).values()]
+    accel.optimize(model, weights="int8", keep_original=False)
+    assert not any(row["reversible"] for row in accel.report(model).weights)
+    assert "not reversible" in str(accel.report(model))
+    assert not reachable(vars(model)[PLAN], originals[0])
+    reference = rounded(stock, model)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    quality = accel.verify(model)
+    assert quality.passed and quality.lossy is None and "originals were not kept" in quality.note
+    with pytest.warns(UserWarning, match="14 linear layers stay quantised"):
+        accel.restore(model)
+    assert len(held_by(model)) == 14 and accel.report(model).sites == []
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    with pytest.raises(ValueError, match="quantised"):
+        model.save_pretrained(tmp_path)
+    accel.optimize(model)  # they are the model's own now
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    assert accel.report(model).fallbacks == [] and not accel.report(model).weights
+    assert accel.verify(model).passed
+    accel.optimize(model, weights="fp8")
+    reasons = {reason for _, rule, _, reason in accel.report(model).sites if rule == "weights"}
+    assert reasons == {"is int8 by row already, its original weight not kept"}
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+
+
+def reachable(plan, module) -> bool:
+    return any(original is module for patch in plan.patches if hasattr(patch, "pairs") for original, _ in patch.pairs)
+
+
+# -- what cannot be quantised ------------------------------------------------------------------------------------------
+
+
+def test_wrong_names_are_refused_and_the_valid_ones_named():
+    model = make("llama")
+    with pytest.raises(ValueError, match="weights='int5' is not one of None, 'int8', .*'int4-g64', .*'fp8'"):
+        accel.optimize(model, weights="int5")
+    with pytest.raises(ValueError, match="keep_original=None"):
+        accel.optimize(model, weights="int8", keep_original=None)
+    assert not held_by(model) and PLAN not in vars(model)
+
+
+def test_no_language_model_no_weights(tiny):
+    unet = tiny.unet()
+    before = tiny.snapshot(unet)
+    with pytest.raises(ValueError, match="weights='int8': for causal language models; a UNet2DConditionModel"):
+        accel.optimize(unet, weights="int8")
+    tiny.assert_same_state(before, tiny.snapshot(unet))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_named_and_nothing_changes(value, tiny):
+    model = make("qwen2")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    before = tiny.snapshot(model)
+    for strict in (False, True):
+        with pytest.raises(ValueError, match=r"weights='int8': model.layers.1.mlp.up_proj: NaN or Inf"):
+            accel.optimize(model, weights="int8", strict=strict)
+        assert not held_by(model)
+        assert {key: value[0] for key, value in before.items()} == {k: v[0] for k, v in tiny.snapshot(model).items()}
+
+
+def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
+    model, stock = make("llama", intermediate_size=100), make("llama", intermediate_size=100)
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match=r"strict=True: model.layers.0.mlp.down_proj \(weights\): 100 inputs"):
+        accel.optimize(model, weights="int8", strict=True)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model, weights="int8")
+    sites = {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule == "weights"}
+    assert sites["model.layers.0.mlp.down_proj"] == ("skipped", "100 inputs, not a multiple of 8")
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert sites["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(rounded(stock, model), ids, mask))
+    accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
+    assert not held_by(model) and not accel.report(model).weights
+    same(generate(model, ids, mask), generate(stock, ids, mask))
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):
+    from accel.llm import family
+
+    model = make("llama")
+    before = tiny.snapshot(model)
+
+    def broken(*given):
+        assert len(held_by(model)) == 14
+        raise MemoryError
+
+    monkeypatch.setattr(family, "find_manner", broken)
+    with pytest.raises(MemoryError):
+        accel.optimize(model, weights="int8")
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+# -- changes afterwards ------------------------------------------------------------------------------------------------
+
+LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",
+         "words-in-place", "around-a-matrix", "around-the-attention", "around-the-mlp", "hook-on-a-matrix",
+         "hook-before-a-matrix", "hook-on-the-mlp", "own-forward-of-a-matrix", "own-forward-of-mlp", "another-layer",
+         "fewer-layers", "other-activation", "trained", "checkpointing", "frozen", "hidden-states-always")  # fmt: skip
+WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-data", "pruned")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("change", [c for c in CHANGES if c.name in LATER], ids=str)
+def test_a_change_is_seen_by_the_next_call(change, name):
+    if change.only and name not in change.only:
+        pytest.skip("for other families")
+    stock, ours = make(name), make(name)
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    for model in (ours, theirs):
+        model.family = name
+    ids, mask = padded()
+    for step in (*change.steps, *filter(None, [change.reverse])):
+        ours, theirs = (step(model) or model for model in (ours, theirs))
+        same(generate(ours, ids, mask), generate(theirs, ids, mask))
+        same(logits(ours), logits(theirs))
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c.name in WRITES], ids=str)
+def test_writing_into_a_weight_is_an_error(change):
+    ours = make("llama")
+    accel.optimize(ours, weights="int8")
+    ids, mask = padded()
+    before = generate(ours, ids, mask)
+    with pytest.raises((RuntimeError, KeyError, TypeError)):
+        for step in change.steps:
+            ours = step(ours) or ours
+    if change.name in ("matrix-in-place", "through-data", "new-data"):
+        same(generate(ours, ids, mask), before)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_adapter_stays_through_restore(order):
+    stock, ours = make("llama"), make("llama")
+    add = lora("style")
+    add(stock)
+    if order == "before":
+        add(ours)
+    accel.optimize(ours, weights="int8")
+    if order == "after":
+        add(ours)
+    assert len(held_by(ours)) == 14
+    assert not any("lora_" in row["path"] for row in accel.report(ours).weights)
+    assert float((logits(ours)["logits"] - logits(stock)["logits"]).abs().max()) > 1e-4
+    accel.restore(ours)
+    assert not held_by(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+def test_gradients_reach_an_adapter_over_quantised_weights():
+    stock, ours = make("llama"), make("llama")
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    ids, mask = padded((9, 9))
+    found = []
+    for model in (ours, theirs):
+        lora("style")(model)
+        with torch.enable_grad():
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append({n.replace("base_layer.", ""): p.grad for n, p in model.named_parameters() if "lora_" in n})
+    assert len(found[0]) == 28 and all(float(grad.abs().max()) > 0 for grad in found[0].values())
+    same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_another_dtype_afterwards(dtype):
+    model, stock = make("llama-biases"), make("llama-biases")
+    accel.optimize(model, weights="fp8")
+    numbers = [module.quantised for module in held_by(model)]
+    copies = [[None if t is None else t.clone() for t in quantised] for quantised in numbers]
+    model.to(dtype)
+    for module, copied in zip(held_by(model), copies, strict=True):
+        for tensor, was in zip(module.quantised, copied, strict=True):
+            assert (tensor is None) is (was is None)
+            assert was is None or (tensor.dtype == was.dtype and torch.equal(tensor.float(), was.float()))
+        assert module.weight.dtype == module.bias.dtype == dtype
+    ids, mask = padded()
+    reference = rounded(stock, model).to(dtype)
+    ours, theirs = (m(ids, attention_mask=mask).logits.double() for m in (model, reference))
+    assert ours.isfinite().all() and float((ours - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()) < 0.05
+    generate(model, ids, mask)
+    accel.restore(model)
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert torch.equal(model(ids, attention_mask=mask).logits, stock.to(dtype)(ids, attention_mask=mask).logits)
