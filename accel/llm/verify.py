@@ -96,7 +96,7 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     and told as lossy; what is judged, part by part, is against stock code over the same quantised weights.
     """
     (plan,) = plans.values()
-    lossy, note = plan.options.lossy, ""
+    lossy, note = plan.options.lossy if plan.weights else None, ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
     with stock_models([plan]), seeded(seed):

@@ -56,7 +56,7 @@ def _refuses(module: nn.Module, scheme: Scheme) -> str | None:
         stacks = any(p is not None and p.dim() > 2 for p in module._parameters.values())
         return "a stack of matrices, as of experts: only linear layers are quantised" if stacks else ""
     if type(module) is QuantisedLinear:
-        return f"is {module.scheme} already, its original weight not kept"
+        return f"is {module.scheme} already"
     held = weights(module)
     if held is None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
