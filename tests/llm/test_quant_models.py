@@ -16,8 +16,8 @@ FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"]
 CORE = [family.name for family in FAMILIES if family.core]
 BY_MODE = {mode.name: mode for mode in MODES}
-USED = ("greedy", "greedy-padded", "sample", "sample-top", "beam", "assisted", "assisted-by-its-like", "continued-padded",
-        "prompt-lookup", "fanned-out", "chunked-prefill-padded", "inference-mode")  # fmt: skip
+USED = ("greedy", "greedy-padded", "sample", "sample-top", "beam", "assisted", "assisted-by-its-like",
+        "continued-padded", "prompt-lookup", "fanned-out", "chunked-prefill-padded", "inference-mode")  # fmt: skip
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
 # By how much each may be off, relative RMS, of weights that are normally distributed.
 NOISE_DB = {"int8": 40, "int8-asym": 40, "int4-g32": 18, "int4-g32-asym": 19, "fp8": 30}

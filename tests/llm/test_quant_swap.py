@@ -13,6 +13,7 @@ from torch import nn
 
 import accel
 from accel.llm.quant.module import QuantisedLinear
+from accel.patch import PatchConflict
 from accel.plan import PLAN
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
@@ -99,9 +100,11 @@ def test_a_second_optimize_plans_anew(first, then):
     assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
 def test_a_copy_is_quantised_by_itself(copied, weights):
     stock, model = make("qwen2"), make("qwen2")
@@ -132,6 +135,61 @@ def test_it_cannot_be_saved_until_it_is_restored(tmp_path):
     found.append(type(twin).from_pretrained(tmp_path))
     for loaded in found:
         assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), twin.parameters(), strict=True))
+
+
+def test_hooks_of_the_users_stay_through_restore():
+    stock, ours = make("llama"), make("llama")
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    handles = []
+    for model in (ours, theirs, stock):
+        one, other = (layer.mlp.up_proj for layer in layers(model).values())
+        handles.append(one.register_forward_hook(lambda module, args, output: 2 * output))
+        handles.append(other.register_forward_pre_hook(lambda module, args: (3 * args[0],)))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(theirs, ids, mask))
+    accel.restore(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(logits(ours)["logits"], logits(make("llama"))["logits"])
+
+
+def test_restore_refuses_where_a_forward_was_put_on_top():
+    model = make("llama")
+    accel.optimize(model, weights="int8")
+    module = model.model.layers[1].self_attn.o_proj
+    module.forward = lambda x: 2 * type(module).forward(module, x)
+    before = logits(model)
+    for call in (accel.restore, accel.verify, accel.optimize):
+        with pytest.raises(PatchConflict, match="QuantisedLinear.forward was replaced after accel.optimize"):
+            call(model)
+        assert len(held_by(model)) == 14
+    same(logits(model), before)
+    del module.forward
+    accel.restore(model)
+    assert torch.equal(logits(model)["logits"], logits(make("llama"))["logits"])
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_offloaded_afterwards(weights, buffers):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    stock, ours = make("llama-biases"), make("llama-biases")
+    accel.optimize(ours, weights=weights)
+    ids, mask = padded()
+    wanted = generate(rounded(stock, ours), ids, mask)
+    cpu_offload(ours, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    assert held_by(ours)[0].data.is_meta is buffers
+    same(generate(ours, ids, mask), wanted)
+    with pytest.raises(PatchConflict, match="hook"):
+        accel.restore(ours)
+    remove_hook_from_submodules(ours)
+    same(generate(ours, ids, mask), wanted)
+    accel.restore(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
 
 
 # -- the originals dropped ---------------------------------------------------------------------------------------------

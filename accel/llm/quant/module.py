@@ -16,8 +16,8 @@ class QuantisedLinear(nn.Linear):
     """y = x W^T + b over a `Quantised` W; of nn.Linear's kind, so that adapters can be put around it.
 
     The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
-    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by `.to(dtype)`. `weight` is W anew in that dtype, a
-    tensor that refuses to be written to.
+    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by
+    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to.
     """
 
     def __init__(self, quantised: Quantised, bias: nn.Parameter | None, dtype: torch.dtype, scheme: Scheme):

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from accel.llm.quant.module import QuantisedLinear
-from accel.patch import Patch, set_data
+from accel.patch import Patch, PatchConflict, set_data
+from accel.structure import stock_method
 
 SAVE = "save_pretrained"
 
@@ -34,6 +35,7 @@ class Swap:
         places, shared = _places(self.root, originals), _held_elsewhere(self.root, originals)
         for original in originals:
             quantised = make(original)
+            _share_hooks(original, quantised)
             self.pairs.append((original, quantised))
             _set(places[id(original)], quantised)
             _park(original.weight, shared)
@@ -47,9 +49,22 @@ class Swap:
             self.pairs, self.final = [(None, quantised) for _, quantised in self.pairs], True
 
     def check(self) -> None:
-        """Wherever the quantised linears are by now, in an adapter or out of it, they are found."""
-        if self.there and self.guard is not None and not self.final:
+        """Raises PatchConflict where someone replaced the forward of a quantised linear, as offloading does.
+
+        Wherever they are by now, in an adapter or out of it, they are found.
+        """
+        if self.final or not self.there:
+            return
+        if self.guard is not None:
             self.guard.check()
+        for _, quantised in self.pairs:
+            forward = vars(quantised).get("forward")
+            if "_hf_hook" in vars(quantised) or (forward is not None and not stock_method(quantised, forward)):
+                by = repr(vars(quantised).get("_hf_hook", forward))
+                raise PatchConflict(
+                    f"QuantisedLinear.forward was replaced after accel.optimize by {by}; "
+                    "undo that change first (accelerate's hooks: remove_hook_from_submodules), then call accel.restore"
+                )
 
     def undo(self) -> None:
         if self.final or not self.there:
@@ -82,6 +97,13 @@ class Unsaved:
             "this model's weights are quantised (accel.optimize(model, weights=...)) and cannot be saved as they are; "
             "accel.restore(model) gives back the originals, where they were kept"
         )
+
+
+def _share_hooks(original: nn.Module, quantised: nn.Module) -> None:
+    """Hooks put on one are on the other: those of the user's outlive `undo`."""
+    for name, value in vars(original).items():
+        if name.startswith(("_forward_", "_backward_")) and isinstance(value, dict):
+            vars(quantised)[name] = value
 
 
 def _places(root: nn.Module, modules: list[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
