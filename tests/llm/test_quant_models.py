@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
 from modes import MODES, generate, same
+from quantised import rounded
 
 import accel
 from accel.llm.quant.module import QuantisedLinear
@@ -30,26 +31,19 @@ def quantised(name: str, weights: str, dtype: torch.dtype = torch.float32):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, dtype)
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
-    return ours, rounded(stock, ours, weights)
+    return ours, checked(stock, ours, weights)
 
 
-def rounded(stock, ours, weights: str):
-    """Stock, its linears given the weights that ours hold; which are stock's but for the rounding."""
-    twin = copy.deepcopy(stock)
-    rows = accel.report(ours).weights
-    for row in rows:
-        theirs, mine = twin.get_submodule(row["path"]), ours.get_submodule(row["path"])
-        assert type(mine) is QuantisedLinear
-        turned = type(theirs).__name__ == "Conv1D"
-        held = mine.quantised.dequantised(theirs.weight.dtype)
-        held = held.t() if turned else held
-        noise = (held.double() - theirs.weight.double()).square().sum() / theirs.weight.double().square().sum()
-        measured = row["sqnr_db"]
-        assert NOISE_DB[weights] < measured < 60
-        if theirs.weight.dtype == torch.float32:
-            assert measured == pytest.approx(-10 * math.log10(noise), rel=1e-3)
-        assert row["bytes_before"] == theirs.weight.nbytes and row["bytes_after"] < 0.6 * theirs.weight.nbytes
-        theirs.weight.data = held.contiguous()
+def checked(stock, ours, weights: str):
+    """Stock over the weights that ours hold, which are stock's but for the rounding, as the report says."""
+    twin = rounded(stock, ours)
+    for row in accel.report(ours).weights:
+        exact, held = (model.get_submodule(row["path"]).weight for model in (stock, twin))
+        noise = (held.double() - exact.double()).square().sum() / exact.double().square().sum()
+        assert NOISE_DB[weights] < row["sqnr_db"] < 60
+        if exact.dtype == torch.float32:
+            assert row["sqnr_db"] == pytest.approx(-10 * math.log10(noise), rel=1e-3)
+        assert row["bytes_before"] == exact.nbytes and row["bytes_after"] < 0.6 * exact.nbytes
     return twin
 
 
@@ -102,11 +96,7 @@ def test_those_not_understood_run_their_own_code_over_quantised_linears(name):
 @pytest.mark.parametrize("name", CORE)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantised(name, weights, dtype)
-    exact = copy.deepcopy(reference).float()
-    for row in accel.report(ours).weights:  # not even rounded to half precision
-        theirs, held = exact.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
-        held = held.dequantised(torch.float32)
-        theirs.weight.data = held.t().contiguous() if type(theirs).__name__ == "Conv1D" else held
+    exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision
     ids = prompt(3, 12)
     wanted = exact(ids).logits.double()
     own, mine = (float((model(ids).logits.double() - wanted).norm() / wanted.norm()) for model in (reference, ours))

@@ -9,6 +9,7 @@ import torch
 from changes import CHANGES, lora
 from families import layers, make, padded
 from modes import generate, same
+from quantised import held_by, rounded
 from torch import nn
 
 import accel
@@ -23,20 +24,6 @@ def logits(model) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)  # of dropout
     ids, mask = padded()
     return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
-
-
-def rounded(stock, ours):
-    """Stock over the weights that ours hold."""
-    twin = copy.deepcopy(stock)
-    for row in accel.report(ours).weights:
-        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
-        held = held.dequantised(theirs.weight.dtype)
-        theirs.weight.data = held.t().contiguous() if type(theirs).__name__ == "Conv1D" else held
-    return twin
-
-
-def held_by(model) -> list[QuantisedLinear]:
-    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
