@@ -57,6 +57,8 @@ def optimize(obj, **options):
             before[name].apply()
             vars(parts[name])[PLAN] = before[name]
         raise
+    for name in applied:
+        vars(parts[name])[PLAN].settle()
     return obj
 
 

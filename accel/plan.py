@@ -110,6 +110,12 @@ class Plan:
                 patch.undo()
             raise
 
+    def settle(self) -> None:
+        """All of the object is optimised: patches let go of what the options say need not be kept."""
+        for patch in self.patches:
+            if hasattr(patch, "settle"):
+                patch.settle()
+
     def undo(self) -> None:
         """Exactly the stock object again. Raises PatchConflict, and changes nothing, where someone patched on top."""
         for patch in self.patches:

@@ -13,6 +13,7 @@ from quantised import held_by, rounded
 from torch import nn
 
 import accel
+from accel.llm.quant import swap
 from accel.llm.quant.module import QuantisedLinear
 from accel.patch import PatchConflict
 from accel.plan import PLAN
@@ -115,6 +116,8 @@ def test_it_cannot_be_saved_until_it_is_restored(tmp_path):
     with pytest.raises(ValueError, match="accel.restore"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="accel.restore"):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())  # as a trainer does
     model.save_pretrained(tmp_path, state_dict=twin.state_dict())
     found = [type(twin).from_pretrained(tmp_path)]
     accel.restore(model)
@@ -280,6 +283,62 @@ def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):
     with pytest.raises(MemoryError):
         accel.optimize(model, weights="int8")
     tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_error_at_the_very_end_takes_it_back_too(keep, tiny):
+    model = make("llama")
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match="step_cache"):
+        accel.optimize(model, weights="int8", keep_original=keep, step_cache=3)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_an_error_while_quantised_again_leaves_it_stock(tiny, monkeypatch):
+    model = make("llama")
+    before = tiny.snapshot(model)
+    accel.optimize(model, weights="int8")
+    plan, calls = vars(model)[PLAN], []
+
+    def broken(module, device, dtype):
+        calls.append(module)
+        if len(calls) == 5:
+            raise MemoryError
+        return module
+
+    plan.undo()
+    del vars(model)[PLAN]
+    monkeypatch.setattr(swap, "_moved", broken)
+    with pytest.raises(MemoryError):
+        plan.apply()
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    monkeypatch.undo()
+    plan.apply()
+    assert len(held_by(model)) == 14
+
+
+def test_without_gradients_being_possible_at_all():
+    with torch.inference_mode():
+        stock, ours = make("llama-biases"), make("llama-biases")
+        accel.optimize(ours, weights="int4-g32")
+        ids, mask = padded()
+        same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
+        assert accel.report(ours).fallbacks == [] and accel.verify(ours).passed
+        accel.restore(ours)
+        assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+def test_a_text_pipeline():
+    from modes import tokenizer
+    from transformers import pipeline
+
+    pipe = pipeline("text-generation", model=make("llama"), tokenizer=tokenizer())
+    before = pipe("abcdef", max_new_tokens=6, do_sample=False)
+    with accel.optimized(pipe, weights="int8"):
+        assert [row["path"].partition(".")[0] for row in accel.report(pipe).weights] == ["model"] * 14
+        assert accel.verify(pipe, "abcdefgh").agreement.perplexity > 1
+        assert pipe("abcdef", max_new_tokens=6)
+    assert pipe("abcdef", max_new_tokens=6, do_sample=False) == before
 
 
 # -- changes afterwards ------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ class Swap:
     """A patch: (original, quantised) linears of one model, exchanged.
 
     The weights of the originals wait on the CPU, so that the device holds either those or the quantised ones. They come
-    back bit for bit, the same Parameters, to the device where the model then is. keep: without it they are dropped once
-    `apply` has been called, and `undo` leaves the quantised ones in place.
+    back bit for bit, the same Parameters, to the device where the model then is. keep: without it `settle` drops them,
+    and `undo` leaves the quantised ones in place.
     """
 
     def __init__(self, root: nn.Module, keep: bool):
@@ -41,12 +41,22 @@ class Swap:
             _park(original.weight, shared)
 
     def apply(self) -> None:
-        if not self.there:
-            waiting = dict(self.pairs)
-            self.pairs = []
+        """Once more after `undo`; the first time `put` has done it already."""
+        if self.there:
+            return
+        before, self.pairs = self.pairs, []
+        waiting = dict(before)
+        try:
             self.put(waiting, lambda original: _moved(waiting[original], original.weight.device, original.weight.dtype))
-        if not self.keep and not self.final:
-            self.pairs, self.final = [(None, quantised) for _, quantised in self.pairs], True
+        except BaseException:
+            self.undo()
+            self.pairs = before
+            raise
+
+    def settle(self) -> None:
+        """Drops the originals where they are not to be kept."""
+        if not self.keep:
+            self.pairs, self.final = [], True
 
     def check(self) -> None:
         """Raises PatchConflict where someone replaced the forward of a quantised linear, as offloading does.
@@ -91,7 +101,10 @@ class Unsaved:
         self.model = model
 
     def __call__(self, *args, **kwargs):
-        if kwargs.get("state_dict") is not None or getattr(self.model, "_hf_peft_config_loaded", False):
+        names = kwargs.get("state_dict") or ()
+        modules = (path for path, module in self.model.named_modules() if type(module) is QuantisedLinear)
+        others = bool(names) and not any(f"{path}.scales" in names for path in modules)
+        if others or getattr(self.model, "_hf_peft_config_loaded", False):
             return getattr(type(self.model), SAVE)(self.model, *args, **kwargs)  # given weights, or an adapter's alone
         raise ValueError(
             "this model's weights are quantised (accel.optimize(model, weights=...)) and cannot be saved as they are; "
@@ -136,6 +149,7 @@ def _park(weight: nn.Parameter, shared: set[int]) -> None:
 def _moved(module: QuantisedLinear, device: torch.device, dtype: torch.dtype) -> QuantisedLinear:
     """Its numbers on another device; the bias, which is the original's too, stays."""
     module.dtype = dtype
-    for name, tensor in module._buffers.items():
-        module._buffers[name] = None if tensor is None else tensor.to(device)
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in module._buffers.items():
+            module._buffers[name] = None if tensor is None else tensor.to(device)
     return module
