@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from families import padded
 
 import accel
 from accel.llm.quant.module import QuantisedLinear
@@ -20,3 +21,9 @@ def rounded(stock, ours, dtype: torch.dtype | None = None):
         held = held.dequantised(theirs.weight.dtype)
         theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
     return twin
+
+
+def logits(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)  # of dropout
+    ids, mask = padded()
+    return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
