@@ -6,10 +6,12 @@ import torch
 from families import padded
 
 import accel
-from accel.llm.quant.module import QuantisedLinear
 
 
-def held_by(model) -> list[QuantisedLinear]:
+def held_by(model) -> list:
+    """The model's quantised linears."""
+    from accel.llm.quant.module import QuantisedLinear
+
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
