@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.nn.functional as F
 
 CHUNK = 64  # positions compared at once: a large vocabulary in float64 is half a megabyte a position
 
@@ -13,7 +14,8 @@ class Agreement:
 
     kl, worst_kl: Kullback-Leibler divergence of the optimised next-token distribution from stock's in nats, mean and
     largest over `positions`. top1: share of positions where both hold the same token most likely. own_kl, own_top1:
-    the same of stock against itself in full precision, None where that was not computed.
+    the same of stock against itself in full precision, None where that was not computed. perplexity, stock_perplexity:
+    of the text that was given, None where none was.
     equal, tokens: greedily written tokens that are stock's, counted in each row up to the first that differs, and how
     many were written. margin: by how much stock's logits preferred its own token where a row first differs, the
     largest over rows, None where none does; margin_allowed: what the errors of the logits explain of that.
@@ -29,6 +31,8 @@ class Agreement:
     margin_allowed: float | None = None
     own_kl: float | None = None
     own_top1: float | None = None
+    perplexity: float | None = None
+    stock_perplexity: float | None = None
 
     @property
     def failure(self) -> str | None:
@@ -51,6 +55,11 @@ class Agreement:
         ]
         if self.own_kl is not None:
             found.append(f"(stock against full precision: KL {self.own_kl:.1e} nats, same one at {self.own_top1:.2%})")
+        if self.perplexity is not None:
+            more = self.perplexity / self.stock_perplexity - 1
+            found.append(
+                f"perplexity of the given text: {self.perplexity:.2f}, stock {self.stock_perplexity:.2f} ({more:+.2%})"
+            )
         return [*found, f"greedy text: {self.equal} of {self.tokens} tokens equal"]
 
     def __str__(self) -> str:
@@ -72,6 +81,25 @@ def distributions(stock: torch.Tensor, ours: torch.Tensor) -> tuple[float, float
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
     each = torch.cat(divergences)
     return each.mean().item(), each.max().item(), same / len(each)
+
+
+def perplexity(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> float | None:
+    """exp of the mean loss of next tokens in nats; None where no token follows another.
+
+    tokens, mask: (rows, tokens), mask 0 for padding; logits: (positions, vocabulary), of the unmasked ones row by row.
+    """
+    mask = mask.bool().cpu()
+    follows = torch.zeros_like(mask)
+    follows[:, :-1] = mask[:, :-1] & mask[:, 1:]
+    chosen = follows[mask].nonzero().flatten()
+    if not len(chosen):
+        return None
+    wanted = tokens.cpu().roll(-1, dims=1)[follows]
+    losses = [
+        F.cross_entropy(logits[at.to(logits.device)].double().cpu(), target, reduction="none")
+        for at, target in zip(chosen.split(CHUNK), wanted.split(CHUNK), strict=True)
+    ]
+    return float(torch.cat(losses).mean().exp())
 
 
 def first_differences(stock: torch.Tensor, ours: torch.Tensor, logits: torch.Tensor) -> tuple[int, float | None]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,8 @@ def optimize(obj, **options):
     """
     chosen = parse(options)
     parts = _parts(obj)
+    if chosen.weights is not None and not any(map(_is_language_model, parts.values())):
+        raise ValueError(f"weights={chosen.weights!r}: for causal language models; a {type(obj).__name__} holds none")
     before = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken, applied = [], []
     try:
@@ -54,13 +57,16 @@ def optimize(obj, **options):
             before[name].apply()
             vars(parts[name])[PLAN] = before[name]
         raise
+    for name in applied:
+        vars(parts[name])[PLAN].settle()
     return obj
 
 
 def restore(obj):
     """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimised.
 
-    Raises PatchConflict, changing nothing, where someone replaced a forward on top of ours.
+    Weights quantised with keep_original=False stay so, which a warning says. Raises PatchConflict, changing nothing,
+    where someone replaced a forward on top of ours.
     """
     plans = _plans(obj)
     for plan in plans.values():
@@ -69,6 +75,13 @@ def restore(obj):
     for plan in plans.values():
         plan.undo()
         vars(plan.root).pop(PLAN)
+    lost = sum(not row["reversible"] for plan in plans.values() for row in plan.weights)
+    if lost:
+        warnings.warn(
+            f"accel.restore: {lost} linear layers stay quantised, their original weights were not kept "
+            "(keep_original=False); load the model again to have them",
+            stacklevel=2,
+        )
     return obj
 
 
@@ -118,22 +131,23 @@ def _plan(part: object, context: Context) -> Plan:
 
     own = replace(context, ledger=Ledger())
     if isinstance(part, nn.Module):
-        language = _language_rules(part)
-        if language is not None:
-            return Plan(part, language, own)
+        if _is_language_model(part):
+            from accel.llm.plan import LanguagePlan
+
+            return LanguagePlan(part, own)
         own.graph_paths = family.graph_paths(part)
         return Plan(part, family.RULES, own)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.PipelinePlan(part, own)
 
 
-def _language_rules(model: nn.Module) -> tuple | None:
-    """The rules of causal language models where the model is one, which only transformers' are."""
+def _is_language_model(part: object) -> bool:
+    """Whether part is a causal language model, which only transformers' are."""
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return None
+    if transformers is None or not isinstance(part, transformers.PreTrainedModel):
+        return False
     from accel.llm import family
 
-    return family.RULES if family.is_causal_lm(model) else None
+    return family.is_causal_lm(part)
 
 
 def _settle_step_cache(obj, wanted: int | str) -> None:

@@ -17,6 +17,7 @@ from accel_kernels import (
     layer_norm,
     linear_geglu,
     projection,
+    quantised_projection,
     rms_norm,
     upsample_convolve,
 )
@@ -44,6 +45,7 @@ class Kernels:
     layer_norm: object = layer_norm
     linear_geglu: object = linear_geglu
     projection: object = projection
+    quantised_projection: object = quantised_projection
     rms_norm: object = rms_norm
     upsample_convolve: object = upsample_convolve
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "xformers", "triton", "matmul", "sdpa")
 LAYOUT = ("auto", "channels_last", "keep")
+WEIGHTS = (
+    "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
+)  # fmt: skip
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 
@@ -21,6 +24,12 @@ class Options:
     step_cache: lossy. The deep layers of UNets run in every n-th call of a denoising loop only; give n, 2 or more, or
         a quality such as "35dB": the largest n whose images keep that PSNR, measured when a text-to-image pipeline is
         optimised. None: every call is computed whole.
+    weights: lossy, for causal language models. The linear layers inside the decoder layers are stored in fewer bits,
+        rounded to nearest: "int8" and "fp8" (float8_e4m3fn) with a scale a row, "int4" with one for 128 columns of a
+        row, "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead
+        of being symmetric. None leaves them as they are.
+    keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
+        model is ready: `restore` then leaves the quantised ones in place.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
@@ -29,12 +38,16 @@ class Options:
     graphs: bool | str = "auto"
     graph_memory_gb: float | None = None
     step_cache: int | str | None = None
+    weights: str | None = None
+    keep_original: bool = True
     strict: bool = False
 
     def __post_init__(self):
         _one_of("attention", self.attention, ATTENTION)
         _one_of("layout", self.layout, LAYOUT)
         _one_of("graphs", self.graphs, ("auto", True, False))
+        _one_of("weights", self.weights, (None, *WEIGHTS))
+        _one_of("keep_original", self.keep_original, (True, False))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:
@@ -47,7 +60,8 @@ class Options:
     @property
     def lossy(self) -> str | None:
         """The options chosen that change results by more than rounding, or None."""
-        return None if self.step_cache is None else f"step_cache={self.step_cache!r}"
+        chosen = {name: getattr(self, name) for name in ("step_cache", "weights")}
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
 
 
 def parse(given: dict) -> Options:

@@ -66,6 +66,7 @@ class Plan:
         self.root, self.options = root, context.options
         self.ledger, self.pool = context.ledger, context.pool
         self.rows: list[Row] = []
+        self.weights: list[dict] = []  # what was quantised, as `Report.weights` tells it
         self.patches: list = []
         context.shared = {}
         self._visit(Site("", root), rules, context)
@@ -108,6 +109,12 @@ class Plan:
             for patch in reversed(done):
                 patch.undo()
             raise
+
+    def settle(self) -> None:
+        """All of the object is optimised: patches let go of what the options say need not be kept."""
+        for patch in self.patches:
+            if hasattr(patch, "settle"):
+                patch.settle()
 
     def undo(self) -> None:
         """Exactly the stock object again. Raises PatchConflict, and changes nothing, where someone patched on top."""

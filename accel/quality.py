@@ -50,11 +50,11 @@ class Quality:
         for name, quality in (("", self), *self.parts.items()):
             if quality.stock_finite and not quality.finite:
                 return f"{name or 'the output'}: NaN or Inf where stock has none"
-        if self.lossy is not None:
-            return None
         for name, part in self.parts.items():
             if part.failure is not None:
                 return f"{name}: {part.failure}"
+        if self.lossy is not None:
+            return None
         if self.error is not None and not self.error <= self.allowed:  # nan fails too
             return f"{self.measure} {self.error:.1e}, more than the {self.allowed:.1e} that rounding explains"
         return None if self.agreement is None else self.agreement.failure

@@ -1,7 +1,7 @@
 """What was patched, what was skipped and why, which graphs exist, which calls fell back."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,34 +14,37 @@ WHOLE = "(whole model)"
 @dataclass(frozen=True)
 class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
-    captured shape; `fallbacks`: (path, reason, calls)."""
+    captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantised weight, with its path, scheme,
+    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original."""
 
     sites: list[tuple[str, str, str, str]]
     graphs: list[dict]
     fallbacks: list[tuple[str, str, int]]
+    weights: list[dict] = field(default_factory=list)
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
         """plans: by component name, "" for a single model."""
-        sites, graphs, fallbacks = [], [], []
+        sites, graphs, fallbacks, weights = [], [], [], []
         for name, plan in plans.items():
 
             def full(path: str, name: str = name) -> str:
                 return ".".join(filter(None, (name, path)))
 
             sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
+            weights += [row | {"path": full(row["path"])} for row in plan.weights]
             fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.ledger.rows()]
             own = {id(module) for module in plan.root.modules()} if isinstance(plan.root, nn.Module) else set()
             for runner in plan.pool.runners:
                 if id(runner.module) in own:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]))
+        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
         sites = [dict(zip(("path", "rule", "status", "reason"), site, strict=True)) for site in self.sites]
         fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
-        return {"sites": sites, "graphs": list(self.graphs), "fallbacks": fallbacks}
+        return {"sites": sites, "graphs": list(self.graphs), "fallbacks": fallbacks, "weights": list(self.weights)}
 
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks."""
@@ -63,6 +66,14 @@ class Report:
         for (where, rule, status, reason), count in _grouped(self.sites).items():
             table.add_row(where, rule, str(count), status, reason)
         yield table
+        if self.weights:
+            table = Table("weights of", "linears", "stored as", "SQNR dB", "MB before", "MB after")
+            for (where, scheme), rows in _alike(self.weights).items():
+                found = sorted(row["sqnr_db"] for row in rows)
+                ratio = f"{found[0]:.1f}" if len(rows) == 1 else f"{found[0]:.1f} to {found[-1]:.1f}"
+                sizes = (f"{sum(row[name] for row in rows) / 1e6:.1f}" for name in ("bytes_before", "bytes_after"))
+                table.add_row(where, str(len(rows)), scheme, ratio, *sizes)
+            yield table
         if self.graphs:
             table = Table("graph of", "inputs", "status", "eager ms", "graph ms", "MB", "reason")
             for row in self.graphs:
@@ -90,7 +101,19 @@ def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str
     """What was patched by its part of the model; what was skipped by its path, numbers left out, to be found again."""
     groups: Counter[tuple[str, str, str, str]] = Counter()
     for path, rule, status, reason in sites:
-        parts = ["*" if part.isdigit() else part for part in path.split(".")]
+        parts = _unnumbered(path).split(".")
         where = ".".join(parts if status == "skipped" else parts[:1]) or WHOLE
         groups[where, rule, status, reason] += 1
     return groups
+
+
+def _alike(weights: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Rows of weights by place, numbers left out, and scheme."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in weights:
+        groups.setdefault((_unnumbered(row["path"]), row["scheme"]), []).append(row)
+    return groups
+
+
+def _unnumbered(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -14,6 +14,7 @@ from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
 from accel.llm.layer import LayerForward
 from accel.llm.prompt import STEP, filled, room_for
+from accel.llm.quant.module import dequantising
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Store
 from accel.llm.understanding import NotUnderstood
@@ -35,8 +36,9 @@ def find_manner(forward: DecoderForward) -> Manner:
     lengths = (prompt, *STEPS)
     try:
         with resting(model):
-            wanted, output = _stock(forward, lengths)
-            alone = _alone(forward)
+            with dequantising(model):  # what is fused is compared with torch's own products
+                wanted, output = _stock(forward, lengths)
+                alone = _alone(forward)
             return _manner(forward, lengths, wanted, alone, output)
     except (NotUnderstood, Unfit) as reason:
         raise NotUnderstood(str(reason)) from reason
@@ -206,7 +208,8 @@ def _kind(layer: LayerForward) -> tuple:
     spec = layer.spec
     attention = replace(spec.attention, index=0, settings=(), slopes=None)
     formula = replace(spec, attention=attention, mlp=replace(spec.mlp, settings=()), settings=())
-    weights = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.module.named_parameters()]
+    tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
+    weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
     return repr(formula), spec.attention.slopes is None, repr(weights)
 
 

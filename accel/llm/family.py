@@ -11,7 +11,10 @@ from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
 from accel.llm.head import HEAD, match_head
 from accel.llm.layer import LayerForward
+from accel.llm.layer_spec import LayerSpec
 from accel.llm.prompt import Prompts
+from accel.llm.quant.quantisation import Quantisation
+from accel.llm.record import LayerRecord
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import seams
 from accel.llm.step import Steps
@@ -22,6 +25,8 @@ from accel.rules.graph import obstacle
 from accel.rules.norms import match_layer_norm, match_rms_norm
 from accel.site import Site
 from accel.structure import meta_weights
+
+QUANTISATION = "quantisation"  # the name under which the sites of a model share it
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -41,19 +46,40 @@ def match_decoder(site, context) -> Match | Skip | None:
     context.shared[HEAD] = site.module.get_output_embeddings()
     layers = context.share("decoder layers", dict)
     try:
-        forward, patches = _understand(site.module, context, layers)
+        specs = _understand(site.module, layers)
     except NotUnderstood as reason:
-        for path, found in layers.items():
-            if not isinstance(found, str):
-                layers[path] = "understood, but not the whole model"
-        return Skip(str(reason))
+        if (quantisation := _quantisation(site.module, context)) is not None:
+            quantisation.run(site.module)
+        return _not_whole(layers, reason)
+    # After the model was understood in its own precision, before anything is bound to its weights.
+    if (quantisation := _quantisation(site.module, context)) is not None:
+        quantisation.run()
+    try:
+        forward, patches = _bind(site.module, context, specs)
+    except NotUnderstood as reason:
+        return _not_whole(layers, reason)
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(site.module.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
     return Match(forward, patches, (), f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
 
 
-def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward, tuple]:
+def _not_whole(layers: dict, reason: NotUnderstood) -> Skip:
+    for path, found in layers.items():
+        if not isinstance(found, str):
+            layers[path] = "understood, but not the whole model"
+    return Skip(str(reason))
+
+
+def _quantisation(model: nn.Module, context) -> Quantisation | None:
+    """What the options ask for."""
+    if context.options.weights is None:
+        return None
+    return context.share(QUANTISATION, lambda: Quantisation(model, context.options))
+
+
+def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
+    """The formula of every layer. Raises NotUnderstood."""
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise NotUnderstood("its forward takes no cache")
     reason = side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
@@ -61,8 +87,12 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
         raise NotUnderstood(reason)
     if len({p.device for p in model.parameters()}) > 1:
         raise NotUnderstood("weights on several devices")
+    return formulas(model, layers)
+
+
+def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple]:
+    """The forward that computes by these formulas, tried as a whole, and its patches. Raises NotUnderstood."""
     stack, _ = decoder_layers(model)
-    specs = formulas(model, layers)
     steps = Steps()
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]

@@ -1,5 +1,7 @@
 """One decoder layer as a few fused operations over the store of the forward it is part of."""
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -107,7 +109,7 @@ class BoundLayer:
         self.out = BoundLinear(layer.get_submodule(attention.out))
         self.layout = (attention.layout, attention.heads, attention.groups, attention.kv_heads, attention.dim)
         self.mlp = BoundMlp(layer, spec.mlp)
-        device = next(self.out.module.parameters()).device
+        device = next(chain(self.out.module.parameters(), self.out.module.buffers())).device
         self.slopes = None if attention.slopes is None else attention.slopes.to(device)
         self.sinks = None if attention.sinks is None else self.attention._parameters[attention.sinks]
 
@@ -129,8 +131,8 @@ class BoundLayer:
         if self.joint is None:
             outputs = [step.cleared(linear(kernels, h)) for linear in self.projections]
         else:
-            joint = kernels.projection(h.x, *self.joint.now(), norm=h.norm)
-            outputs = step.cleared(joint).split(self.sizes, dim=-1)
+            whole = self.joint.product(kernels)(h.x, *self.joint.now(), norm=h.norm)
+            outputs = step.cleared(whole).split(self.sizes, dim=-1)
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

@@ -1,12 +1,15 @@
 """A linear layer as it is now: weights for a fused product, or a module that must be called."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accel_kernels import Quantised
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from accel.llm.quant.module import QuantisedLinear
 from accel.structure import tampered
 
 
@@ -27,6 +30,18 @@ class Weights(NamedTuple):
     def outputs(self) -> int:
         return self.weight.shape[1] if self.turned else self.weight.shape[0]
 
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What lies in rows of the output, and may lie behind another's."""
+        return self.weight, self.bias
+
+    def product(self, kernels) -> Callable:
+        """The operation that takes what `now` gives."""
+        return kernels.projection
+
+    def fits(self, other: "Weights | QuantisedWeights") -> bool:
+        """Whether one operation can take both, as gate and up."""
+        return type(other) is Weights
+
     def now(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = self.weight.t() if self.turned else self.weight
         if self.rows is None:
@@ -34,17 +49,54 @@ class Weights(NamedTuple):
         return _rows(weight, *self.rows), None if self.bias is None else _rows(self.bias, *self.rows)
 
 
+class QuantisedWeights(NamedTuple):
+    """The same of a quantised linear: `now()` gives a Quantised and the bias. rows: as in `Weights`."""
+
+    module: QuantisedLinear
+    rows: tuple[int, int] | None = None
+    turned: bool = False
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module.bias
+
+    @property
+    def outputs(self) -> int:
+        return self.module.out_features
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.module.data, self.module.scales, self.module.zeros, self.module.bias
+
+    def product(self, kernels) -> Callable:
+        return kernels.quantised_projection
+
+    def fits(self, other: "Weights | QuantisedWeights") -> bool:
+        if type(other) is not QuantisedWeights:
+            return False
+        kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
+        return next(kinds) == next(kinds)
+
+    def now(self) -> tuple[Quantised, torch.Tensor | None]:
+        tensors = self.tensors()
+        if self.rows is not None:
+            tensors = [None if tensor is None else _rows(tensor, *self.rows) for tensor in tensors]
+        return self.module.read(*tensors[:-1]), tensors[-1]
+
+
 def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
     place = tensor.storage_offset() + first * tensor.stride(0)
     return tensor.detach().as_strided((count, *tensor.shape[1:]), tensor.stride(), place)
 
 
-def weights(module: nn.Module) -> Weights | None:
-    """What the module multiplies with, or None where it does more than x W^T + b: adapter, quantised weight, hook.
+def weights(module: nn.Module) -> Weights | QuantisedWeights | None:
+    """What the module multiplies with, or None where it does more than x W^T + b: adapter, another's packed weight,
+    hook.
 
     Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
     else in it passes where its forward, tried on small numbers, computes the same.
     """
+    if type(module) is QuantisedLinear:
+        return QuantisedWeights(module) if tampered(module) is None and not module.data.is_meta else None
     parameters = vars(module)["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)) or weight.dim() != 2:

@@ -31,7 +31,7 @@ class BoundMlp:
         self.down = BoundLinear(layer.get_submodule(spec.down))
         self.gate = self.up = None
         parts = [linear.weights for linear in self.first]
-        if None not in parts and len(parts) == 2:
+        if None not in parts and len(parts) == 2 and parts[0].fits(parts[1]):
             self.gate, self.up = parts
         elif None not in parts and spec.halves is not None:
             n = parts[0].outputs // 2
@@ -59,7 +59,7 @@ class BoundMlp:
         name = self.spec.activation
         if self.gate is not None:
             up, up_bias = self.up.now()
-            return kernels.projection(
+            return self.gate.product(kernels)(
                 before.x, *self.gate.now(), norm=before.norm, up=up, up_bias=up_bias, activation=name
             )
         if self.spec.halves is None and len(self.first) == 1:

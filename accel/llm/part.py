@@ -6,7 +6,7 @@ from accel_kernels.norm import ACTIVATIONS
 from accel_kernels.projection import MOST_ROWS, apply_norm
 from torch import nn
 
-from accel.llm.linear import Weights, weights
+from accel.llm.linear import QuantisedWeights, Weights, weights
 from accel.llm.norm_spec import NormSpec
 from accel.llm.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.patch import stack_rows, stacked_rows
@@ -65,7 +65,7 @@ class BoundLinear:
         """residual + scale * activation(linear(norm(x)))."""
         if self.weights is not None:
             weight, bias = self.weights.now()
-            return kernels.projection(
+            return self.weights.product(kernels)(
                 before.x, weight, bias, norm=before.norm, activation=activation, residual=residual, scale=scale
             )
         y = self.module(before.normed())
@@ -74,18 +74,24 @@ class BoundLinear:
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
 
-def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
+def stacked(linears: list[BoundLinear], stack: bool) -> Weights | QuantisedWeights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
     parts = [linear.weights for linear in linears]
     if len(parts) < 2 or None in parts or any(part.turned for part in parts):
         return None
-    biases = [part.bias for part in parts]
-    none = all(bias is None for bias in biases)
-    if not none and any(bias is None for bias in biases):
+    if not all(parts[0].fits(part) for part in parts):
         return None
-    for tensors in [[part.weight for part in parts]] + ([] if none else [biases]):
+    # One list a tensor of which each part has its rows; all of None where none has a bias.
+    lists = [tensors for tensors in zip(*(part.tensors() for part in parts), strict=True) if any(_there(tensors))]
+    if not all(all(_there(tensors)) for tensors in lists):
+        return None
+    for tensors in lists:
         if stack:
             stack_rows(tensors)
         if stacked_rows(tensors) is None:
             return None
-    return Weights(parts[0].weight, biases[0], rows=(0, sum(part.outputs for part in parts)))
+    return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))
+
+
+def _there(tensors: tuple) -> list[bool]:
+    return [tensor is not None for tensor in tensors]

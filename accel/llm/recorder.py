@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Attended, Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood
 from accel.structure import placement, transformers_hook
@@ -48,7 +49,8 @@ def resting(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
-    buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in modules]
+    changing = [module for module in modules if type(module) is not QuantisedLinear]  # whose buffers are its weight
+    buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in changing]
     device, _ = placement(model)
     try:
         for module in modules:

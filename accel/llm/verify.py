@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from accel.agreement import Agreement, distributions, first_differences
+from accel.agreement import Agreement, distributions, first_differences, perplexity
 from accel.llm.inputs import KNOWN, causal, example_inputs
 from accel.plan import Plan
 from accel.quality import Quality, compare
@@ -60,8 +60,9 @@ class Decode(Logits):
         return [_written(module, prompt, kwargs["tokens"]).flatten(0, 1)]
 
 
-def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict] | None:
-    """The causal language model that a call of obj runs, and its inputs; None for anything else.
+def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict, bool] | None:
+    """The causal language model that a call of obj runs, its inputs, and whether they are text of the caller's; None
+    for anything else.
 
     obj: such a model with inputs that generate() takes too, or none; or a transformers pipeline of one with texts.
     """
@@ -70,13 +71,13 @@ def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict] | 
             given = dict(inspect.signature(obj.forward).bind_partial(*args, **kwargs).arguments)
         except TypeError:
             return None  # the call itself says what is wrong with it
-        return (obj, given or example_inputs(obj)) if set(given) <= KNOWN else None
+        return (obj, given or example_inputs(obj), "input_ids" in given) if set(given) <= KNOWN else None
     model, tokenizer = getattr(obj, "model", None), getattr(obj, "tokenizer", None)
     if tokenizer is None or not causal(model) or kwargs or len(args) > 1:
         return None
     if not args:
-        return model, example_inputs(model)
-    return (model, tokenized(model, tokenizer, args[0])) if _texts(args[0]) else None
+        return model, example_inputs(model), False
+    return (model, tokenized(model, tokenizer, args[0]), True) if _texts(args[0]) else None
 
 
 def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
@@ -88,20 +89,29 @@ def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, 
     return {name: value.to(model.device) for name, value in inputs.items() if name in known and name in KNOWN}
 
 
-def against_stock(model: nn.Module, inputs: dict, plans: Mapping[str, Plan], seed: int) -> Quality:
-    """Quality of the model on these inputs, judged; it is optimised by `plans`, before and after."""
+def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str, Plan], seed: int) -> Quality:
+    """Quality of the model on these inputs, judged; it is optimised by `plans`, before and after.
+
+    text: its perplexity means something. Where weights are quantised the whole is compared with the original weights
+    and told as lossy; what is judged, part by part, is against stock code over the same quantised weights.
+    """
     (plan,) = plans.values()
-    prompt, decode = Prompt(model), Decode(model)
+    lossy, note = plan.options.lossy if plan.weights else None, ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
     with stock_models([plan]), seeded(seed):
         tokens, logits = _greedy(model, inputs)
-        for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
-            record.keep(((), given), record.run(model, (), given))
-            record.measure()
-    lossy = plan.options.lossy
-    parts = {"prompt": replace(prompt.judge(seed), lossy=lossy), "decode": replace(decode.judge(seed), lossy=lossy)}
-    stock, optimised = _joined(prompt.outputs, decode.outputs), _joined(prompt.ours, decode.ours)
+        prompt, decode = _recorded(model, inputs, tokens)
+    stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
+    exact = None if prompt.exact is None or decode.exact is None else _joined(prompt.exact, decode.exact)
+    if plan.weights:
+        note = "prompt and decode are judged against stock code over the same quantised weights"
+        with plan.unfused(), seeded(seed):
+            prompt, decode = _recorded(model, inputs, tokens)
+        if not all(row["reversible"] for row in plan.weights):
+            lossy, note = None, "stock has the quantised weights here: the originals were not kept"
+    parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
+    optimised = _joined(prompt.ours, decode.ours)
     whole = compare(stock, optimised)
     kl, worst_kl, top1 = distributions(stock, optimised)
     equal, margin = first_differences(tokens, ours, logits)
@@ -109,10 +119,23 @@ def against_stock(model: nn.Module, inputs: dict, plans: Mapping[str, Plan], see
     if margin is not None:
         # Each of two logits may be off by the largest error, and here by more than where that was looked for.
         agreement = replace(agreement, margin_allowed=2 * LIMIT * whole.max_error)
-    if prompt.exact is not None and decode.exact is not None:
-        own_kl, _, own_top1 = distributions(_joined(prompt.exact, decode.exact), stock)
+    if exact is not None:
+        own_kl, _, own_top1 = distributions(exact, stock)
         agreement = replace(agreement, own_kl=own_kl, own_top1=own_top1)
-    return replace(whole, parts=parts, lossy=lossy, agreement=agreement)
+    if text:
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        found = [perplexity(logits, inputs["input_ids"], mask) for logits in (prompt.ours[-1][0], read)]
+        agreement = replace(agreement, perplexity=found[0], stock_perplexity=found[1])
+    return replace(whole, parts=parts, lossy=lossy, agreement=agreement, note=note)
+
+
+def _recorded(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode]:
+    """The prompt, and the steps in which these tokens are written, as the model computes them now."""
+    prompt, decode = Prompt(model), Decode(model)
+    for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
+        record.keep(((), given), record.run(model, (), given))
+        record.measure()
+    return prompt, decode
 
 
 def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) -> torch.Tensor:

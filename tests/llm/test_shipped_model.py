@@ -1,21 +1,16 @@
 """examples/models/tiny-lm: what its card says of it is so, and optimised it writes the tokens that stock writes."""
 
 import copy
-import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from held_out import FOLDER, HELD_OUT, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 
-FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
-HELD_OUT = FOLDER / "held_out.txt"
 PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']
-WINDOW = 512
 
 MODES = {
     "greedy": {},
@@ -44,6 +39,11 @@ def fast(stock):
 
 
 @pytest.fixture(scope="module")
+def own_perplexity(stock, tokenizer):
+    return perplexity(stock, tokenizer)
+
+
+@pytest.fixture(scope="module")
 def card() -> str:
     return (FOLDER / "README.md").read_text()
 
@@ -64,17 +64,9 @@ def test_the_card_says_whose_text_it_is_and_under_which_licence(card):
         assert words in card
 
 
-@torch.no_grad()
-def test_the_held_out_perplexity_is_that_of_the_card(stock, tokenizer, card):
-    loss = count = 0
-    for chapter in HELD_OUT.read_text().split("\n\n"):
-        tokens = torch.tensor(tokenizer(chapter, add_special_tokens=False, verbose=False).input_ids)
-        for window in tokens.split(WINDOW):
-            window = F.pad(window, (1, 0), value=tokenizer.bos_token_id)
-            loss += F.cross_entropy(stock(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
-        count += len(tokens)
+def test_the_held_out_perplexity_is_that_of_the_card(own_perplexity, card):
     said = float(re.search(r"perplexity (\d+\.\d+)", card)[1])
-    assert math.exp(loss / count) == pytest.approx(said, rel=0.01)
+    assert own_perplexity == pytest.approx(said, rel=0.01)
     trigram = float(re.search(r"trigram\D+(\d+\.\d+)", card)[1])
     assert said < 0.8 * trigram
 
@@ -149,3 +141,16 @@ def test_restored_it_is_stock_to_the_bit(stock, tokenizer):
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     with torch.no_grad():
         assert torch.equal(copied(**inputs).logits, stock(**inputs).logits)
+
+
+# What the held-out text's perplexity grows by at most, and how many of the 42 linears have inputs that fit the groups.
+LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (0.03, 42), "int4-g32-asym": (0.015, 42)}
+
+
+@pytest.mark.parametrize("weights", LOSS)
+def test_quantised_it_reads_almost_as_well(stock, own_perplexity, tokenizer, weights):
+    model = accel.optimize(copy.deepcopy(stock), weights=weights)
+    found, (allowed, count) = perplexity(model, tokenizer), LOSS[weights]
+    print(f"{weights}: perplexity {found:.3f}, stock {own_perplexity:.3f} ({found / own_perplexity - 1:+.2%})")
+    assert len(accel.report(model).weights) == count
+    assert found != own_perplexity and abs(found / own_perplexity - 1) <= allowed

@@ -1,0 +1,64 @@
+"""Which linear layers of a model are quantised, and why not the others."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
+
+from accel.llm.linear import weights
+from accel.llm.quant.module import QuantisedLinear
+from accel.llm.quant.scheme import Scheme
+from accel.llm.recorder import decoder_layers
+from accel.llm.understanding import NotUnderstood
+from accel.structure import plain
+
+FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
+BASE = "base_layer"  # what an adapter of peft is put around; its own matrices lie beside it
+
+
+def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """By path: the linear layers inside the decoder layers to be quantised, and the reason why others are not.
+
+    Of a model without a stack of layers, all but the output head.
+    """
+    try:
+        path, root = decoder_layers(model)
+    except NotUnderstood:
+        path, root = "", model
+    chosen, skipped = {}, {}
+    for where, module in _inside(root, path, {id(model.get_output_embeddings())}):
+        reason = _refuses(module, scheme)
+        if reason is None:
+            chosen[where] = module
+        elif reason:
+            skipped[where] = reason
+    return chosen, skipped
+
+
+def _inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, but for the adapters' own."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    for name, child in children.items():
+        if BASE not in children or name == BASE:
+            yield from _inside(child, f"{path}.{name}" if path else name, seen)
+
+
+def _refuses(module: nn.Module, scheme: Scheme) -> str | None:
+    """Why it is not quantised, None where it is; "" for a module of another kind, of which nothing need be said."""
+    if isinstance(module, _ConvNd):
+        return ""
+    if not isinstance(module, nn.Linear | Conv1D):
+        stacks = any(p is not None and p.dim() > 2 for p in module._parameters.values())
+        return "a stack of matrices, as of experts: only linear layers are quantised" if stacks else ""
+    if type(module) is QuantisedLinear:
+        return f"is {module.scheme} already"
+    held = weights(module)
+    if held is None:
+        return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
+    outputs, inputs = reversed(held.weight.shape) if held.turned else held.weight.shape
+    return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)

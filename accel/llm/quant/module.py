@@ -1,0 +1,85 @@
+"""A linear layer that holds its weight in fewer bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import Quantised, quantised_projection
+from torch import nn
+
+from accel.llm.quant.scheme import Scheme
+from accel.llm.quant.weight import Reading
+
+
+class QuantisedLinear(nn.Linear):
+    """y = x W^T + b over a `Quantised` W; of nn.Linear's kind, so that adapters can be put around it.
+
+    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
+    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by
+    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to.
+    """
+
+    def __init__(self, quantised: Quantised, bias: nn.Parameter | None, dtype: torch.dtype, scheme: Scheme):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = quantised.shape
+        self.number = quantised.data.dtype
+        for name, tensor in zip(quantised._fields, (_stored(quantised.data), *quantised[1:]), strict=True):
+            self.register_buffer(name, tensor)
+        self.register_parameter("bias", bias)
+        self.dtype, self.scheme = dtype, scheme
+        self.exact = False
+
+    @property
+    def quantised(self) -> Quantised:
+        return self.read(self.data, self.scales, self.zeros)
+
+    def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantised:
+        """The weight that buffers like this module's are, its own or some rows of them."""
+        return Quantised(data if data.dtype == self.number else data.view(self.number), scales, zeros)
+
+    @property
+    def weight(self) -> Reading:
+        return self.quantised.dequantised(self.dtype).as_subclass(Reading)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (..., K). Gradients flow to it, and to the bias, not to W."""
+        if self.exact or torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input):
+            return F.linear(input, self.quantised.dequantised(input.dtype), self.bias)
+        return quantised_projection(input.contiguous(), self.quantised, self.bias)
+
+    def _apply(self, fn, recurse=True):
+        held = [tensor for tensor in self._buffers.values() if tensor is not None]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
+
+        def moved(tensor):
+            result = fn(tensor)
+            if result.dtype == tensor.dtype or not any(tensor is one for one in held):
+                return result
+            return tensor.to(result.device)
+
+        return super()._apply(moved, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.scheme}"
+
+
+def _stored(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8) if data.is_floating_point() else data
+
+
+def _autocast(x: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@contextmanager
+def dequantising(root: nn.Module) -> Iterator[None]:
+    """Inside, quantised linears multiply by torch's product with the dequantised weight, and by no kernel."""
+    modules = [module for module in root.modules() if type(module) is QuantisedLinear]
+    try:
+        for module in modules:
+            module.exact = True
+        yield
+    finally:
+        for module in modules:
+            module.exact = False

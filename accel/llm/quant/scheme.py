@@ -1,0 +1,45 @@
+"""How a weight is written in fewer bits, and its name among the options."""
+
+from dataclasses import dataclass
+
+import torch
+from accel_kernels.quantised import PER_WORD
+
+GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """number: what one is stored as, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one
+    scale a row. symmetric: 0 stands for 0; otherwise the numbers cover least to largest, and a number is 0's.
+    """
+
+    number: str
+    group: int | None = None
+    symmetric: bool = True
+
+    @classmethod
+    def parse(cls, name: str) -> "Scheme":
+        """Of a value of `Options.weights`, such as "int4-g64-asym"."""
+        number, *rest = name.split("-")
+        groups = [int(part[1:]) for part in rest if part.startswith("g")]
+        group = None if number != "int4" else (*groups, GROUP)[0]
+        return cls(number, group, "asym" not in rest)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Least and largest number."""
+        if self.number == "fp8":
+            return -torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float8_e4m3fn).max
+        bits = {"int8": 8, "int4": 4}[self.number]
+        top = 2 ** (bits - 1) - 1
+        return (-top if self.symmetric else -top - 1), top
+
+    def refuses(self, columns: int) -> str | None:
+        """Why a weight with this many inputs cannot be stored."""
+        unit = PER_WORD if self.group is None else self.group
+        return f"{columns} inputs, not a multiple of {unit}" if columns % unit else None
+
+    def __str__(self) -> str:
+        where = "by row" if self.group is None else f"by {self.group} columns"
+        return f"{self.number} {where}" + ("" if self.symmetric else ", asymmetric")

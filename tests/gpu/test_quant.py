@@ -1,0 +1,96 @@
+"""Quantised weights on a GPU: memory is really saved and given back, graphs hold, results are those of the weights."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from families import make, padded, prompt
+from modes import MODES, generate, same
+from quantised import held_by, rounded
+
+import accel
+
+SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
+FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "mixtral", "falcon-grouped")
+USED = ("greedy", "greedy-padded", "sample-top", "beam", "assisted", "continued-padded")
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.no_grad():
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def on_gpu(*tensors):
+    return tuple(None if tensor is None else tensor.cuda() for tensor in tensors)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.name in USED], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_float32_token_for_token(name, mode):
+    stock = make(name).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), weights=SCHEMES[FAMILIES.index(name) % 5], graphs=True)
+    theirs, inputs = rounded(stock, ours), on_gpu(*padded(mode.lengths))
+    wanted = mode(theirs, *inputs)
+    for _ in range(3):  # eager, capture, replay
+        same(mode(ours, *inputs), wanted, 4e-5)
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_as_near_to_the_truth_as_stock_over_the_same_weights(name, weights, dtype):
+    stock = make(name).to("cuda", dtype)
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
+    theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
+    for ids in (prompt(3, 12).cuda(), prompt(1, 80).cuda(), prompt(1, 1).cuda()):
+        wanted = truth(ids).logits
+        allowed = float((theirs(ids).logits.float() - wanted).pow(2).mean().sqrt())
+        for _ in range(3):
+            error = float((ours(ids).logits.float() - wanted).pow(2).mean().sqrt())
+            assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
+    assert accel.verify(ours).passed
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize(("weights", "share"), [("int8", 0.55), ("int4", 0.35), ("fp8", 0.55)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_is_saved_and_given_back(weights, share, keep):
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
+    start = allocated()
+    model = make("llama", torch.bfloat16, **sizes).cuda()
+    twin = copy.deepcopy(model).cpu()
+    size = allocated() - start
+    torch.cuda.reset_peak_memory_stats()
+    accel.optimize(model, weights=weights, keep_original=keep, graphs=False)
+    assert allocated() - start < share * size
+    generate(model, *on_gpu(*padded()))
+    if not keep:
+        return
+    assert all(module.data.is_cuda for module in held_by(model))
+    accel.restore(model)
+    assert abs(allocated() - start - size) < 0.02 * size
+    assert all(
+        torch.equal(p.cpu(), q) and p.is_cuda for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_moved_after_it_was_quantised():
+    stock = make("llama-biases")
+    ours = accel.optimize(copy.deepcopy(stock), weights="int4-g32")
+    theirs, inputs = rounded(stock, ours), padded()
+    wanted = generate(theirs, *inputs)
+    ours.cuda()
+    same({"sequences": generate(ours, *on_gpu(*inputs))["sequences"].cpu()}, wanted)
+    accel.restore(ours)
+    assert all(p.is_cuda for p in ours.parameters())
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))

@@ -1,0 +1,51 @@
+"""Perplexity of a model on the text that examples/models/tiny-lm was not trained on.
+
+As a script: of tiny-lm, stock and with its weights quantised in every way.
+"""
+
+import copy
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+HELD_OUT = FOLDER / "held_out.txt"
+WINDOW = 512
+
+
+@torch.no_grad()
+def perplexity(model, tokenizer) -> float:
+    """exp of the mean loss a token, over windows that each begin anew."""
+    loss = count = 0
+    for chapter in HELD_OUT.read_text().split("\n\n"):
+        tokens = torch.tensor(tokenizer(chapter, add_special_tokens=False, verbose=False).input_ids)
+        for window in tokens.split(WINDOW):
+            window = F.pad(window, (1, 0), value=tokenizer.bos_token_id)
+            loss += F.cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
+        count += len(tokens)
+    return math.exp(loss / count)
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import accel
+    from accel.options import WEIGHTS
+
+    tokenizer, stock = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER)
+    own = perplexity(stock, tokenizer)
+    print(f"{'stock':14} {own:.3f}")
+    for name in WEIGHTS:
+        model = accel.optimize(copy.deepcopy(stock), weights=name)
+        weights, sites = accel.report(model).weights, accel.report(model).sites
+        found, total = perplexity(model, tokenizer), sum(rule == "weights" for _, rule, _, _ in sites)
+        ratio = min(row["sqnr_db"] for row in weights)
+        print(
+            f"{name:14} {found:.3f} {found / own - 1:+.2%}  {len(weights)} of {total} linears, {ratio:.1f} dB or more"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What users do to a model with quantised weights: the next call sees it, and what cannot be done is an error."""
+
+import pytest
+import torch
+from changes import CHANGES, lora
+from families import make, padded
+from modes import generate, same
+from quantised import held_by, logits, rounded
+from torch import nn
+
+import accel
+from accel.llm import recorder
+
+LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",
+         "words-in-place", "around-a-matrix", "around-the-attention", "around-the-mlp", "hook-on-a-matrix",
+         "hook-before-a-matrix", "hook-on-the-mlp", "own-forward-of-a-matrix", "own-forward-of-mlp", "another-layer",
+         "fewer-layers", "other-activation", "trained", "checkpointing", "frozen", "hidden-states-always")  # fmt: skip
+WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-data", "pruned")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("change", [c for c in CHANGES if c.name in LATER], ids=str)
+def test_a_change_is_seen_by_the_next_call(change, name):
+    if change.only and name not in change.only:
+        pytest.skip("for other families")
+    stock, ours = make(name), make(name)
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    for model in (ours, theirs):
+        model.family = name
+    ids, mask = padded()
+    for step in (*change.steps, *filter(None, [change.reverse])):
+        ours, theirs = (step(model) or model for model in (ours, theirs))
+        same(generate(ours, ids, mask), generate(theirs, ids, mask))
+        same(logits(ours), logits(theirs))
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"])
+def test_a_plain_linear_put_among_quantised_ones(name):
+    stock, ours = make("llama"), make("llama")
+    accel.optimize(ours, weights="int4-g32")
+    theirs = rounded(stock, ours)
+    ids, mask = padded()
+    generate(ours, ids, mask)
+    for model in (ours, theirs):
+        parent, _, last = name.rpartition(".")
+        parent = model.model.layers[0].get_submodule(parent)
+        old = getattr(parent, last)
+        torch.manual_seed(3)
+        setattr(parent, last, nn.Linear(old.in_features, old.out_features, bias=False))
+    same(generate(ours, ids, mask), generate(theirs, ids, mask))
+    assert accel.report(ours).fallbacks == []
+
+
+def test_looking_at_a_model_copies_no_quantised_weight(monkeypatch):
+    model = make("llama")
+    accel.optimize(model, weights="int8", keep_original=False)
+    held = {id(tensor) for module in held_by(model) for tensor in module.buffers()}
+    copied, make_copy = [], recorder._copied
+    monkeypatch.setattr(recorder, "_copied", lambda tensor: copied.append(id(tensor)) or make_copy(tensor))
+    accel.optimize(model)
+    assert copied and held.isdisjoint(copied)
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c.name in WRITES], ids=str)
+def test_writing_into_a_weight_is_an_error(change):
+    ours = make("llama")
+    accel.optimize(ours, weights="int8")
+    ids, mask = padded()
+    before = generate(ours, ids, mask)
+    with pytest.raises((RuntimeError, KeyError, TypeError)):
+        for step in change.steps:
+            ours = step(ours) or ours
+    if change.name in ("matrix-in-place", "through-data", "new-data"):
+        same(generate(ours, ids, mask), before)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_adapter_stays_through_restore(order):
+    stock, ours = make("llama"), make("llama")
+    add = lora("style", r=16)
+    add(stock)
+    if order == "before":
+        add(ours)
+    accel.optimize(ours, weights="int8")
+    if order == "after":
+        add(ours)
+    assert len(held_by(ours)) == 14
+    assert not any("lora_" in path for path, rule, _, _ in accel.report(ours).sites if rule == "weights")
+    assert float((logits(ours)["logits"] - logits(stock)["logits"]).abs().max()) > 1e-4
+    accel.restore(ours)
+    assert not held_by(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+def test_gradients_reach_an_adapter_over_quantised_weights():
+    stock, ours = make("llama"), make("llama")
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    ids, mask = padded((9, 9))
+    found = []
+    for model in (ours, theirs):
+        lora("style")(model)
+        with torch.enable_grad():
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append({n.replace("base_layer.", ""): p.grad for n, p in model.named_parameters() if "lora_" in n})
+    assert len(found[0]) == 28 and all(float(grad.abs().max()) > 0 for grad in found[0].values())
+    same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_another_dtype_afterwards(dtype):
+    model, stock = make("llama-biases"), make("llama-biases")
+    accel.optimize(model, weights="fp8")
+    numbers = [module.quantised for module in held_by(model)]
+    copies = [[None if t is None else t.clone() for t in quantised] for quantised in numbers]
+    model.to(dtype)
+    for module, copied in zip(held_by(model), copies, strict=True):
+        for tensor, was in zip(module.quantised, copied, strict=True):
+            assert (tensor is None) is (was is None)
+            assert was is None or (tensor.dtype == was.dtype and torch.equal(tensor.float(), was.float()))
+        assert module.weight.dtype == module.bias.dtype == dtype
+    ids, mask = padded()
+    reference = rounded(stock, model).to(dtype)
+    ours, theirs = (m(ids, attention_mask=mask).logits.double() for m in (model, reference))
+    assert ours.isfinite().all() and float((ours - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()) < 0.05
+    generate(model, ids, mask)
+    accel.restore(model)
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert torch.equal(model(ids, attention_mask=mask).logits, stock.to(dtype)(ids, attention_mask=mask).logits)

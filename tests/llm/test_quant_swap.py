@@ -1,0 +1,335 @@
+"""Weights quantised and taken back: bit for bit, whatever came between; what cannot be done is said."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from families import layers, make, padded
+from modes import generate, same
+from quantised import held_by, logits, rounded
+from torch import nn
+
+import accel
+from accel.llm.quant import swap
+from accel.llm.quant.module import QuantisedLinear
+from accel.patch import PatchConflict
+from accel.plan import PLAN
+
+FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_is_exact(name, weights, tiny):
+    model, twin = make(name), make(name)
+    ids, mask = padded((9, 9))
+    before = tiny.snapshot(model)
+    accel.optimize(model, weights=weights)
+    assert held_by(model)
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model, weights=weights)
+    generate(model, ids, mask), generate(twin, ids, mask)
+    accel.restore(model)
+    assert tiny.differences(model, twin) == []
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    parameters = {key: value[0] for key, value in before.items() if key[0] == "tensor"}
+    assert {("tensor", n): id(p) for n, p in (*model.named_parameters(), *model.named_buffers())} == parameters
+    assert torch.equal(model(ids, attention_mask=mask).logits, twin(ids, attention_mask=mask).logits)
+
+
+def test_tied_weights_stay_tied_and_words_as_they_are():
+    model = make("llama-tied")
+    words = model.get_input_embeddings().weight
+    accel.optimize(model, weights="int8")
+    assert model.get_output_embeddings().weight is words is model.get_input_embeddings().weight
+    accel.restore(model)
+    assert model.get_output_embeddings().weight is words is model.get_input_embeddings().weight
+
+
+def test_linears_that_share_a_weight_share_it_again():
+    model = make("llama")
+    one, other = (layer.mlp for layer in list(layers(model).values())[:2])
+    other.up_proj.weight = one.up_proj.weight
+    other.gate_proj = one.gate_proj
+    ids, mask = padded()
+    accel.optimize(model, weights="int8")
+    same(generate(model, ids, mask), generate(rounded(model_of(model), model), ids, mask))
+    assert other.gate_proj is one.gate_proj and type(one.gate_proj) is QuantisedLinear
+    accel.restore(model)
+    assert other.up_proj.weight is one.up_proj.weight and other.gate_proj is one.gate_proj
+
+
+def model_of(model):
+    return accel.restore(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("first", ["int8", None])
+@pytest.mark.parametrize("then", ["int4-g32", None])
+def test_a_second_optimize_plans_anew(first, then):
+    model, fresh, stock = make("llama"), make("llama"), make("llama")
+    accel.optimize(model, weights=first)
+    accel.optimize(model, weights=then)
+    accel.optimize(fresh, weights=then)
+    assert {module.scheme for module in held_by(model)} == {module.scheme for module in held_by(fresh)}
+    assert len(held_by(model)) == (0 if then is None else 14)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(fresh, ids, mask))
+    accel.restore(model)
+    assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
+def test_a_copy_is_quantised_by_itself(copied, weights):
+    stock, model = make("qwen2"), make("qwen2")
+    accel.optimize(model, weights=weights)
+    ids, mask = padded()
+    wanted = generate(model, ids, mask)
+    other = copied(model)
+    own = {tensor.data_ptr() for module in held_by(model) for tensor in module.buffers()}
+    assert len(held_by(other)) == 14 and own.isdisjoint(b.data_ptr() for m in held_by(other) for b in m.buffers())
+    accel.restore(model)
+    same(generate(other, ids, mask), wanted)
+    assert len(accel.report(other).weights) == 14
+    assert held_by(other) and not held_by(model)
+    accel.restore(other)
+    assert not held_by(other) and torch.equal(logits(other)["logits"], logits(stock)["logits"])
+
+
+def test_it_cannot_be_saved_until_it_is_restored(tmp_path):
+    model, twin = make("llama"), make("llama")
+    accel.optimize(model, weights="int8")
+    with pytest.raises(ValueError, match="accel.restore"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="accel.restore"):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())  # as a trainer does
+    model.save_pretrained(tmp_path, state_dict=twin.state_dict())
+    found = [type(twin).from_pretrained(tmp_path)]
+    accel.restore(model)
+    model.save_pretrained(tmp_path)
+    found.append(type(twin).from_pretrained(tmp_path))
+    for loaded in found:
+        assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), twin.parameters(), strict=True))
+
+
+def test_hooks_of_the_users_stay_through_restore():
+    stock, ours = make("llama"), make("llama")
+    accel.optimize(ours, weights="int8")
+    theirs = rounded(stock, ours)
+    handles = []
+    for model in (ours, theirs, stock):
+        one, other = (layer.mlp.up_proj for layer in layers(model).values())
+        handles.append(one.register_forward_hook(lambda module, args, output: 2 * output))
+        handles.append(other.register_forward_pre_hook(lambda module, args: (3 * args[0],)))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(theirs, ids, mask))
+    accel.restore(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(logits(ours)["logits"], logits(make("llama"))["logits"])
+
+
+def test_restore_refuses_where_a_forward_was_put_on_top():
+    model = make("llama")
+    accel.optimize(model, weights="int8")
+    module = model.model.layers[1].self_attn.o_proj
+    module.forward = lambda x: 2 * type(module).forward(module, x)
+    before = logits(model)
+    for call in (accel.restore, accel.verify, accel.optimize):
+        with pytest.raises(PatchConflict, match="QuantisedLinear.forward was replaced after accel.optimize"):
+            call(model)
+        assert len(held_by(model)) == 14
+    same(logits(model), before)
+    del module.forward
+    accel.restore(model)
+    assert torch.equal(logits(model)["logits"], logits(make("llama"))["logits"])
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_offloaded_afterwards(weights, buffers):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    stock, ours = make("llama-biases"), make("llama-biases")
+    accel.optimize(ours, weights=weights)
+    ids, mask = padded()
+    wanted = generate(rounded(stock, ours), ids, mask)
+    cpu_offload(ours, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    assert held_by(ours)[0].data.is_meta is buffers
+    same(generate(ours, ids, mask), wanted)
+    with pytest.raises(PatchConflict, match="hook"):
+        accel.restore(ours)
+    remove_hook_from_submodules(ours)
+    same(generate(ours, ids, mask), wanted)
+    accel.restore(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+# -- the originals dropped ---------------------------------------------------------------------------------------------
+
+
+def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path):
+    model, stock = make("llama-biases"), make("llama-biases")
+    originals = [layer.mlp.up_proj for layer in layers(model).values()]
+    accel.optimize(model, weights="int8", keep_original=False)
+    assert not any(row["reversible"] for row in accel.report(model).weights)
+    assert "not reversible" in str(accel.report(model))
+    assert not reachable(vars(model)[PLAN], originals[0])
+    reference = rounded(stock, model)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    quality = accel.verify(model)
+    assert quality.passed and quality.lossy is None and "originals were not kept" in quality.note
+    with pytest.warns(UserWarning, match="14 linear layers stay quantised"):
+        accel.restore(model)
+    assert len(held_by(model)) == 14 and accel.report(model).sites == []
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    with pytest.raises(ValueError, match="quantised"):
+        model.save_pretrained(tmp_path)
+    accel.optimize(model)  # they are the model's own now
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+    assert accel.report(model).fallbacks == [] and not accel.report(model).weights
+    assert accel.verify(model).passed
+    accel.optimize(model, weights="fp8")
+    reasons = {reason for _, rule, _, reason in accel.report(model).sites if rule == "weights"}
+    assert reasons == {"is int8 by row already"}
+    same(generate(model, ids, mask), generate(reference, ids, mask))
+
+
+def reachable(plan, module) -> bool:
+    return any(original is module for patch in plan.patches if hasattr(patch, "pairs") for original, _ in patch.pairs)
+
+
+# -- what cannot be quantised ------------------------------------------------------------------------------------------
+
+
+def test_wrong_names_are_refused_and_the_valid_ones_named():
+    model = make("llama")
+    with pytest.raises(ValueError, match="weights='int5' is not one of None, 'int8', .*'int4-g64', .*'fp8'"):
+        accel.optimize(model, weights="int5")
+    with pytest.raises(ValueError, match="keep_original=None"):
+        accel.optimize(model, weights="int8", keep_original=None)
+    assert not held_by(model) and PLAN not in vars(model)
+
+
+def test_no_language_model_no_weights(tiny):
+    unet = tiny.unet()
+    before = tiny.snapshot(unet)
+    with pytest.raises(ValueError, match="weights='int8': for causal language models; a UNet2DConditionModel"):
+        accel.optimize(unet, weights="int8")
+    tiny.assert_same_state(before, tiny.snapshot(unet))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_named_and_nothing_changes(value, tiny):
+    model = make("qwen2")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    before = tiny.snapshot(model)
+    for strict in (False, True):
+        with pytest.raises(ValueError, match=r"weights='int8': model.layers.1.mlp.up_proj: NaN or Inf"):
+            accel.optimize(model, weights="int8", strict=strict)
+        assert not held_by(model)
+        assert {key: value[0] for key, value in before.items()} == {k: v[0] for k, v in tiny.snapshot(model).items()}
+
+
+def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
+    model, stock = make("llama", intermediate_size=100), make("llama", intermediate_size=100)
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match=r"strict=True: model.layers.0.mlp.down_proj \(weights\): 100 inputs"):
+        accel.optimize(model, weights="int8", strict=True)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model, weights="int8")
+    sites = {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule == "weights"}
+    assert sites["model.layers.0.mlp.down_proj"] == ("skipped", "100 inputs, not a multiple of 8")
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert sites["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(rounded(stock, model), ids, mask))
+    accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
+    assert not held_by(model) and not accel.report(model).weights
+    same(generate(model, ids, mask), generate(stock, ids, mask))
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):
+    from accel.llm import family
+
+    model = make("llama")
+    before = tiny.snapshot(model)
+
+    def broken(*given):
+        assert len(held_by(model)) == 14
+        raise MemoryError
+
+    monkeypatch.setattr(family, "find_manner", broken)
+    with pytest.raises(MemoryError):
+        accel.optimize(model, weights="int8")
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_error_at_the_very_end_takes_it_back_too(keep, tiny):
+    model = make("llama")
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match="step_cache"):
+        accel.optimize(model, weights="int8", keep_original=keep, step_cache=3)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_an_error_while_quantised_again_leaves_it_stock(tiny, monkeypatch):
+    model = make("llama")
+    before = tiny.snapshot(model)
+    accel.optimize(model, weights="int8")
+    plan, calls = vars(model)[PLAN], []
+
+    def broken(module, device, dtype):
+        calls.append(module)
+        if len(calls) == 5:
+            raise MemoryError
+        return module
+
+    plan.undo()
+    del vars(model)[PLAN]
+    monkeypatch.setattr(swap, "_moved", broken)
+    with pytest.raises(MemoryError):
+        plan.apply()
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    monkeypatch.undo()
+    plan.apply()
+    assert len(held_by(model)) == 14
+
+
+def test_without_gradients_being_possible_at_all():
+    with torch.inference_mode():
+        stock, ours = make("llama-biases"), make("llama-biases")
+        accel.optimize(ours, weights="int4-g32")
+        ids, mask = padded()
+        same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
+        assert accel.report(ours).fallbacks == [] and accel.verify(ours).passed
+        accel.restore(ours)
+        assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+def test_a_text_pipeline():
+    from modes import tokenizer
+    from transformers import pipeline
+
+    pipe = pipeline("text-generation", model=make("llama"), tokenizer=tokenizer())
+    before = pipe("abcdef", max_new_tokens=6, do_sample=False)
+    with accel.optimized(pipe, weights="int8"):
+        assert [row["path"].partition(".")[0] for row in accel.report(pipe).weights] == ["model"] * 14
+        assert accel.verify(pipe, "abcdefgh").agreement.perplexity > 1
+        assert pipe("abcdef", max_new_tokens=6)
+    assert pipe("abcdef", max_new_tokens=6, do_sample=False) == before

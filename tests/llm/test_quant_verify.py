@@ -1,0 +1,98 @@
+"""What verify and report say of quantised weights: the loss is told, anything else that is wrong still fails."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accel_kernels import quantised_projection
+from families import layers, make, padded, prompt
+
+import accel
+from accel.agreement import perplexity
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
+def test_the_loss_is_told_and_passes(name):
+    model = make(name)
+    ids, mask = padded((9, 9))
+    figures = []
+    for weights in ("int8", "int4-g32"):
+        accel.optimize(model, weights=weights)
+        quality = accel.verify(model, input_ids=ids, attention_mask=mask)
+        assert quality.passed and quality.lossy == f"weights='{weights}'"
+        assert quality.verdict.startswith(f"lossy, as asked for (weights='{weights}')")
+        assert quality.agreement.kl > 1e-7
+        assert {part.error is not None and part.lossy is None for part in quality.parts.values()} == {True}
+        assert "same quantised weights" in str(quality) and "perplexity of the given text" in str(quality)
+        figures.append(quality.agreement.kl)
+    assert 10 * figures[0] < figures[1]
+    assert json.loads(json.dumps(quality.to_dict()))["agreement"]["perplexity"] > 1
+
+
+def test_perplexities_are_those_of_the_given_text():
+    model, stock = make("llama"), make("llama")
+    ids, mask = padded((9, 5))
+    accel.optimize(model, weights="int4-g32")
+    agreement = accel.verify(model, input_ids=ids, attention_mask=mask).agreement
+    found = []
+    for each in (model, stock):
+        logits, loss = each(input_ids=ids, attention_mask=mask).logits.double(), []
+        for row, length in enumerate(mask.sum(1).tolist()):
+            real = slice(ids.shape[1] - length, None)
+            loss.append(F.cross_entropy(logits[row, real][:-1], ids[row, real][1:], reduction="none"))
+        found.append(math.exp(torch.cat(loss).mean()))
+    assert (agreement.perplexity, agreement.stock_perplexity) == (pytest.approx(found[0]), pytest.approx(found[1]))
+    assert abs(found[0] / found[1] - 1) > 1e-4
+    assert accel.verify(model).agreement.perplexity is None  # random tokens are no text
+    assert perplexity(torch.zeros(1, 5), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)) is None
+
+
+def test_weights_that_stayed_as_they_are_lose_nothing():
+    model = make("llama")
+    accel.optimize(model, weights="int4")
+    quality = accel.verify(model)
+    assert quality.passed and quality.lossy is None and not accel.report(model).weights
+
+
+@pytest.mark.parametrize("only", [lambda rows: rows > 2, lambda rows: rows <= 2], ids=["prompt", "decode"])
+def test_what_is_wrong_beyond_the_rounding_fails(only):
+    model = make("llama")
+    accel.optimize(model, weights="int8")
+    ids = prompt(1, 9)
+    assert accel.verify(model, input_ids=ids).passed
+
+    def wrong(x, *given, **more):
+        y = quantised_projection(x, *given, **more)
+        return 1.01 * y if only(x.shape[:-1].numel()) else y
+
+    for layer in layers(model).values():
+        object.__setattr__(vars(layer)["forward"].kernels, "quantised_projection", wrong)
+    quality = accel.verify(model, input_ids=ids)
+    assert not quality.passed and quality.lossy == "weights='int8'"
+    name = "prompt" if only(9) else "decode"
+    assert quality.verdict.startswith(f"FAILED: {name}: relative RMS")
+
+
+def test_the_model_is_quantised_again_after_verify(tiny):
+    model = make("llama-biases")
+    accel.optimize(model, weights="fp8")
+    ids, mask = padded()
+    before = [None if t is None else t.clone() for t in model.buffers()], model(ids, attention_mask=mask).logits
+    accel.verify(model)
+    assert all(torch.equal(*pair) for pair in zip(before[0], model.buffers(), strict=True))
+    assert torch.equal(model(ids, attention_mask=mask).logits, before[1])
+
+
+def test_the_report_shows_every_weight():
+    model = make("llama")
+    accel.optimize(model, weights="int4-g32")
+    report = accel.report(model)
+    assert len(report.weights) == 14
+    row = next(row for row in report.weights if row["path"] == "model.layers.1.mlp.down_proj")
+    assert row["scheme"] == "int4 by 32 columns" and 18 < row["sqnr_db"] < 22 and row["reversible"]
+    assert (row["bytes_before"], row["bytes_after"]) == (64 * 96 * 4, 64 * 96 // 2 + 64 * 3 * 4)
+    text = str(report)
+    assert "model.layers.*.mlp.down_proj" in text and "int4 by 32 columns" in text
+    assert json.loads(json.dumps(report.to_dict()))["weights"] == report.weights
