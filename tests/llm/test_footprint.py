@@ -9,7 +9,6 @@ from families import BY_NAME, FAMILIES, available, make
 
 import accel
 
-
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"][:4]
 
 
