@@ -17,6 +17,8 @@ from accel_kernels.linear_geglu import linear_geglu
 from accel_kernels.norm import Norm
 from accel_kernels.op import Case, Op
 from accel_kernels.projection import projection
+from accel_kernels.quantised import Quantised
+from accel_kernels.quantised_projection import quantised_projection
 from accel_kernels.rms_norm import rms_norm
 from accel_kernels.softmax import softmax
 from accel_kernels.upsample import upsample
@@ -34,6 +36,7 @@ OPS = (
     layer_norm,
     linear_geglu,
     projection,
+    quantised_projection,
     rms_norm,
     softmax,
     upsample,
@@ -46,6 +49,7 @@ __all__ = [
     "Case",
     "Norm",
     "Op",
+    "Quantised",
     "attend",
     "attention",
     "experts",
@@ -57,6 +61,7 @@ __all__ = [
     "layer_norm",
     "linear_geglu",
     "projection",
+    "quantised_projection",
     "rms_norm",
     "softmax",
     "upsample",
