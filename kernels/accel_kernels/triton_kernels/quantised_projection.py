@@ -270,14 +270,23 @@ def _write(
 
 
 @triton.jit
-def _dotted(acc, words, x, s, z, sums, FORMAT: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
+def _dotted(acc, words, x, s_ptr, z_ptr, group, sums, FORMAT: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
             ZEROS: tl.constexpr, PLAIN: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    w = factor(words, FORMAT, tl.float32 if UPCAST else DTYPE, PLAIN)
+    """acc + weights times x, (shares, BLOCK_N, BLOCK_M), scaled where scales are by group."""
     if GROUPED:
+        s = tl.load(s_ptr + group)
+    if ZEROS:
+        z = tl.load(z_ptr + group)
+    w = factor(words, FORMAT, DTYPE, PLAIN)
+    if UPCAST:
+        w = w.to(tl.float32)
+    if GROUPED or ZEROS:
         part = tl.dot(w, x, input_precision="ieee")
         if ZEROS:
-            part -= z.to(tl.float32)[:, None] * sums[None]
-        return acc + part * s.to(tl.float32)[:, None]
+            part -= z.to(tl.float32)[:, :, None] * sums[:, None, :]
+        if GROUPED:
+            part *= s.to(tl.float32)[:, :, None]
+        return acc + part
     else:
         return tl.dot(w, x, acc, input_precision="ieee")
 
@@ -286,62 +295,59 @@ def _dotted(acc, words, x, s, z, sums, FORMAT: tl.constexpr, DTYPE: tl.constexpr
 def few_rows_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
     K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PLAIN: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PLAIN: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Each warp sums a share of the columns: by themselves, warps wait for nobody, and a step spans SHARES blocks."""
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
-    GROUPED: tl.constexpr = GROUPS > 1 or ZEROS
+    GROUPED: tl.constexpr = GROUPS > 1
+    EVEN: tl.constexpr = K % (SHARES * BLOCK_K) == 0
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_idx, k_idx, w_idx = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
+    m_idx, share = tl.arange(0, BLOCK_M), tl.arange(0, SHARES)
     n_mask, m_mask = n_idx < n, m_idx < m
     n_row = tl.minimum(n_idx, n - 1).to(tl.int64)
-    row = n_row[:, None] * WORDS
+    k_idx = share[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    w_idx = share[:, None] * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    acc = tl.zeros((SHARES, BLOCK_N, BLOCK_M), tl.float32)
+    acc_u = tl.zeros((SHARES, BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, K, SHARES * BLOCK_K):
         at, w_at = start + k_idx, start // PER + w_idx
-        x_place, w_place = x_ptr + at[:, None] + m_idx[None, :] * K, row + w_at[None, :]
-        s, z, us, uz, sums = 0.0, 0.0, 0.0, 0.0, 0.0
-        if GROUPED:
-            group = n_row * GROUPS + start // (K // GROUPS)
-            s = tl.load(s_ptr + group)
-            if GATE:
-                us = tl.load(us_ptr + group)
-        if ZEROS:
-            z = tl.load(z_ptr + group)
-            if GATE:
-                uz = tl.load(uz_ptr + group)
-        if K % BLOCK_K == 0:
-            x = tl.load(x_place, mask=m_mask[None, :], other=0.0)
+        x_place = x_ptr + m_idx[None, None, :] * K + at[:, :, None]
+        w_place = n_row[None, :, None] * WORDS + w_at[:, None, :]
+        inside = (w_at < WORDS)[:, None, :]
+        if EVEN:
+            x = tl.load(x_place, mask=m_mask[None, None, :], other=0.0)
             w = tl.load(w_ptr + w_place, eviction_policy="evict_first")
         else:
-            mask = (w_at < WORDS)[None, :]
-            x = tl.load(x_place, mask=m_mask[None, :] & (at < K)[:, None], other=0.0)
-            w = tl.load(w_ptr + w_place, mask=mask, other=0, eviction_policy="evict_first")
+            x = tl.load(x_place, mask=m_mask[None, None, :] & (at < K)[:, :, None], other=0.0)
+            w = tl.load(w_ptr + w_place, mask=inside, other=0, eviction_policy="evict_first")
+        group = n_row[None, :] * GROUPS + (tl.minimum(start + share * BLOCK_K, K - 1) // (K // GROUPS))[:, None]
+        sums = 0.0
         if ZEROS:
-            sums = tl.sum(x.to(tl.float32), axis=0)
+            sums = tl.sum(x.to(tl.float32), axis=1)
         if UPCAST:
             x = x.to(tl.float32)
-        acc = _dotted(acc, w, x, s, z, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
+        acc = _dotted(acc, w, x, s_ptr, z_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
         if GATE:
-            if K % BLOCK_K == 0:
+            if EVEN:
                 u = tl.load(u_ptr + w_place, eviction_policy="evict_first")
             else:
-                u = tl.load(u_ptr + w_place, mask=mask, other=0, eviction_policy="evict_first")
-            acc_u = _dotted(acc_u, u, x, us, uz, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
+                u = tl.load(u_ptr + w_place, mask=inside, other=0, eviction_policy="evict_first")
+            acc_u = _dotted(acc_u, u, x, us_ptr, uz_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
     if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
         tl.extra.cuda.gdc_launch_dependents()
+    y, other = tl.sum(acc, axis=0), tl.sum(acc_u, axis=0)
     if not GROUPED:
-        acc *= tl.load(s_ptr + n_row).to(tl.float32)[:, None]
+        y *= tl.load(s_ptr + n_row).to(tl.float32)[:, None]
         if GATE:
-            acc_u *= tl.load(us_ptr + n_row).to(tl.float32)[:, None]
+            other *= tl.load(us_ptr + n_row).to(tl.float32)[:, None]
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
+    y = epilogue(y, other, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
     place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
     if RESIDUAL:
         y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -395,8 +401,9 @@ def quantised_projection(
     launch(
         few_rows_kernel, (triton.cdiv(n, shape.rows),),
         x, *words, bias, up_bias, residual, y, rows, n, float(scale),
-        **flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns, UPCAST=upcast(x.dtype),
-        PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        **flags, SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns,
+        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps,
+        num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
 
@@ -423,8 +430,10 @@ def programs(n: int, k: int, bits: int, shape: Shape, device: torch.device) -> i
 
 
 def few_rows_shape(rows: int, n: int, format: str, gate: bool) -> Shape:
-    block = next((block for block in (64, 32) if n // block >= 60), 16)
-    return Shape(block, 128, 4, 4)
+    """A program of 32 rows reads x as often as 64 do, twice in all; worth it only while x is small."""
+    wide = max(16, power_of_two(rows))
+    block = 64 if wide > 16 and not gate and n // 64 >= 60 else 32 if n // 32 >= 60 else 16
+    return Shape(block, 64 if wide > 32 else 128, 4, 3)
 
 
 def _types(**groups):
@@ -448,7 +457,13 @@ def _specimens(formats=("int8", "int4")):
             sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (16 if format == "int8" else 32)}
             yield one_row_kernel, one, flags | names | sizes, shape.warps
             shape = few_rows_shape(8, 4096, format, gate)
-            sizes = {"BLOCK_M": 16, "BLOCK_N": shape.rows, "BLOCK_K": shape.columns, "UPCAST": False}
+            sizes = {
+                "SHARES": shape.warps,
+                "BLOCK_M": 16,
+                "BLOCK_N": shape.rows,
+                "BLOCK_K": shape.columns,
+                "UPCAST": False,
+            }
             yield few_rows_kernel, few, flags | sizes, shape.warps, shape.stages
 
 

@@ -157,33 +157,37 @@ def planes(words, two16, FORMAT: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _parts(words, TEXT: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    if FORMAT == "int4":
-        return tl.inline_asm_elementwise(
-            TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(DTYPE.value,) * 8, is_pure=True, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,r", [words], dtype=(DTYPE.value,) * 4, is_pure=True, pack=1)
-
-
-@triton.jit
 def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Words (N, B) of int32 as the numbers they hold, (N, B * PER_WORD) in DTYPE, bfloat16 or float16, exactly."""
+    """Words (S, N, B) of int32 as the numbers they hold, (S, N, B * PER_WORD) in DTYPE, bf16 or fp16, exactly."""
     if PLAIN or FORMAT == "fp8":
         wide = planes(words, 65536, FORMAT, PLAIN)
         f = ()
         for place in tl.static_range(8 if FORMAT == "int4" else 4):
             f = f + ((wide[place] - excess(place, FORMAT, PLAIN)).to(DTYPE),)
+    elif FORMAT == "int4" and DTYPE == tl.bfloat16:
+        f = tl.inline_asm_elementwise(
+            INT4_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+        )
+    elif FORMAT == "int4":
+        f = tl.inline_asm_elementwise(
+            INT4_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+        )
     elif DTYPE == tl.bfloat16:
-        f = _parts(words, INT4_BF16 if FORMAT == "int4" else INT8_BF16, tl.bfloat16, FORMAT)
+        f = tl.inline_asm_elementwise(
+            INT8_BF16, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
+        )
     else:
-        f = _parts(words, INT4_FP16 if FORMAT == "int4" else INT8_FP16, tl.float16, FORMAT)
+        f = tl.inline_asm_elementwise(
+            INT8_FP16, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
+        )
     if FORMAT == "int4":  # the bits of a place, the highest joined first
         even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
         odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
-        return tl.join(even, odd).reshape(words.shape[0], words.shape[1] * 8)
+        return tl.join(even, odd).reshape(words.shape[0], words.shape[1], words.shape[2] * 8)
     else:
-        return tl.join(tl.join(f[0], f[2]), tl.join(f[1], f[3])).reshape(words.shape[0], words.shape[1] * 4)
+        return tl.join(tl.join(f[0], f[2]), tl.join(f[1], f[3])).reshape(
+            words.shape[0], words.shape[1], words.shape[2] * 4
+        )
 
 
 @triton.jit
