@@ -138,18 +138,19 @@ def test_factors_are_the_numbers_exactly(format, dtype):
     assert torch.equal(found, numbers(given, format))
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_planes_of_bytes_are_the_numbers_exactly(format):
+@pytest.mark.parametrize("format, manner", [("int8", "exact"), ("int8", "rough"), ("fp8", "exact")])
+def test_planes_of_bytes_are_the_numbers_plus_what_is_said(format, manner):
     given = words()
-    made = run(getattr(unpacking, f"{format.upper()}_PLANES").value, 4, given)
-    found = torch.stack([floats(bits, torch.float32) for bits in made], 1)
+    text = {"int8": "INT8_PLANES", "int8rough": "INT8_ROUGH_PLANES", "fp8": "FP8_PLANES"}
+    made = run(getattr(unpacking, text[format + manner * (manner == "rough")]).value, 4, given)
+    found = torch.stack([floats(bits, torch.float32) for bits in made], 1) - unpacking.excess.fn(0, format, manner)
     torch.testing.assert_close(found, numbers(given, format), rtol=0, atol=0, equal_nan=True)
 
 
 def test_planes_of_nibbles_exceed_the_numbers_by_what_is_said():
     given = words()
     made = run(unpacking.INT4_PLANES.value, 8, given, np.full_like(given, TWO16))
-    over = torch.tensor([unpacking.excess.fn(place, "int4", False) for place in range(8)], dtype=torch.float64)
+    over = torch.tensor([unpacking.excess.fn(place, "int4", "exact") for place in range(8)], dtype=torch.float64)
     found = torch.stack([floats(bits, torch.float32) for bits in made], 1) - over
     torch.testing.assert_close(found, numbers(given, "int4"), rtol=0, atol=15 / 2**16)
 
@@ -176,6 +177,6 @@ CASES = [case for case in quantised_projection.cases if case.small]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
-    monkeypatch.setattr(kernels, "plain", lambda: False)
+    monkeypatch.setattr(kernels, "manner", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
     args, kwargs = case.make(torch.device("cpu"), dtype)
     as_good_as_torch(quantised_projection, args, kwargs, dtype)

@@ -14,7 +14,7 @@ from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_biases, epilogue
 from accel_kernels.triton_kernels.shares import upcast
-from accel_kernels.triton_kernels.unpacking import excess, factor, plain, planes
+from accel_kernels.triton_kernels.unpacking import excess, factor, manner, planes
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
@@ -102,12 +102,12 @@ def _distances(xs, mean, q_idx, K: tl.constexpr, PER: tl.constexpr):
 
 
 @triton.jit
-def _excess_of(hs, FORMAT: tl.constexpr, PLAIN: tl.constexpr, PER: tl.constexpr):
-    """(quads,) what the excess of `planes` adds to the sum of a quad."""
-    over = hs[0] * excess(0, FORMAT, PLAIN)
+def _excess_of(hs, FORMAT: tl.constexpr, MANNER: tl.constexpr, PER: tl.constexpr):
+    """(quads, 4) what the excess of `planes` adds to the sum of a word."""
+    over = hs[0] * excess(0, FORMAT, MANNER)
     for place in tl.static_range(1, PER):
-        over += hs[place] * excess(place, FORMAT, PLAIN)
-    return tl.sum(over, axis=1)
+        over += hs[place] * excess(place, FORMAT, MANNER)
+    return over
 
 
 @triton.jit
@@ -115,32 +115,33 @@ def _words(w_ptr, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr)
     """(quads, rows, 4): threads lie along the quads, so that each has the same quad of all rows, and x but once."""
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     place = w_ptr + n_row[None, :, None] * WORDS + w_idx
-    if EVEN:
-        return tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
+    if EVEN:  # where not inside, whatever was in the registers: nobody takes it
+        return tl.load(place, mask=inside, eviction_policy="evict_first")
     else:
         return tl.load(place, mask=inside & (w_idx < WORDS), other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _products(acc, words, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr,
-              ZEROS: tl.constexpr, PLAIN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
-    """acc + (quads, rows) sums of weights times h, scaled where scales are by group."""
+def _products(words, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr,
+              ZEROS: tl.constexpr, MANNER: tl.constexpr, PER: tl.constexpr):  # fmt: skip
+    """(quads, rows) sums of weights times h, scaled where scales are by group."""
     if GROUPED:
         s = tl.load(s_ptr + group)
     if ZEROS:
         z = tl.load(z_ptr + group)
-    numbers = planes(words, two16, FORMAT, PLAIN)
-    total = numbers[0] * hs[0][:, None]
+    numbers = planes(words, two16, FORMAT, MANNER)
+    if FORMAT == "int4" or (FORMAT == "int8" and MANNER == "rough"):
+        total = numbers[0] * hs[0][:, None] - over[:, None]
+    else:
+        total = numbers[0] * hs[0][:, None]
     for place in tl.static_range(1, PER):
         total += numbers[place] * hs[place][:, None]
     part = tl.sum(total, axis=2)
-    if FORMAT == "int4":
-        part -= over[:, None]
     if ZEROS:
         part -= z.to(tl.float32) * sums[:, None]
     if GROUPED:
         part *= s.to(tl.float32)
-    return acc + part
+    return part
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def one_row_kernel(
     offset, scale, K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
     DTYPE: tl.constexpr, NORM_DTYPE: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_Q: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, MANNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     WORDS: tl.constexpr = K // PER
@@ -190,7 +191,7 @@ def one_row_kernel(
         hs = xs
         if NORM != "none":
             hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, q_idx, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
-        over, sums = _excess_of(hs, FORMAT, PLAIN, PER), _sum(hs, 1, PER)
+        over, sums = _excess_of(hs, FORMAT, MANNER, PER), _sum(hs, 1, PER)
         step = tl.num_programs(0) * BLOCK_N
         groups = (tl.minimum(q_idx, QUADS - 1) // GROUP_QUADS)[:, None]
         for block in range(first, n, step):
@@ -203,14 +204,10 @@ def one_row_kernel(
             if GATE:
                 next_u = _words(u_ptr, later, q_idx, more, WORDS, EVEN)
             group = n_row[None, :] * GROUPS + groups
-            acc = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
-            acc = _products(acc, w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, PLAIN, PER)
+            acc = _products(w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             acc_u = acc
             if GATE:
-                acc_u = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
-                acc_u = _products(
-                    acc_u, u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, PLAIN, PER
-                )
+                acc_u = _products(u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             _write(
                 acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED, HAS_BIAS,
                 GATE, RESIDUAL, KIND,
@@ -232,13 +229,11 @@ def one_row_kernel(
             hs = xs
             if NORM != "none":
                 hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, at, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
-            over, sums = _excess_of(hs, FORMAT, PLAIN, PER), _sum(hs, 1, PER)
+            over, sums = _excess_of(hs, FORMAT, MANNER, PER), _sum(hs, 1, PER)
             group = n_row[None, :] * GROUPS + (tl.minimum(at, QUADS - 1) // GROUP_QUADS)[:, None]
-            acc = _products(acc, w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, PLAIN, PER)
+            acc += _products(w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             if GATE:
-                acc_u = _products(
-                    acc_u, u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, PLAIN, PER
-                )
+                acc_u += _products(u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             w, u = next_w, next_u
         if NORM == "rms":
             factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
@@ -250,15 +245,23 @@ def one_row_kernel(
 
 
 @triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _write(
     acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     n_mask = n_idx < n
-    y = tl.sum(acc, axis=0) * factor
-    other = y
     if GATE:
-        other = tl.sum(acc_u, axis=0) * factor
+        y, other = tl.reduce((acc, acc_u), 0, _both)
+        other *= factor
+    else:
+        y = tl.sum(acc, axis=0)
+        other = y
+    y *= factor
     if not GROUPED:
         y *= tl.load(s_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         if GATE:
@@ -271,13 +274,13 @@ def _write(
 
 @triton.jit
 def _dotted(acc, words, x, s_ptr, z_ptr, group, sums, FORMAT: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
-            ZEROS: tl.constexpr, PLAIN: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+            ZEROS: tl.constexpr, MANNER: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """acc + weights times x, (shares, BLOCK_N, BLOCK_M), scaled where scales are by group."""
     if GROUPED:
         s = tl.load(s_ptr + group)
     if ZEROS:
         z = tl.load(z_ptr + group)
-    w = factor(words, FORMAT, DTYPE, PLAIN)
+    w = factor(words, FORMAT, DTYPE, MANNER)
     if UPCAST:
         w = w.to(tl.float32)
     if GROUPED or ZEROS:
@@ -296,7 +299,7 @@ def few_rows_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
     K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PLAIN: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MANNER: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each warp sums a share of the columns: by themselves, warps wait for nobody, and a step spans SHARES blocks."""
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
@@ -332,13 +335,13 @@ def few_rows_kernel(
             sums = tl.sum(x.to(tl.float32), axis=1)
         if UPCAST:
             x = x.to(tl.float32)
-        acc = _dotted(acc, w, x, s_ptr, z_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
+        acc = _dotted(acc, w, x, s_ptr, z_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, MANNER, UPCAST)
         if GATE:
             if EVEN:
                 u = tl.load(u_ptr + w_place, eviction_policy="evict_first")
             else:
                 u = tl.load(u_ptr + w_place, mask=inside, other=0, eviction_policy="evict_first")
-            acc_u = _dotted(acc_u, u, x, us_ptr, uz_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, PLAIN, UPCAST)
+            acc_u = _dotted(acc_u, u, x, us_ptr, uz_ptr, group, sums, FORMAT, DTYPE, GROUPED, ZEROS, MANNER, UPCAST)
     if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
         tl.extra.cuda.gdc_launch_dependents()
     y, other = tl.sum(acc, axis=0), tl.sum(acc_u, axis=0)
@@ -373,7 +376,7 @@ def quantised_projection(
     flags = {
         "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "ZEROS": weight.zeros is not None,
         "HAS_BIAS": bias is not None, "GATE": gate, "RESIDUAL": residual is not None, "KIND": activation,
-        "PLAIN": plain(),
+        "MANNER": manner(x.dtype),
     }  # fmt: skip
     if rows == 1:
         shape = shape or one_row_shape(n, k, format, gate)
@@ -450,7 +453,7 @@ def _specimens(formats=("int8", "int4")):
             flags = {
                 "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format,
                 "ZEROS": gate and format == "int4", "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate,
-                "KIND": "silu" if gate else None, "PLAIN": False, "PDL": False,
+                "KIND": "silu" if gate else None, "MANNER": "rough", "PDL": False,
             }  # fmt: skip
             shape = one_row_shape(4096, 4096, format, gate)
             names = {"DTYPE": tl.bfloat16, "NORM_DTYPE": tl.bfloat16, "NORM": "rms", "HAS_NW": True, "HAS_NB": False}

@@ -4,15 +4,15 @@ The GPU converts integers at a quarter of the rate at which it adds, and 4-bit n
 before that. So bits are put where a float of a known exponent keeps its fraction: 0x4300 with n in its lowest bits is,
 as a bfloat16, 128 + n, and one three-input logic operation makes two of them (Kim et al. 2022, "Who Says Elephants
 Can't Run"). What was added is taken off again, of the numbers or of their sum. FORMAT: "int8", "int4" or "fp8", a word
-holding four numbers or eight, the first in the lowest bits. PLAIN: arithmetic in place of PTX, for the interpreter.
+holding four numbers or eight, the first in the lowest bits. MANNER: "plain", arithmetic in place of PTX, for the
+interpreter; "exact"; or "rough", which spends a thousandth of a sum's rounding in bfloat16 on fewer instructions.
 """
 
 import os
 
+import torch
 import triton
 import triton.language as tl
-
-PER_WORD = {"int8": 4, "int4": 8, "fp8": 4}
 
 # Four bytes above the fraction of 2^23, their signs turned: 2^23 + 128 + n.
 INT8_PLANES = tl.constexpr("""{
@@ -28,6 +28,16 @@ sub.rn.f32 $0, $0, f;
 sub.rn.f32 $1, $1, f;
 sub.rn.f32 $2, $2, f;
 sub.rn.f32 $3, $3, f;
+}""")
+
+# The same in the middle of the fraction of 2^15: 2^15 + 128 + n, left to be taken off the sum.
+INT8_ROUGH_PLANES = tl.constexpr("""{
+.reg .b32 u;
+xor.b32 u, $4, 0x80808080;
+prmt.b32 $0, u, 0x47000000, 0x7404;
+prmt.b32 $1, u, 0x47000000, 0x7414;
+prmt.b32 $2, u, 0x47000000, 0x7424;
+prmt.b32 $3, u, 0x47000000, 0x7434;
 }""")
 
 # 128 + n in the upper half of a word is that in fp32 too; what stays in the lower half adds 0x4300 / 2^16 and at most
@@ -135,12 +145,12 @@ def _plain(words, place: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def planes(words, two16, FORMAT: tl.constexpr, PLAIN: tl.constexpr):
+def planes(words, two16, FORMAT: tl.constexpr, MANNER: tl.constexpr):
     """Words of int32 as a tuple of fp32 tensors of the same shape, one for each place: numbers plus `excess`.
 
     two16: 65536, from outside of the kernel.
     """
-    if PLAIN:
+    if MANNER == "plain":
         numbers = ()
         for place in tl.static_range(8 if FORMAT == "int4" else 4):
             numbers = numbers + (_plain(words, place, FORMAT),)
@@ -149,21 +159,25 @@ def planes(words, two16, FORMAT: tl.constexpr, PLAIN: tl.constexpr):
         return tl.inline_asm_elementwise(
             INT4_PLANES, "=f,=f,=f,=f,=f,=f,=f,=f,r,r", [words, two16], dtype=(tl.float32,) * 8, is_pure=True, pack=1
         )
+    elif FORMAT == "fp8":
+        return tl.inline_asm_elementwise(
+            FP8_PLANES, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
-            INT8_PLANES if FORMAT == "int8" else FP8_PLANES,
+            INT8_ROUGH_PLANES if MANNER == "rough" else INT8_PLANES,
             "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
+def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MANNER: tl.constexpr):
     """Words (S, N, B) of int32 as the numbers they hold, (S, N, B * PER_WORD) in DTYPE, bf16 or fp16, exactly."""
-    if PLAIN or FORMAT == "fp8":
-        wide = planes(words, 65536, FORMAT, PLAIN)
+    if MANNER == "plain" or FORMAT == "fp8":
+        wide = planes(words, 65536, FORMAT, MANNER)
         f = ()
         for place in tl.static_range(8 if FORMAT == "int4" else 4):
-            f = f + ((wide[place] - excess(place, FORMAT, PLAIN)).to(DTYPE),)
+            f = f + ((wide[place] - excess(place, FORMAT, MANNER)).to(DTYPE),)
     elif FORMAT == "int4" and DTYPE == tl.bfloat16:
         f = tl.inline_asm_elementwise(
             INT4_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
@@ -191,18 +205,16 @@ def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PLAIN: tl.constexpr
 
 
 @triton.jit
-def excess(place: tl.constexpr, FORMAT: tl.constexpr, PLAIN: tl.constexpr):
+def excess(place: tl.constexpr, FORMAT: tl.constexpr, MANNER: tl.constexpr):
     """What `planes` gives beyond the numbers, which 4-bit words hold plus 8."""
-    if FORMAT != "int4":
-        return 0.0
-    elif PLAIN:
-        return 8.0
-    elif place < 4:
-        return 136.0
+    if FORMAT == "int4":
+        return 8.0 if MANNER == "plain" else 136.0 if place < 4 else 136.26171875
     else:
-        return 136.26171875
+        return 32896.0 if FORMAT == "int8" and MANNER == "rough" else 0.0
 
 
-def plain() -> bool:
-    """Whether kernels have to do without PTX."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def manner(dtype: torch.dtype) -> str:
+    """How kernels unpack that multiply with an x of this dtype."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "plain"
+    return "rough" if dtype == torch.bfloat16 else "exact"
