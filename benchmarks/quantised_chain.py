@@ -136,19 +136,23 @@ def checks(report: bool = True) -> list[dict]:
 
 
 def shapes(name: str, part: str, rows: int) -> list[Shape]:
+    """Others than what the kernel chooses, few enough to compile within a minute."""
+    gate = part == "gate"
     if rows > 1:
-        found = ((64, 128, 4, 6), (32, 128, 4, 6), (64, 256, 4, 4), (128, 128, 8, 4), (32, 256, 4, 5))
-        bits, factors = 4 if name == "int4" else 8, 2 if part == "gate" else 1
-        return [Shape(*one) for one in found if (name != "int4" or one[1] == 128) and
-                one[3] * one[1] * (one[0] * factors * bits // 8 + 2 * max(16, rows)) < 200_000]  # fmt: skip
-    wide = 4096 if part != "down" else 2048
-    found = {
-        ("int8", False): [(4, 4096, 4, 4), (2, 4096, 4, 5), (4, 4096, 8, 2), (8, 4096, 8, 2), (8, 4096, 4, 3)],
-        ("int8", True): [(4, 2048, 4, 4), (4, 4096, 4, 4), (4, 4096, 8, 4), (2, 16384, 8, 2), (8, 2048, 4, 4)],
-        ("int4", False): [(4, 4096, 4, 4), (8, 4096, 4, 3), (4, 4096, 4, 6), (2, 4096, 4, 8), (8, 4096, 8, 2)],
-        ("int4", True): [(4, 2048, 2, 4), (4, 4096, 4, 4), (2, 16384, 8, 2), (4, 16384, 8, 2), (2, 2048, 2, 4)],
-    }  # fmt: skip
-    return [Shape(*one) for one in found["int8" if name == "fp8" else name, wide == 2048]]
+        found = ((16, 128, 4, 3), (32, 128, 4, 3), (64, 128, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3), (64, 64, 8, 3))
+        factors, width = 2 if gate else 1, 0.5 if name == "int4" else 1
+        return [
+            Shape(block, columns, warps, stages)
+            for block, columns, warps, stages in found
+            if warps * columns * ((stages - 1) * (block * factors * width + 2 * max(16, rows)) + 2 * block) < 200_000
+        ]
+    if part == "down":
+        found = [(4, 2048, 2, 4), (2, 2048, 2, 4), (4, 4096, 4, 4), (2, 16384, 8, 2), (4, 2048, 4, 4)]
+    elif name == "int4":
+        found = [(4, 4096, 4, 5), (2, 4096, 2, 8), (4, 4096, 2, 3), (1, 4096, 2, 10), (8, 4096, 4, 2)]
+    else:
+        found = [(4, 4096, 8, 2), (2, 4096, 4, 4), (2, 4096, 4, 6), (1, 4096, 4, 8), (4, 4096, 4, 2)]
+    return [Shape(*one) for one in found]
 
 
 def swept_rows(name: str, rows: int) -> bool:

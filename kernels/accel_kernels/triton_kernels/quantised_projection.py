@@ -416,11 +416,18 @@ def _tensors(weight):
 
 
 def one_row_shape(n: int, k: int, format: str, gate: bool) -> Shape:
-    columns = power_of_two(k) if k <= 4096 else 2048 if format == "int4" else 4096
-    rows = 4 if gate or k > 4096 or format != "int4" else 8
+    """Whole rows where x fits the registers, else columns that divide them.
+
+    By counting instructions: a thread with fewer weights of a row spends more of them on adding up and writing it.
+    """
+    columns = power_of_two(k) if k <= 4096 else 1024 if k % 1024 == 0 and k % 2048 else 2048
+    rows = 2 if gate else 4
     while rows > 1 and n // rows < 256:
         rows //= 2
-    return Shape(rows, columns, 2 if k > 4096 and format == "int4" else 4, 4)
+    quads = columns // (32 if format == "int4" else 16)
+    if format == "int4":
+        return Shape(rows, columns, max(1, min(2, quads // 32)), 6)
+    return Shape(rows, columns, max(1, min(4, quads // 32)), 5 if gate else 4)
 
 
 def programs(n: int, k: int, bits: int, shape: Shape, device: torch.device) -> int:
@@ -457,17 +464,13 @@ def _specimens(formats=("int8", "int4")):
             }  # fmt: skip
             shape = one_row_shape(4096, 4096, format, gate)
             names = {"DTYPE": tl.bfloat16, "NORM_DTYPE": tl.bfloat16, "NORM": "rms", "HAS_NW": True, "HAS_NB": False}
-            sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (16 if format == "int8" else 32)}
+            sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (32 if format == "int4" else 16)}
             yield one_row_kernel, one, flags | names | sizes, shape.warps
-            shape = few_rows_shape(8, 4096, format, gate)
-            sizes = {
-                "SHARES": shape.warps,
-                "BLOCK_M": 16,
-                "BLOCK_N": shape.rows,
-                "BLOCK_K": shape.columns,
-                "UPCAST": False,
-            }
-            yield few_rows_kernel, few, flags | sizes, shape.warps, shape.stages
+            for rows in (8, 64):
+                shape = few_rows_shape(rows, 4096, format, gate)
+                sizes = {"SHARES": shape.warps, "BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "UPCAST": False}
+                sizes["BLOCK_K"] = shape.columns
+                yield few_rows_kernel, few, flags | sizes, shape.warps, shape.stages
 
 
 SPECIMENS = tuple(_specimens())
