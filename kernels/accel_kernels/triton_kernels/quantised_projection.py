@@ -44,14 +44,24 @@ def _vector(ptr, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, PER: tl.constexpr)
             xs = xs + (tl.load(ptr + words * PER + place, mask=words * PER < K, other=0.0).to(tl.float32),)
         return xs
     else:
-        pairs = q_idx[:, None] * (PER // 2) + tl.arange(0, PER // 2)[None, :]
-        at = pairs[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-        bits = tl.load(ptr + at, mask=at < K // 4, other=0)  # threads along the quads, as the weight has them
+        parts = ()
+        for pair in tl.static_range(PER // 2):
+            at = q_idx[:, None] * PER + 2 * pair + tl.arange(0, 2)[None, :]
+            parts = parts + tl.split(tl.load(ptr + at, mask=at < K // 4, other=0))
         if PER == 8:
-            first, second = tl.split(bits)
+            first, second = (
+                _stack(parts[0], parts[2], parts[4], parts[6]),
+                _stack(parts[1], parts[3], parts[5], parts[7]),
+            )
             return _four(first, DTYPE) + _four(second, DTYPE)
         else:
-            return _four(bits.reshape(q_idx.shape[0], 4), DTYPE)
+            return _four(_stack(parts[0], parts[1], parts[2], parts[3]), DTYPE)
+
+
+@triton.jit
+def _stack(a, b, c, d):
+    """(quads, 4)."""
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], 4)
 
 
 @triton.jit
@@ -114,7 +124,8 @@ def _excess_of(hs, FORMAT: tl.constexpr, MANNER: tl.constexpr, PER: tl.constexpr
 def _words(w_ptr, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr):
     """(quads, rows, 4): threads lie along the quads, so that each has the same quad of all rows, and x but once."""
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    place = w_ptr + n_row[None, :, None] * WORDS + w_idx
+    # Compilers order threads by contiguity, and equals as they like: this says quads before rows, words before both.
+    place = tl.max_contiguous(w_ptr + n_row[None, :, None] * WORDS + w_idx, [2, 1, 4])
     if EVEN:  # where not inside, whatever was in the registers: nobody takes it
         return tl.load(place, mask=inside, eviction_policy="evict_first")
     else:
