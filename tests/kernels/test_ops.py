@@ -83,6 +83,18 @@ def at_odd_bytes(x, numbers):
     return x, Quantised(data, torch.ones(len(data), 1, dtype=x.dtype))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"])
+def test_the_norm_before_a_quantised_weight_may_be_of_float32(name, as_good_as_torch):
+    op = next(op for op in OPS if op.name == "quantised_projection")
+    args, more = next(case for case in op.cases if case.name == name).make(torch.device("cpu"), torch.float16)
+    norm = more["norm"]
+    bias = None if norm.bias is None else norm.bias.float()
+    more["norm"] = norm._replace(weight=norm.weight.float(), bias=bias)
+    assert op.supports(*args, **more) is None
+    as_good_as_torch(op, args, more, torch.float16)
+
+
 @pytest.mark.parametrize("name", ["int8-gate-bias", "int4-64-zeros", "fp8"])
 def test_more_rows_than_the_kernel_takes_are_the_same_product(name):
     op = next(op for op in OPS if op.name == "quantised_projection")
