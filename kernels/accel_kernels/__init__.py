@@ -36,6 +36,7 @@ OPS = (
     layer_norm,
     linear_geglu,
     projection,
+    quantised_projection,
     rms_norm,
     softmax,
     upsample,
