@@ -1,9 +1,10 @@
 """Products of many rows in 8 bits, for the five products of a Llama-3.1-8B shape, against bf16.
 
-python benchmarks/int8_linear.py OUT.json [--toy]: microseconds, and tera-operations a second of the products alone, by
-shape and rows: bf16 (cuBLAS and what follows it), torch._int_mm, the same with a pass for what follows, int8_linear in
-several tiles, float8 through torch._scaled_mm; then quantise_rows, outlier columns, and the sum over the layers of one
-prefill. A tile is timed only when its result is right. --toy: tiny shapes on a CPU, in Triton's interpreter.
+python benchmarks/int8_linear.py OUT.json [--wgmma] [--toy]: microseconds, and tera-operations a second of the products
+alone, by shape and rows: bf16 (cuBLAS and what follows it), torch._int_mm, the same with a pass for what follows,
+int8_linear in several tiles, float8 through torch._scaled_mm; then quantise_rows, outlier columns, and the sum over the
+layers of one prefill. A tile is timed only when its result is right. --wgmma: int8_wgmma as well, which no interpreter
+can run. --toy: tiny shapes on a CPU, in Triton's interpreter.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-TOY = "--toy" in sys.argv
+TOY, WGMMA = "--toy" in sys.argv, "--wgmma" in sys.argv
 if TOY:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -50,6 +51,11 @@ GATED = [
     Shape(128, 128, 128, 8, 3), Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 8, 4, 16),
     Shape(128, 128, 128, 8, 3, 8, True), Shape(256, 64, 128, 8, 4), Shape(128, 64, 128, 4, 3), Shape(64, 64, 128, 4, 4),
 ]  # fmt: skip
+BY_HAND = [  # of int8_wgmma
+    Shape(128, 256, 128, 8, 4), Shape(128, 256, 128, 8, 3), Shape(128, 256, 128, 8, 4, 16), Shape(128, 256, 64, 8, 7),
+    Shape(128, 128, 128, 8, 4), Shape(64, 256, 128, 4, 4),
+]  # fmt: skip
+BY_HAND_GATED = [Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 8, 3), Shape(128, 128, 128, 8, 4, 16)]
 if TOY:
     PLAIN, GATED = [Shape(32, 64, 64, 4, 2), Shape(16, 32, 32, 4, 2)], [Shape(32, 32, 64, 4, 2)]
 
@@ -88,7 +94,12 @@ class Product:
             [rand(self.n, self.k, spread=self.k**-0.5) for _ in range(count)] for _ in range(1 if name == "head" else 3)
         ]
         self.int8, self.fp8 = ([[by_row(w, dtype) for w in one] for one in self.sets] for dtype in (torch.int8, FP8))
-        self.tiles = GATED if self.gate else PLAIN
+        tiles, by_hand = (GATED, BY_HAND_GATED) if self.gate else (PLAIN, BY_HAND)
+        self.tiles = [("", int8_linear.triton, shape) for shape in tiles]
+        if WGMMA:
+            from accel_kernels.triton_kernels.int8_wgmma import int8_wgmma
+
+            self.tiles += [("wgmma ", int8_wgmma, shape) for shape in by_hand]
 
     def caller(self, op, x, rows: int, **more):
         """The product of x and one set of weights, by this function."""
@@ -124,10 +135,10 @@ def measured(product: Product, rows: int) -> dict:
     }
     torch.manual_seed(rows + 1)
     right, tiles = product.caller(in_passes, q, rows)(product.int8[0]), {}
-    for shape in product.tiles:
-        key = " ".join(map(str, shape))
+    for kind, op, shape in product.tiles:
+        key = kind + " ".join(map(str, shape))
         torch.manual_seed(rows + 1)  # the same residual
-        call = product.caller(int8_linear.triton, q, rows, shape=shape)
+        call = product.caller(op, q, rows, shape=shape)
         try:
             found = call(product.int8[0])
         except Exception as reason:  # noqa: BLE001 (a tile that does not fit is a result)
@@ -195,8 +206,9 @@ def main(path: Path) -> None:
     with rehearsal():  # compiled at once, in threads
         for product in products:
             x = quantise_rows(rand(ROWS[0], product.k))
-            for shape in (*product.tiles, *(tile_shape(rows, product.n, product.gate, DEVICE) for rows in ROWS)):
-                product.caller(int8_linear.triton, x, ROWS[0], shape=shape)(product.int8[0])
+            by_size = [("", int8_linear.triton, tile_shape(rows, product.n, product.gate, DEVICE)) for rows in ROWS]
+            for _, op, shape in product.tiles + by_size:
+                product.caller(op, x, ROWS[0], shape=shape)(product.int8[0])
             product.caller(in_passes, x, ROWS[0])(product.int8[0])
     result = {"case": "int8-linear", "date": now(), "commit": commit(), "machine": machine(DEVICE)}
     result |= {
@@ -209,6 +221,7 @@ def main(path: Path) -> None:
         for rows in (rows for rows in ROWS if rows <= product.most_rows):
             found = results[f"{product.name} {rows}"] = measured(product, rows)
             print(f"{product.name} {rows}", found["us"], found["tile"], found["tiles_us"], flush=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
     result["rounding_us"] = {str(rows): rounding(rows) for rows in ROWS[-2:]}
     result["prefill_ms"] = {str(rows): prefill(results, rows) for rows in ROWS}
     result["took_s"] = round(time.perf_counter() - start, 1)

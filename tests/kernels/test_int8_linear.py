@@ -300,7 +300,7 @@ def test_how_much_of_the_signal_is_left():
 
 
 COMPILE = """
-import sys, triton
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from accel_kernels.triton_kernels import int8_linear, quantise_rows
@@ -326,8 +326,29 @@ print("wgmma")
 """
 
 
-def test_hopper_multiplies_bytes_in_its_own_tensor_cores(tmp_path):
+BY_HAND = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from accel_kernels.triton_kernels import int8_wgmma
+from accel_kernels.triton_kernels.int8_linear import Shape
+
+for shape, gate in ((Shape(128, 256, 128, 8, 4), False), (Shape(128, 128, 128, 8, 4), True)):
+    kernel, types, constants, warps = int8_wgmma.specimen(shape, gate, not gate)
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    options = {"num_warps": warps}
+    compiled = triton.compile(GluonASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+    ptx = compiled.asm["ptx"]
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= 232448
+    assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert f"wgmma.wait_group.sync.aligned {2 if gate else 1};" in ptx
+print("wgmma")
+"""
+
+
+@pytest.mark.parametrize("program", [COMPILE, BY_HAND], ids=["triton", "by hand"])
+def test_hopper_multiplies_bytes_in_its_own_tensor_cores(program, tmp_path):
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1")
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "wgmma", done.stderr[-2000:]

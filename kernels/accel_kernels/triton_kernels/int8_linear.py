@@ -148,7 +148,7 @@ def after_product_kernel(
     )  # fmt: skip
 
 
-def _both_biases(bias, up_bias, gate: bool):
+def both_biases(bias, up_bias, gate: bool):
     """The two as the kernels want them: none, or both."""
     if not gate or (bias is None) == (up_bias is None):
         return bias, up_bias if gate else None
@@ -163,7 +163,7 @@ def int8_linear(
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     shape = shape or tile_shape(rows, n, gate, y.device)
-    bias, up_bias = _both_biases(bias, up_bias, gate)
+    bias, up_bias = both_biases(bias, up_bias, gate)
     tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
     programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
     described = [
@@ -193,7 +193,7 @@ def after_product(x, weight, bias, sums, extra, *, up=None, up_bias=None, activa
     n, gate = weight.data.shape[0], up is not None
     rows = x.data.numel() // x.data.shape[-1]
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
-    bias, up_bias = _both_biases(bias, up_bias, gate)
+    bias, up_bias = both_biases(bias, up_bias, gate)
     height, width = 4, 256
     launch(
         after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
