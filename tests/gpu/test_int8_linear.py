@@ -54,6 +54,26 @@ def test_kernel_and_passes_agree(sizes, gate, outliers):
     assert ((found.double() - wanted.double()).abs() <= step).all()
 
 
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+@pytest.mark.parametrize("sizes", [(1, 16, 8), (129, 4112, 1000), (2048, 1024, 4096)], ids=str)
+@pytest.mark.parametrize("stages", [3, 4])
+def test_the_product_by_hand_agrees(sizes, gate, stages):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper alone")
+    from accel_kernels.triton_kernels.int8_linear import Shape
+    from accel_kernels.triton_kernels.int8_wgmma import int8_wgmma
+
+    m, k, n = sizes
+    rows, weight = quantise_rows(torch.randn(m, k, device="cuda").bfloat16()), weight_of(n, k)
+    given = {"residual": torch.randn(m, n, device="cuda").bfloat16()}
+    given |= {"up": weight_of(n, k), "activation": "silu"} if gate else {}
+    wanted = in_passes(rows, weight, **given)
+    step = 2**-7 * wanted.double().abs() + 1e-5 * wanted.double().abs().max()
+    for _ in range(3):  # a race would show in one of them
+        found = int8_wgmma(rows, weight, **given, shape=Shape(128, 128 if gate else 256, 128, 8, stages))
+        assert ((found.double() - wanted.double()).abs() <= step).all()
+
+
 def test_a_graph_finds_as_many_outliers_as_there_are():
     """Captured over rows with none; replayed over rows with three, and with all."""
     x, weight = torch.randn(64, 512, device="cuda").half(), weight_of(256, 512, torch.float16)

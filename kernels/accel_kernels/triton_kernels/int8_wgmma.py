@@ -32,21 +32,23 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load(x_desc, w_desc, u_desc, ready, xs, ws, us, step, steps, tiles, tiles_m, tiles_n,
+def _load(x_desc, w_desc, u_desc, ready, xs, ws, us, slot, tile, m, n, k, depth, tiles, tiles_m, tiles_n,
           GATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-          GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Starts the loads of a step of this program's, counted through all its tiles; of none beyond the last."""
-    tile = gl.program_id(0) + step // steps * gl.num_programs(0)
+          GROUP: gl.constexpr):  # fmt: skip
+    """Starts the loads of a step into this slot, of none beyond the last tile; returns where the next step is."""
     some = tile < tiles
-    m, n = _place(tile, tiles_m, tiles_n, GROUP)
-    k = step % steps * BLOCK_K
-    at = step % STAGES
-    bar = ready.index(at)
+    bar = ready.index(slot)
     mbarrier.expect(bar, BLOCK_K * (BLOCK_M + BLOCK_N * (2 if GATE else 1)), pred=some)
-    start_load(x_desc, [m * BLOCK_M, k], bar, xs.index(at), pred=some)
-    start_load(w_desc, [n * BLOCK_N, k], bar, ws.index(at), pred=some)
+    start_load(x_desc, [m * BLOCK_M, k], bar, xs.index(slot), pred=some)
+    start_load(w_desc, [n * BLOCK_N, k], bar, ws.index(slot), pred=some)
     if GATE:
-        start_load(u_desc, [n * BLOCK_N, k], bar, us.index(at), pred=some)
+        start_load(u_desc, [n * BLOCK_N, k], bar, us.index(slot), pred=some)
+    k += BLOCK_K
+    if k >= depth:
+        k = 0
+        tile += gl.num_programs(0)
+        m, n = _place(tile, tiles_m, tiles_n, GROUP)
+    return tile, m, n, k
 
 
 @gluon.jit
@@ -64,7 +66,7 @@ def int8_wgmma_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, min(BLOCK_N, 128), 32])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     tiles_m, tiles_n = gl.cdiv(rows, BLOCK_M), gl.cdiv(n, BLOCK_N)
-    tiles, steps = tiles_m * tiles_n, gl.cdiv(depth, BLOCK_K)
+    tiles = tiles_m * tiles_n
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     us = ws
@@ -74,26 +76,35 @@ def int8_wgmma_kernel(
     for early in gl.static_range(STAGES):
         mbarrier.init(ready.index(early), count=1)
     all_threads()
+    # Where the next step to be loaded is, and the slot and phase of the next one to be multiplied.
+    far = gl.program_id(0)
+    far_m, far_n = _place(far, tiles_m, tiles_n, GROUP)
+    far_k, slot, phase = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for early in gl.static_range(STAGES - 1):
-        _load(x_desc, w_desc, u_desc, ready, xs, ws, us, early, steps, tiles, tiles_m, tiles_n, GATE, BLOCK_M, BLOCK_N,
-              BLOCK_K, GROUP, STAGES)  # fmt: skip
-    step = 0
+        far, far_m, far_n, far_k = _load(
+            x_desc, w_desc, u_desc, ready, xs, ws, us, early, far, far_m, far_n, far_k, depth, tiles, tiles_m, tiles_n,
+            GATE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
+        )  # fmt: skip
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, MMA)
         acc_u = acc
-        for _ in range(steps):
-            at = step % STAGES
-            mbarrier.wait(ready.index(at), step // STAGES & 1)
-            acc = warpgroup_mma(xs.index(at), ws.index(at).permute((1, 0)), acc, is_async=True)
+        for _ in range(0, depth, BLOCK_K):
+            mbarrier.wait(ready.index(slot), phase)
+            acc = warpgroup_mma(xs.index(slot), ws.index(slot).permute((1, 0)), acc, is_async=True)
             if GATE:
-                acc_u = warpgroup_mma(xs.index(at), us.index(at).permute((1, 0)), acc_u, is_async=True)
+                acc_u = warpgroup_mma(xs.index(slot), us.index(slot).permute((1, 0)), acc_u, is_async=True)
                 acc, acc_u = warpgroup_mma_wait(2, deps=(acc, acc_u))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
             all_threads()  # the other warpgroup, too, is done with the step before this one
-            _load(x_desc, w_desc, u_desc, ready, xs, ws, us, step + STAGES - 1, steps, tiles, tiles_m, tiles_n, GATE,
-                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES)  # fmt: skip
-            step += 1
+            far, far_m, far_n, far_k = _load(
+                x_desc, w_desc, u_desc, ready, xs, ws, us, (slot + STAGES - 1) % STAGES, far, far_m, far_n, far_k,
+                depth, tiles, tiles_m, tiles_n, GATE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
+            )  # fmt: skip
+            slot += 1
+            if slot == STAGES:
+                slot = gl.to_tensor(0)
+                phase = phase ^ 1
         if GATE:
             acc, acc_u = warpgroup_mma_wait(0, deps=(acc, acc_u))
         else:
