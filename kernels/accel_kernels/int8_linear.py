@@ -70,18 +70,8 @@ def in_passes(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
         return reference(x, weight, bias, **given)
     from accel_kernels.triton_kernels.int8_linear import after_product
 
-    rows = x.data.flatten(0, -2)
-    sums = [integer_product(rows, one.data) for one in (weight, up) if one is not None]
-    extra = [_extra(x, one) for one in (weight, up) if one is not None]
-    return after_product(x, weight, bias, sums, extra, **given)
-
-
-def _extra(x: QuantisedRows, weight: Quantised) -> torch.Tensor | None:
-    """What the outliers add, before the scale of the weight."""
-    if x.outliers is None:
-        return None
-    taken, columns = x.taken(torch.float32)
-    return taken.flatten(0, -2) @ weight.data.index_select(1, columns).float().t()
+    sums = [integer_product(x.data.flatten(0, -2), one.data) for one in (weight, up) if one is not None]
+    return after_product(x, weight, bias, sums, **given)
 
 
 def supports(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0) -> str | None:
@@ -119,8 +109,11 @@ def _reason(x, weight, bias=None, *, up=None, up_bias=None, activation=None, res
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} not contiguous"
-    if residual is not None and residual.dtype != x.dtype:
-        return "x and residual of different dtypes"
+    n = weight.data.shape[0]
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.data.shape[:-1], n)):
+        return "residual of another shape or dtype than the result"
+    if any(shift is not None and shift.shape != (n,) for shift in (bias, up_bias)):
+        return f"a bias that is not of {n} outputs"
     return dtype_reason(x.scales, weight.scales, x.outliers, bias, up_bias, residual)
 
 

@@ -181,6 +181,10 @@ def test_bad_requests_are_named():
         int8_linear(rows, weight._replace(scales=torch.ones(16, 2)))
     with pytest.raises(ValueError, match="not float8"):
         fp8_linear(rows, weight)
+    for given in ({"residual": torch.zeros(1, 16).half()}, {"bias": torch.zeros(1).half()}, {"up": weight}):
+        wide = {name: value for name, value in given.items() if name != "up"}
+        assert int8_linear.supports(rows, weight, **given) is not None
+        torch.testing.assert_close(int8_linear(rows, weight, **wide), int8_linear(rows, weight), rtol=0, atol=0)
     assert "16384" in quantise_rows.supports(torch.empty(1, 16385))
     assert "contiguous" in quantise_rows.supports(torch.empty(8, 4).t())
     assert "int64" in quantise_rows.supports(x, outliers=torch.tensor([1], dtype=torch.int32))

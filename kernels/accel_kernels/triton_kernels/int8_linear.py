@@ -122,26 +122,29 @@ def int8_linear_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=("rows", "capacity"))
 def after_product_kernel(
-    acc_ptr, acc_u_ptr, extra_ptr, extra_u_ptr, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, rows, n, stride,
-    scale, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc_ptr, acc_u_ptr, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr, w_ptr,
+    u_ptr, rows, n, depth, capacity, stride, scale,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     m_idx = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n_idx = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (m_idx < rows)[:, None] & (n_idx < n)[None, :]
     place = m_idx.to(tl.int64)[:, None] * stride + n_idx[None, :]
-    at = m_idx.to(tl.int64)[:, None] * n + n_idx[None, :]
     row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
     y = tl.load(acc_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
-    if EXTRA:
-        y += tl.load(extra_ptr + at, mask=mask, other=0.0)
     other = y
     if GATE:
         other = tl.load(acc_u_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
-        if EXTRA:
-            other += tl.load(extra_u_ptr + at, mask=mask, other=0.0)
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+        y = _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST)
+        if GATE:
+            other = _add_outliers(
+                other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+            )
     _finish(
         y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE, RESIDUAL,
         KIND,
@@ -188,18 +191,20 @@ def int8_linear(
     return y
 
 
-def after_product(x, weight, bias, sums, extra, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
-    """What follows the integer sums (M, N), one or with a gate two; extra: what outliers add to each, or None."""
-    n, gate = weight.data.shape[0], up is not None
-    rows = x.data.numel() // x.data.shape[-1]
+def after_product(x, weight, bias, sums, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
+    """What follows the integer sums (M, N), one or with a gate two; outliers included."""
+    n, depth = weight.data.shape
+    rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     bias, up_bias = both_biases(bias, up_bias, gate)
-    height, width = 4, 256
+    height, width = 32, 128
     launch(
         after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
-        sums[0], sums[-1], extra[0], extra[-1], x.scales, weight.scales, up.scales if gate else None, bias, up_bias,
-        residual, y, rows, n, sums[0].stride(0), float(scale), HAS_BIAS=bias is not None, GATE=gate,
-        RESIDUAL=residual is not None, KIND=activation, EXTRA=extra[0] is not None, BLOCK_M=height, BLOCK_N=width,
+        sums[0], sums[-1], x.scales, weight.scales, up.scales if gate else None, bias, up_bias, residual, y, x.outliers,
+        x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
+        0 if x.outliers is None else x.columns.numel(), sums[0].stride(0), float(scale), HAS_BIAS=bias is not None,
+        GATE=gate, RESIDUAL=residual is not None, KIND=activation, OUTLIERS=0 if x.outliers is None else OUTLIERS,
+        BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
     )  # fmt: skip
     return y
 
@@ -248,7 +253,18 @@ def specimen(shape: Shape, gate: bool, outliers: bool, residual: bool):
     return int8_linear_kernel, types, constants, shape.warps, shape.stages
 
 
+def after_specimen():
+    """The pass after a product, with all there is to it."""
+    types = {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
+    types |= {"acc_ptr": "*i32", "acc_u_ptr": "*i32", "sx_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "n", "depth", "capacity", "stride"), "i32")
+    constants = {"HAS_BIAS": True, "GATE": True, "RESIDUAL": True, "KIND": "silu", "OUTLIERS": OUTLIERS}
+    return after_product_kernel, types, constants | {"BLOCK_M": 32, "BLOCK_N": 128, "UPCAST": False}, 4
+
+
 SPECIMENS = (
+    after_specimen(),
     specimen(Shape(128, 256, 128, 8, 3), False, False, True),
     specimen(Shape(64, 128, 128, 4, 4), False, True, False),
     specimen(Shape(128, 128, 128, 8, 3), True, False, False),
