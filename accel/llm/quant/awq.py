@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from accel.llm.quant.clipping import BlockHessian, clipped
 from accel.llm.quant.folding import Group, middle
-from accel.llm.quant.layer_work import LayerWork, matrix, put, trial
+from accel.llm.quant.layer_work import LayerWork
+from accel.llm.quant.matrices import matrix, put, trial
 from accel.llm.quant.rounding import quantise
 
 STEPS = 20  # of the exponent, from 0, which is no scale at all, on
@@ -41,9 +42,8 @@ def quantise_layer(work: LayerWork, model: nn.Module, groups: Sequence[Group]) -
     """Group by group finds mean|x|^alpha, alpha by the error of the layer's output, and folds it into what stands
     before; then rounds, with the groups of columns clipped where that makes the error smaller.
     """
-    sizes = {group: MeanSize() for group in groups if group.before is not None}
-    watched = {path: size for group, size in sizes.items() for path in group.paths[:1] if path in work.linears}
-    work.observe(watched)
+    work.notes += [group.note for group in groups if group.before is None]
+    sizes = work.inputs([group for group in groups if group.before is not None], MeanSize)
     for group, size in sizes.items():
         if size.mean is not None and bool(size.mean.any()):
             scales = _searched(work, group, group.before.tied(size.mean))

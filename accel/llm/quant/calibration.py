@@ -12,13 +12,14 @@ from accel.llm.linear import Weights, weights
 from accel.llm.quant import awq, gptq, smooth
 from accel.llm.quant.folding import Group, layer_groups
 from accel.llm.quant.layer_inputs import LayerInputs
-from accel.llm.quant.layer_work import LayerWork, matrix, outputs, put
+from accel.llm.quant.layer_work import LayerWork, outputs
 from accel.llm.quant.linears import linears
+from accel.llm.quant.matrices import matrix, put
 from accel.llm.quant.scheme import Scheme
-from accel.llm.recorder import decoder_layers
+from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.understanding import NotUnderstood
 from accel.patch import set_data
-from accel.structure import meta_weights, tampered
+from accel.structure import meta_weights, stock_method
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 FOLDING = ("awq", "smoothquant")
@@ -144,7 +145,8 @@ def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[Group])
 def _result(name: str, work: LayerWork, after: list[Tensor]) -> CalibratedLayer:
     own = {f"{path}.weight" for path in work.quantised}
     changed = {path: tensor.detach().clone() for path, tensor in work.changed.items() if path not in own}
-    result = CalibratedLayer(name, work.quantised, changed)
+    quantised = {path: work.quantised[path] for path in work.linears}
+    result = CalibratedLayer(name, quantised, changed)
     result.notes = tuple(work.notes)
     if after:
         noise, signal = work.error(after), work.signal()
@@ -169,10 +171,16 @@ def _check(model: nn.Module, scheme: Scheme, method: str, batches: Sequence[dict
         raise ValueError(f"method='smoothquant' is for weights='int8', not for {scheme}")
     if meta_weights(model):
         raise ValueError("some weights are not loaded; load the whole model on a CPU or one GPU")
-    for path, module in model.named_modules():
-        reason = tampered(module) if batches else None
-        if reason is not None:
-            raise ValueError(f"{path or 'the model'}: {reason}; calibrate the model as it was loaded")
+    reason = side_effects(model) or next(filter(None, map(_replaced, model.modules())), None)
+    if batches and reason is not None:
+        raise ValueError(f"{reason}: calibrate the model as it was loaded")
+
+
+def _replaced(module: nn.Module) -> str | None:
+    forward = vars(module).get("forward")
+    if forward is None or stock_method(module, forward):
+        return None
+    return f"the forward of a {type(module).__name__} was replaced ({type(forward).__name__})"
 
 
 def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, nn.Module]:

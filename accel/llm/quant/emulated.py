@@ -21,12 +21,12 @@ def rounded_by_token(x: Tensor) -> Tensor:
 
 @contextmanager
 def rounding_inputs(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, these modules are called with the first of their arguments rounded by token."""
+    """Inside, these linears are called with their input rounded by token."""
 
-    def rounded(module, args):
-        return rounded_by_token(args[0]), *args[1:]
+    def rounded(module, args, kwargs):
+        return tuple(map(rounded_by_token, args)), {name: rounded_by_token(value) for name, value in kwargs.items()}
 
     with ExitStack() as undo:
         for module in modules:
-            undo.callback(module.register_forward_pre_hook(rounded).remove)
+            undo.callback(module.register_forward_pre_hook(rounded, with_kwargs=True).remove)
         yield

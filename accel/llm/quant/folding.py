@@ -4,7 +4,7 @@ What stands before which linears is read off the formulas of the layers (see `La
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from accel.llm.formulas import formulas
 from accel.llm.layer_spec import LayerSpec
 from accel.llm.linear import Weights, weights
 from accel.llm.norm_spec import NormSpec
-from accel.llm.quant.layer_work import matrix, put
+from accel.llm.quant.matrices import matrix, put
 from accel.llm.understanding import NotUnderstood
 from accel.norm_kind import NormKind
 from accel.patch import set_data
@@ -24,7 +24,7 @@ from accel.patch import set_data
 HOMOGENEOUS = {"relu"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BeforeNorm:
     """A norm whose output goes to the linears, and nowhere else."""
 
@@ -50,7 +50,7 @@ class BeforeNorm:
         return [self.kind.weight, self.kind.bias]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BeforeRows:
     """A linear of whose outputs the others' inputs are multiples, or sums over tokens. rows: (K,) which of them."""
 
@@ -59,10 +59,10 @@ class BeforeRows:
 
     def tied(self, sizes: Tensor) -> Tensor:
         """(K,), the mean of those that come from one output: heads of queries may share values."""
-        outputs = matrix(self.module).shape[0]
-        rows = self.rows.to(sizes.device)
-        total = sizes.new_zeros(outputs).index_add_(0, rows, sizes)
-        return (total / torch.bincount(rows, minlength=outputs).clamp_min(1))[rows]
+        order = self.rows.to(sizes.device).argsort(stable=True)
+        times = len(self.rows) // len(self.rows.unique())  # all as often as each other
+        means = sizes[order].unflatten(0, (-1, times)).mean(1)
+        return torch.empty_like(sizes).index_copy_(0, order, means.repeat_interleave(times))
 
     def divide(self, scales: Tensor) -> list[str]:
         """As of a norm. scales: equal where they are of one output."""
@@ -75,16 +75,21 @@ class BeforeRows:
         return ["weight", "bias"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
-    """Linears that share an input. label: what they are in the layer; paths: from the model. before: None where
-    nothing can take the scale, for this reason.
+    """Linears that share an input. label: what they are in the layer; paths: from the model. normed: the input is that
+    of the attention or the MLP, which norms usually give. before: None where nothing can take a scale, for this reason.
     """
 
     label: str
+    normed: bool
     paths: tuple[str, ...]
     before: BeforeNorm | BeforeRows | None
     reason: str = ""
+
+    @property
+    def note(self) -> str:
+        return f"{self.label}: no scale is folded: {self.reason}"
 
     def fold(self, model: nn.Module, scales: Tensor) -> dict[str, nn.Parameter]:
         """Divides the input by scales, (K,) in float32, and multiplies the weights by them: the same products.
@@ -119,25 +124,27 @@ class _Layer:
         self.layer, self.path, self.spec, self.owners = layer, path, spec, owners
 
     def groups(self) -> list[Group]:
-        attention, mlp = self.spec.attention, self.spec.mlp
-        before = [("attention", attention.projections, lambda: self._norm(self.spec.before_attention))]
-        if self.spec.shared:
-            label = "attention and MLP"
-            before = [(label, (*attention.projections, *mlp.first), lambda: self._shared())]
-        elif mlp.first:
-            before.append(("MLP", mlp.first, lambda: self._norm(self.spec.before_mlp)))
-        before.append(("attention's output", (attention.out,), self._values))
+        attention, mlp, spec = self.spec.attention, self.spec.mlp, self.spec
+        if spec.shared:
+            both = (*attention.projections, *mlp.first)
+            found = [self._group("attention and MLP", True, both, self._shared)]
+        else:
+            found = [
+                self._group("attention", True, attention.projections, lambda: self._norm(spec.before_attention)),
+                self._group("MLP", True, mlp.first, self._before_mlp),
+            ]
+        found.append(self._group("attention's output", False, (attention.out,), self._values))
         if mlp.first:
-            before.append(("MLP's output", (mlp.down,), self._up))
-        return [self._group(*each) for each in before]
+            found.append(self._group("MLP's output", False, (mlp.down,), self._up))
+        return found
 
-    def _group(self, label: str, names: Iterable[str], before) -> Group:
+    def _group(self, label: str, normed: bool, names: Iterable[str], before: Callable) -> Group:
         paths = tuple(f"{self.path}.{name}" for name in names)
         try:
             self._own(names)
-            return Group(label, paths, before())
+            return Group(label, normed, paths, before())
         except NotUnderstood as reason:
-            return Group(label, paths, None, str(reason))
+            return Group(label, normed, paths, None, str(reason))
 
     def _own(self, names: Iterable[str]) -> None:
         """Raises NotUnderstood for a linear whose weight may not be changed alone."""
@@ -165,10 +172,17 @@ class _Layer:
         self._unshared(norm.name, module)
         return BeforeNorm(module, norm.kind)
 
+    def _before_mlp(self) -> BeforeNorm:
+        self._in_parts()
+        return self._norm(self.spec.before_mlp)
+
     def _shared(self) -> BeforeNorm:
-        if not self.spec.mlp.first:
-            raise NotUnderstood(f"{self.spec.mlp.whole} is given the same, and called as a whole")
+        self._in_parts()
         return self._norm(self.spec.before_attention)
+
+    def _in_parts(self) -> None:
+        if not self.spec.mlp.first:
+            raise NotUnderstood(f"{self.spec.mlp.whole} is called as a whole")
 
     def _values(self) -> BeforeRows:
         """Every head's result is a mean of values."""

@@ -8,7 +8,8 @@ import torch
 from accel_kernels.quantised import Quantised, pack
 from torch import Tensor
 
-from accel.llm.quant.layer_work import LayerWork, matrix
+from accel.llm.quant.layer_work import LayerWork
+from accel.llm.quant.matrices import matrix
 from accel.llm.quant.rounding import SCALES, grid, nearest, quantise
 from accel.llm.quant.scheme import Scheme
 

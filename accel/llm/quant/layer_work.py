@@ -1,19 +1,19 @@
 """One decoder layer while its weights are being quantised."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 from accel_kernels import Quantised
 from torch import Tensor, nn
 
-from accel.llm.linear import weights
 from accel.llm.quant.emulated import rounding_inputs
+from accel.llm.quant.folding import Group
 from accel.llm.quant.layer_inputs import Call, first
+from accel.llm.quant.matrices import matrix, put
 from accel.llm.quant.rounding import quantise
 from accel.llm.quant.scheme import Scheme
 from accel.llm.recorder import resting
-from accel.patch import set_data
 
 
 class LayerWork:
@@ -66,6 +66,13 @@ class LayerWork:
             return watch
 
         self._listen({path: watched(path) for path in watchers})
+
+    def inputs(self, groups: Iterable[Group], make: Callable[[], Callable[[Tensor], None]]) -> dict[Group, Callable]:
+        """make() for each of these groups, after it was called with all that the group is given, see `observe`."""
+        first = {group: next((path for path in group.paths if path in self.linears), None) for group in groups}
+        watchers = {group: make() for group, path in first.items() if path is not None}
+        self.observe({first[group]: watcher for group, watcher in watchers.items()})
+        return watchers
 
     def stages(self) -> list[list[str]]:
         """The linears that are called, in that order, those together that are given the same tensor."""
@@ -133,28 +140,6 @@ def outputs(layer: nn.Module, calls: Iterable[Call], rounding: Iterable[nn.Modul
     with resting(layer), rounding_inputs(rounding):
         for call in calls:
             yield first(layer(*call.args, **call.kwargs))
-
-
-def matrix(module: nn.Module) -> Tensor:
-    """The weight of a linear as (out, in)."""
-    return module.weight.detach().t() if weights(module).turned else module.weight.detach()
-
-
-def put(module: nn.Module, matrix: Tensor) -> None:
-    """A linear's weight becomes a matrix (out, in), in its own dtype and layout."""
-    value = matrix.t() if weights(module).turned else matrix
-    set_data(module.weight, lambda data: value.to(data.dtype).contiguous())
-
-
-@contextmanager
-def trial(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """After it, the parameters are what they were before: what is given new data inside is given back its own."""
-    before = [(parameter, parameter.detach()) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for parameter, data in before:
-            set_data(parameter, lambda _, data=data: data)
 
 
 def _mean_square(parts: Iterable[Tensor]) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from accel.llm.quant.folding import BeforeNorm, Group, middle
-from accel.llm.quant.layer_work import LayerWork, matrix, put, trial
+from accel.llm.quant.folding import Group, middle
+from accel.llm.quant.layer_work import LayerWork
+from accel.llm.quant.matrices import matrix, put, trial
 
 EXPONENTS = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # None: not smoothed
 
@@ -32,8 +33,8 @@ def quantise_layer(work: LayerWork, model: nn.Module, groups: Sequence[Group]) -
     """max|x|^a / max|w|^(1 - a) folded into the norms, with the a, one for the layer, that makes the error of its
     output least when inputs and weights of all its linears are int8; then rounds to nearest.
     """
-    sizes = {group: LargestSize() for group in groups if isinstance(group.before, BeforeNorm)}
-    work.observe({path: size for group, size in sizes.items() for path in group.paths[:1] if path in work.linears})
+    work.notes += [group.note for group in groups if group.normed and group.before is None]
+    sizes = work.inputs([group for group in groups if group.normed and group.before is not None], LargestSize)
     found = {group: size.largest for group, size in sizes.items() if size.largest is not None}
     work.emulated = True
     least, best = float("inf"), None
