@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.norm import ACTIVATIONS
-from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.op import Case, Op, capability, dtype_reason, launcher
 from accel_kernels.quantise_rows import QuantisedRows
 from accel_kernels.quantise_rows import reference as quantise
 from accel_kernels.quantised import Quantised
 
+AFTER_PRODUCT = "accel_kernels.triton_kernels.int8_linear:after_product"
 MOST_COLUMNS = 131072  # 128 * 127 times as many still fits an int32
 
 
@@ -68,10 +69,8 @@ def in_passes(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
     reason = _reason(x, weight, bias, **given)
     if reason is not None or x.data.numel() == 0:
         return reference(x, weight, bias, **given)
-    from accel_kernels.triton_kernels.int8_linear import after_product
-
     sums = [integer_product(x.data.flatten(0, -2), one.data) for one in (weight, up) if one is not None]
-    return after_product(x, weight, bias, sums, **given)
+    return launcher(AFTER_PRODUCT)(x, weight, bias, sums, **given)
 
 
 def supports(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0) -> str | None:
