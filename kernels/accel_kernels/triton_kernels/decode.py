@@ -18,9 +18,11 @@ from accel_kernels.triton_kernels.rotary_store import (
     AT_LAYERS,
     AT_LENGTH,
     AT_TABLE,
+    OF_EACH,
     stored_at,
     turned,
 )
+from accel_kernels.triton_kernels.rounding import code_of, rounded
 from accel_kernels.triton_kernels.shares import (
     LEAST_BLOCKS,
     MOST_SPLITS,
@@ -43,9 +45,10 @@ def decode_kernel(
     HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr,
-    SPLIT: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, CODE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
+    stored_as: tl.constexpr = element if CODE is None else CODE
     b = (tl.program_id(0) // kv_heads).to(tl.int64)
     g = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -54,8 +57,10 @@ def decode_kernel(
     stored = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
     columns = tl.load(where_ptr + AT_COLUMNS)
     table = stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
-    keys = stored_at(where_ptr, AT_LAYERS + 2 * layer, element) + g * DIM
-    values = stored_at(where_ptr, AT_LAYERS + 2 * layer + 1, element) + g * DIM
+    keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, stored_as) + g * DIM
+    values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, stored_as) + g * DIM
+    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
+    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
     valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -71,7 +76,9 @@ def decode_kernel(
     stop = tl.minimum(start + share, blocks)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
-    k, v = load_block(keys, values, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK)
+    k, v, k_scale, v_scale = load_block(
+        keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE
+    )
     # How channels turn together, as in rotary_store; here all of them, or none, in pairs (i, i + half).
     HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
     mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
@@ -107,16 +114,18 @@ def decode_kernel(
     at = tl.full((BLOCK_M,), 0, tl.int32) + stored
     if start < stop:
         row_max, row_sum, acc = attend_block(
-            q, k, v, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope, valid_ptr,
-            HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, UPCAST,
+            q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope,
+            valid_ptr, HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, UPCAST,
         )  # fmt: skip
     for i in range(start + 1, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < stored
-        k, v = load_block(keys, values, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK)
+        k, v, k_scale, v_scale = load_block(
+            keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE
+        )
         row_max, row_sum, acc = attend_block(
-            q, k, v, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope, valid_ptr,
-            HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, UPCAST,
+            q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope,
+            valid_ptr, HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, UPCAST,
         )  # fmt: skip
     if split == active - 1:
         one = tl.arange(0, 1)[:, None]
@@ -129,8 +138,17 @@ def decode_kernel(
         v_new = tl.load(v_ptr + b * stride_vb + (g + one) * stride_vh + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(table + stored // STORE_BLOCK).to(tl.int64)
         slot = (block * STORE_BLOCK + stored % STORE_BLOCK) * (kv_heads * DIM)
+        if CODE is not None:
+            k_new, k_new_scale = rounded(k_new.to(tl.float32), CODE)
+            v_new, v_new_scale = rounded(v_new.to(tl.float32), CODE)
+            at_scale = block * (kv_heads * STORE_BLOCK) + stored % STORE_BLOCK + tl.arange(0, 1)
+            tl.store(k_scales + at_scale, k_new_scale)
+            tl.store(v_scales + at_scale, v_new_scale)
         tl.store(keys + slot + d_idx[None, :] + one, k_new, mask=new_mask)
         tl.store(values + slot + d_idx[None, :] + one, v_new, mask=new_mask)
+        if CODE is not None:
+            k_new = k_new.to(tl.float32) * k_new_scale[:, None]
+            v_new = v_new.to(tl.float32) * v_new_scale[:, None]
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
         score = capped(score, softcap, HAS_SOFTCAP)
         if HAS_SLOPES:
@@ -184,12 +202,13 @@ def decode(
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
         STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS,
         MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group), SPLIT=splits > 1,
-        UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
+        CODE=code_of(kv.key_scales, kv.keys), UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps,
+        num_stages=tile.stages, **pdl,
     )  # fmt: skip
     return out
 
 
-def _specimen(dtype, dim, **flags):
+def _specimen(dtype, dim, code=None, **flags):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn", "sink", "slope")}
     types |= {"part_ptr": "*fp32", "stat_ptr": "*fp32", "ticket_ptr": "*i32", "where_ptr": "*i64"}
     types |= {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bh"} | {"stride_cb": "i32", "stride_cp": "i32"}
@@ -200,8 +219,13 @@ def _specimen(dtype, dim, **flags):
     constants = {f"HAS_{name}": flags.get(name, False) for name in names}
     constants |= {"GROUP": 4, "DIM": dim, "PAIRS": dim // 2, "Q_NORM": True, "K_NORM": True, "STORE_BLOCK": 64}
     constants |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": tile.channels, "LEAST": LEAST_BLOCKS}
-    constants |= {"MOST_SPLITS": MOST_SPLITS, "COMBINE": 4, "SPLIT": True, "UPCAST": False, "PDL": False}
+    constants |= {"MOST_SPLITS": MOST_SPLITS, "COMBINE": 4, "SPLIT": True, "CODE": code, "UPCAST": False, "PDL": False}
     return decode_kernel, types, constants, tile.warps, tile.stages
 
 
-SPECIMENS = (_specimen("bf16", 128, VALID=True), _specimen("bf16", 256, WINDOW=True, SOFTCAP=True))
+SPECIMENS = (
+    _specimen("bf16", 128, VALID=True),
+    _specimen("bf16", 256, WINDOW=True, SOFTCAP=True),
+    _specimen("bf16", 128, tl.int8, VALID=True),
+    _specimen("fp16", 128, tl.int8),
+)
