@@ -5,7 +5,8 @@ import inspect
 from torch import nn
 
 from accel.graphs import GraphRunner
-from accel.llm.check import find_manner
+from accel.llm.cache_rounding import choose, described
+from accel.llm.check import find_manner, rehearse
 from accel.llm.decoder import DecoderForward
 from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
@@ -41,19 +42,21 @@ def match_decoder(site, context) -> Match | Skip | None:
     context.shared[HEAD] = site.module.get_output_embeddings()
     layers = context.share("decoder layers", dict)
     try:
-        forward, patches = _understand(site.module, context, layers)
+        forward, patches, rounding = _understand(site.module, context, layers)
     except NotUnderstood as reason:
         for path, found in layers.items():
             if not isinstance(found, str):
                 layers[path] = "understood, but not the whole model"
-        return Skip(str(reason))
+        return Skip(f"{reason}{'' if context.options.kv_cache is None else '; kv_cache changes nothing'}")
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(site.module.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
-    return Match(forward, patches, (), f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
+    notes = (rounding, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
+    return Match(forward, patches, (), "; ".join(filter(None, notes)))
 
 
-def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward, tuple]:
+def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward, tuple, str]:
+    """Its forward, the patches besides, and what the report says of its cache. Raises NotUnderstood."""
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise NotUnderstood("its forward takes no cache")
     reason = side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
@@ -68,6 +71,7 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.manner = find_manner(forward)
+    rounding = "" if context.options.kv_cache is None else _round(forward, specs, context.options)
     if context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.pool, context.ledger, obstacle, keep)
@@ -76,7 +80,19 @@ def _understand(model: nn.Module, context, layers: dict) -> tuple[DecoderForward
             forward.prompts = Prompts(GraphRunner(model, *graphs))
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, *seams(model, forward))
+    return forward, (*patches, *seams(model, forward)), rounding
+
+
+def _round(forward: DecoderForward, specs: list, options) -> str:
+    """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
+    kind, device = options.kv_cache, forward.shapes()[0].device
+    codes, told = choose(kind, device, ((layer, spec.attention) for layer, spec in specs))
+    forward.round(codes)
+    note = described(kind, forward.shapes(), told)
+    if told and options.strict:
+        raise ValueError(f"strict=True: kv_cache={kind!r}: {note}")
+    rehearse(forward)
+    return note
 
 
 def match_layer(site, context) -> Match | Skip | None:
