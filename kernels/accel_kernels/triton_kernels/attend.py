@@ -97,15 +97,29 @@ def attend_kernel(
             row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
             row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    odd = 0.0  # see `attend_block`
     for i in range(start, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
         k, v, k_scale, v_scale = load_block(
-            k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE
+            k_ptr,
+            v_ptr,
+            k_scales,
+            v_scales,
+            table,
+            n_idx,
+            n_mask,
+            d_idx,
+            d_mask,
+            kv_heads,
+            DIM,
+            STORE_BLOCK,
+            CODE,
+            None,
         )
-        row_max, row_sum, acc = attend_block(
-            q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope,
-            valid_ptr, HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, UPCAST,
+        row_max, row_sum, acc, odd = attend_block(
+            q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
+            valid_ptr, HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     finish(
@@ -186,3 +200,4 @@ SPECIMENS = (
     _specimen("bf16", 20, 128, tl.int8, VALID=True),
     _specimen("bf16", 128, 128, tl.int8),
 )
+FLOAT8_SPECIMENS = (_specimen("bf16", 20, 128, tl.float8e4nv),)

@@ -180,3 +180,4 @@ def _specimen(dtype, interleaved, code=None):
 
 
 SPECIMENS = (_specimen("bf16", False), _specimen("bf16", True), _specimen("bf16", False, tl.int8))
+FLOAT8_SPECIMENS = (_specimen("bf16", False, tl.float8e4nv),)
