@@ -7,15 +7,14 @@ is given are the rounded keys and values of all tokens, the new ones too.
 import copy
 import math
 import pickle
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels.rounding import restored, rounded
 from families import BY_NAME, available, make, padded, prompt
 from modes import MODES, generate, same
+from rounded_cache import rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -25,26 +24,6 @@ from accel.llm.cache_rounding import CODES, LEAST, codes_for, decibels
 
 KINDS = list(CODES)
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def rounding(codes: torch.dtype, except_layer: int | None = None):
-    """Inside, every dynamic cache rounds what it is given."""
-    update, init = DynamicCache.update, DynamicCache.__init__
-
-    def rounds(self, keys, values, layer, *args, **kwargs):
-        if layer != except_layer:
-            keys, values = (restored(*rounded(t, codes), t.dtype) for t in (keys, values))
-        return update(self, keys, values, layer, *args, **kwargs)
-
-    def plain(self, *args, config=None, **kwargs):  # layers with a window forget, and ours keep; masks hide the rest
-        init(self, *args, **kwargs)
-
-    DynamicCache.update, DynamicCache.__init__ = rounds, plain
-    try:
-        yield
-    finally:
-        DynamicCache.update, DynamicCache.__init__ = update, init
 
 
 def pair(name: str, kind: str, **changes):
