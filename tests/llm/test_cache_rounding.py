@@ -230,7 +230,7 @@ def test_a_layer_with_constants_in_its_keys_stays_as_it_is_and_is_named():
     mine = off(lambda ids: ours(ids, past_key_values=cache), (ids,), wanted)
     assert [shape.codes for shape in store_of(cache).shapes] == [torch.int8, None, torch.int8]
     told = next(site[3] for site in accel.report(ours).sites if site[1] == "language model")
-    assert "in float32 where rounded keys leave scores less than 24 dB: model.layers.1: " in told
+    assert "in float32 where rounded keys leave scores less than 18 dB: model.layers.1: " in told
     assert naive > 0.2 and mine < naive / 5, (naive, mine)
     with rounding(torch.float8_e4m3fn):
         assert off(stock, (ids,), wanted) < naive  # floats have digits for the small channels too
@@ -304,7 +304,7 @@ def test_verify_calls_it_lossy():
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.001), ("fp8", 1.003)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.0005), ("fp8", 1.001)])
 def test_the_perplexity_of_the_shipped_model(kind, most):
     folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
     stock = AutoModelForCausalLM.from_pretrained(folder)
