@@ -26,9 +26,9 @@ def test_what_is_restored_is_the_nearest_code(code, dtype):
 
 @pytest.mark.parametrize("code", KINDS)
 def test_rounding_what_was_rounded_changes_no_code(code):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         codes, scales = rounded(torch.randn(50, 64).to(dtype), code)
-        again, their_scales = rounded(restored(codes, scales, torch.float32), code)
+        again, their_scales = rounded(restored(codes, scales, dtype), code)
         assert torch.equal(codes.float(), again.float())
         torch.testing.assert_close(their_scales, scales, rtol=1e-6, atol=0)
 
