@@ -5,6 +5,7 @@ is given are the rounded keys and values of all tokens, the new ones too.
 """
 
 import copy
+import functools
 import math
 import pickle
 from pathlib import Path
@@ -49,12 +50,12 @@ PRODUCT = [
     )
     for mode in modes
 ]  # fmt: skip
-MADE: dict = {}
+pair_of = functools.cache(pair)
 
 
 @pytest.mark.parametrize(("name", "kind", "mode"), PRODUCT, ids=str)
 def test_text_is_that_of_stock_over_a_rounded_cache(name, kind, mode):
-    ours, stock = MADE[name, kind] = MADE.get((name, kind)) or pair(name, kind)
+    ours, stock = pair_of(name, kind)
     inputs = padded(mode.lengths)
     with rounding(CODES[kind]):
         theirs = mode(stock, *inputs)
