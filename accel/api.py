@@ -50,6 +50,10 @@ def optimize(obj, **options):
             vars(part)[PLAN] = plan
         if chosen.step_cache is not None:
             _settle_step_cache(obj, chosen.step_cache)
+        if chosen.kv_cache is not None and not any(map(_language_rules, _models(obj).values())):
+            raise ValueError(
+                f"kv_cache={chosen.kv_cache!r}: there is no causal language model in this {type(obj).__name__}"
+            )
     except BaseException:
         for name in reversed(applied):
             vars(parts[name]).pop(PLAN).undo()

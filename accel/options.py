@@ -30,6 +30,10 @@ class Options:
         of being symmetric. None leaves them as they are.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
+    kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
+        "int8" or "fp8" (float8_e4m3fn; GPUs of compute capability 8.9 and later): half the memory of 16 bits. Layers
+        whose keys would lose too much, as measured when the model is optimised, keep theirs, see the report. None keeps
+        them in the dtype of the model.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
@@ -40,6 +44,7 @@ class Options:
     step_cache: int | str | None = None
     weights: str | None = None
     keep_original: bool = True
+    kv_cache: str | None = None
     strict: bool = False
 
     def __post_init__(self):
@@ -48,6 +53,7 @@ class Options:
         _one_of("graphs", self.graphs, ("auto", True, False))
         _one_of("weights", self.weights, (None, *WEIGHTS))
         _one_of("keep_original", self.keep_original, (True, False))
+        _one_of("kv_cache", self.kv_cache, (None, "int8", "fp8"))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:
@@ -60,7 +66,7 @@ class Options:
     @property
     def lossy(self) -> str | None:
         """The options chosen that change results by more than rounding, or None."""
-        chosen = {name: getattr(self, name) for name in ("step_cache", "weights")}
+        chosen = {name: getattr(self, name) for name in ("step_cache", "weights", "kv_cache")}
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
 
 
