@@ -33,8 +33,10 @@ def optimize(obj, **options):
     """
     chosen = parse(options)
     parts = _parts(obj)
-    if chosen.weights is not None and not any(map(_is_language_model, parts.values())):
-        raise ValueError(f"weights={chosen.weights!r}: for causal language models; a {type(obj).__name__} holds none")
+    for name in ("weights", "kv_cache"):
+        value = getattr(chosen, name)
+        if value is not None and not any(map(_is_language_model, parts.values())):
+            raise ValueError(f"{name}={value!r}: for causal language models; a {type(obj).__name__} holds none")
     before = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken, applied = [], []
     try:
@@ -50,10 +52,6 @@ def optimize(obj, **options):
             vars(part)[PLAN] = plan
         if chosen.step_cache is not None:
             _settle_step_cache(obj, chosen.step_cache)
-        if chosen.kv_cache is not None and not any(map(_language_rules, _models(obj).values())):
-            raise ValueError(
-                f"kv_cache={chosen.kv_cache!r}: there is no causal language model in this {type(obj).__name__}"
-            )
     except BaseException:
         for name in reversed(applied):
             vars(parts[name]).pop(PLAN).undo()

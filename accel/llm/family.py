@@ -93,7 +93,7 @@ def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, Layer
 
 
 def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple, str]:
-    """The forward that computes by these formulas, tried as a whole, its patches, and what the report says of its cache.
+    """The forward that computes by these formulas, tried as a whole; its patches; what the report says of its cache.
 
     Raises NotUnderstood.
     """
