@@ -93,6 +93,15 @@ class Swap:
         self.there = False
 
 
+def exchange(root: nn.Module, new: dict[str, QuantisedLinear]) -> None:
+    """Puts each in all places of the linear that has this path, for good."""
+    originals = {path: root.get_submodule(path) for path in new}
+    places = _places(root, list(originals.values()))
+    for path, quantised in new.items():
+        _share_hooks(originals[path], quantised)
+        _set(places[id(originals[path])], quantised)
+
+
 def _share_hooks(original: nn.Module, quantised: nn.Module) -> None:
     """Hooks put on one are on the other: those of the user's outlive `undo`."""
     for name, value in vars(original).items():
