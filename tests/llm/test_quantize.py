@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from families import layers, make, padded
+from families import BY_NAME, FAMILIES, available, layers, make, padded
 from modes import generate, same, tokenizer
 from quantised import held_by, logits
 from transformers import AutoModelForCausalLM
@@ -72,6 +72,19 @@ def test_it_is_what_the_option_makes_and_stays(name, scheme):
     same(generate(model, ids, mask), before)
     accel.restore(model)
     assert held_by(model) and torch.equal(logits(model)["logits"], logits(wanted)["logits"])
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.expected == "fast"])
+def test_every_family_that_is_fast_is_so_with_quantised_weights_of_its_own(name):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    model = accel.quantize(make(name), "int8")
+    ids, mask = padded((9, 9))
+    before = generate(model, ids, mask)
+    accel.optimize(model)
+    rows = {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule[0] in "ld"}
+    assert {rows[path][0] for path in layers(model)} == {"patched"}, rows
+    same(generate(model, ids, mask), before)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -248,7 +261,7 @@ def test_groups_that_fit_nowhere_are_an_error_and_others_are_left_alone():
         accel.quantize(model, "int4")
     assert not held_by(model)
     accel.quantize(model, "int4-g64")
-    kinds = {type(getattr(layer.mlp, "down_proj")) for layer in layers(model).values()}
+    kinds = {type(layer.mlp.down_proj) for layer in layers(model).values()}
     assert kinds == {torch.nn.Linear} and len(held_by(model)) == 12
     with pytest.raises(ValueError, match=r"nothing to quantise as 'int8'"):
         accel.quantize(accel.quantize(make("llama"), "int8"), "int8")

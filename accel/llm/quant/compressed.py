@@ -65,15 +65,21 @@ def _unpacked(words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, ze
     if words.dtype != torch.int32 or words.dim() != 2 or shape.numel() != 2:
         raise ValueError(f"a packed weight {tuple(words.shape)} of {words.dtype}")
     rows, columns = shape.tolist()
-    bits = columns and words.shape[1] * WORD // columns
-    if words.shape[0] != rows or bits not in (4, 8) or words.shape[1] * WORD != bits * columns:
+    wide = bits(words, shape)
+    if words.shape[0] != rows or wide not in (4, 8) or words.shape[1] * WORD != wide * columns:
         raise ValueError(f"a packed weight {tuple(words.shape)} for the shape {(rows, columns)}: neither 4 nor 8 bits")
     if zeros is not None:
-        per_word = WORD // bits
+        per_word = WORD // wide
         if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
             raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
-        zeros = (unpacked_zeros if bits == 4 else _zeros_of_bytes)(zeros, rows)
-    return (words if bits == 4 else from_bytes(words)), zeros
+        zeros = (unpacked_zeros if wide == 4 else _zeros_of_bytes)(zeros, rows)
+    return (words if wide == 4 else from_bytes(words)), zeros
+
+
+def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
+    """Of a number in a packed weight of this shape."""
+    columns = int(shape.flatten()[-1])
+    return columns and words.shape[-1] * WORD // columns
 
 
 def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:

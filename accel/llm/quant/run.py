@@ -130,7 +130,7 @@ def _put(model: nn.Module, results: dict[str, LayerResult], chosen: dict[str, nn
     rows = []
     for path in list(results):
         result = results.pop(path)
-        new = {}
+        pairs = []
         for where, quantised in result.weights.items():
             module = chosen.pop(where)
             turned = weights(module).turned
@@ -146,11 +146,12 @@ def _put(model: nn.Module, results: dict[str, LayerResult], chosen: dict[str, nn
                     "reversible": False,
                 }
             )
-            new[where] = QuantisedLinear(_on(quantised, weight.device), module.bias, weight.dtype, scheme, turned)
+            held = _on(quantised, weight.device)
+            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
-        module = weight = None
-        exchange(model, new)
+        exchange(model, pairs)
+        pairs = module = weight = None
     return rows
 
 

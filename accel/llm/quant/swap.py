@@ -93,13 +93,13 @@ class Swap:
         self.there = False
 
 
-def exchange(root: nn.Module, new: dict[str, QuantisedLinear]) -> None:
-    """Puts each in all places of the linear that has this path, for good."""
-    originals = {path: root.get_submodule(path) for path in new}
-    places = _places(root, list(originals.values()))
-    for path, quantised in new.items():
-        _share_hooks(originals[path], quantised)
-        _set(places[id(originals[path])], quantised)
+def exchange(root: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Puts the second of each in all places of the first."""
+    pairs = list(pairs)
+    places = _places(root, [before for before, _ in pairs])
+    for before, after in pairs:
+        _share_hooks(before, after)
+        _set(places[id(before)], after)
 
 
 def _share_hooks(original: nn.Module, quantised: nn.Module) -> None:
