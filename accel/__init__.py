@@ -6,7 +6,7 @@
 >>> accel.restore(pipe)  # exactly the stock object again
 """
 
-from accel.api import Report, optimize, optimized, quantize, report, restore, verify
+from accel.api import Report, load, optimize, optimized, quantize, report, restore, verify
 from accel.options import Options
 from accel.quality import Quality
 
@@ -16,6 +16,7 @@ __all__ = [
     "Quality",
     "Report",
     "__version__",
+    "load",
     "optimize",
     "optimized",
     "quantize",

@@ -84,6 +84,19 @@ def quantize(model, scheme: str, calibration=None, tokenizer=None, method: str |
     return model
 
 
+def load(folder, dtype="auto", device=None):
+    """The causal language model saved in this folder; quantised layers are loaded as they are stored, never whole.
+
+    folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
+    compressed-tensors, which need not be installed; of an unquantised model too. dtype: of what is not quantised,
+    "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
+    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another.
+    """
+    from accel.llm.quant.loading import load as loaded
+
+    return loaded(Path(folder), dtype, device)
+
+
 def restore(obj):
     """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimised.
 

@@ -40,7 +40,8 @@ class LanguagePlan(Plan):
                 self.patches.insert(0, quantisation.swap)
             self.rows += [Row(path, RULE, status, reason) for path, status, reason in quantisation.rows]
             self.weights = quantisation.records
-        if arrival.found:
+        self.arrived = bool(arrival.found)
+        if self.arrived:
             self.patches.insert(0, arrival)
         self.rows += [Row(path, RULE, status, reason) for path, status, reason in arrival.rows]
 

@@ -19,7 +19,7 @@ TRITON = KERNELS / "triton_kernels"
 ABOVE = {"cli.py", "api.py", "__main__.py"}
 
 NAMES = {
-    "Options", "Quality", "Report", "optimize", "optimized", "quantize", "report", "restore", "verify",
+    "Options", "Quality", "Report", "load", "optimize", "optimized", "quantize", "report", "restore", "verify",
     "__version__",
 }  # fmt: skip
 

@@ -8,10 +8,8 @@ import torch
 from families import layers, make, padded
 from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
 from modes import generate, same
-from quantised import held_by, logits
+from quantised import Counting, held_by, logits
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import accel
@@ -121,25 +119,6 @@ def test_numbers_stay_where_they_are(scheme, folders):
     assert model.model.layers[0].mlp.down_proj.data.data_ptr() == place and big.numel() == 0
     accel.restore(model)
     assert big.data_ptr() == place
-
-
-class Counting(TorchDispatchMode):
-    """The most floating tensors of a linear's size, on real memory, that there were at once."""
-
-    def __init__(self, sizes: set[int]):
-        super().__init__()
-        self.sizes, self.alive, self.most = sizes, {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.dtype.is_floating_point:
-                if tensor.numel() in self.sizes and not tensor.is_meta and tensor.dtype.itemsize > 1:
-                    storage = tensor.untyped_storage()
-                    self.alive[storage.data_ptr()] = StorageWeakRef(storage)
-        self.alive = {place: one for place, one in self.alive.items() if not one.expired()}
-        self.most = max(self.most, len(self.alive))
-        return result
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", *KINDS])
