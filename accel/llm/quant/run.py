@@ -1,6 +1,7 @@
 """A model quantised for good, layer by layer: the work behind `accel.quantize`."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,17 @@ WITH_DATA = "gptq"  # what is chosen where there is some
 @dataclass
 class Run:
     """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; `seconds`
-    by the path of a layer, none of those that an earlier run had done.
+    by the path of a layer; `taken`, how many layers an earlier run had done.
     """
 
     rows: list[dict] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    taken: int = 0
+
+    def reasons(self) -> Counter:
+        """Linears left alone, by why."""
+        return Counter(self.skipped.values())
 
 
 def quantize(
@@ -59,7 +65,7 @@ def quantize(
         digests = {"model": model_digest(model), "calibration": data_digest(data)}
         unfinished = Unfinished(out, {"scheme": scheme, "method": method} | digests)
         known = unfinished.known()
-    done = Run(skipped=skipped)
+    done = Run(skipped=skipped, taken=len(known))
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
     count = _linears(results)
     at(count, len(chosen))
