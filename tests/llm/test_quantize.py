@@ -288,6 +288,16 @@ def test_objects_that_are_no_language_models_and_optimised_ones(tiny):
         accel.quantize(empty, "int8")
 
 
+def test_with_adapters_in_it_nothing_is_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = make("llama")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="a model with adapters in it cannot be saved"):
+        accel.quantize(model, "int8", out=tmp_path / "out")
+    assert not held_by(model) and not (tmp_path / "out").exists()
+    assert len(held_by(accel.quantize(model, "int8"))) == 14
+
+
 def test_results_that_are_not_of_the_model(monkeypatch):
     model = make("llama")
     real = running.quantise_layers

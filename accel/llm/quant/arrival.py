@@ -77,16 +77,19 @@ class Arrival(Swap):
 def _recognised(module: nn.Module, dtype) -> Arrived | str | None:
     """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
     for kind in KINDS:
-        answer = kind.recognise(module, dtype)
+        try:
+            answer = kind.recognise(module, dtype)
+            if isinstance(answer, Arrived):
+                answer.read()
+        except ValueError as error:
+            return str(error)
+        except Exception as error:  # whatever tensors of other shapes, or without memory, may raise
+            return f"its tensors cannot be read: {type(error).__name__}"
         if answer is None:
             continue
         if isinstance(answer, str):
             return answer
         if reason := hooked(module):
             return reason
-        try:
-            answer.read()
-        except ValueError as error:
-            return str(error)
         return answer
     return None

@@ -12,7 +12,7 @@ from torch import nn
 from accel.llm.linear import weights
 from accel.llm.quant.batches import batches
 from accel.llm.quant.calibration import LayerResult, quantise_layers
-from accel.llm.quant.linears import linears
+from accel.llm.quant.linears import BASE, linears
 from accel.llm.quant.module import QuantisedLinear
 from accel.llm.quant.rounding import sqnr_db
 from accel.llm.quant.saving import SAVE, Saving
@@ -59,6 +59,10 @@ def quantize(
     if not chosen:
         path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
         raise ValueError(f"nothing to quantise as {scheme!r}: {path}: {reason}")
+    if out is not None and (
+        getattr(model, "_hf_peft_config_loaded", False) or any(BASE in p.split(".") for p in chosen)
+    ):
+        raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
     data = [] if calibration is None else batches(model, calibration, tokenizer)
     unfinished, known = None, {}
     if out is not None:
