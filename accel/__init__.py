@@ -6,9 +6,21 @@
 >>> accel.restore(pipe)  # exactly the stock object again
 """
 
-from accel.api import Report, optimize, optimized, report, restore, verify
+from accel.api import Report, load, optimize, optimized, quantize, report, restore, verify
 from accel.options import Options
 from accel.quality import Quality
 
 __version__ = "0.1.0"
-__all__ = ["Options", "Quality", "Report", "__version__", "optimize", "optimized", "report", "restore", "verify"]
+__all__ = [
+    "Options",
+    "Quality",
+    "Report",
+    "__version__",
+    "load",
+    "optimize",
+    "optimized",
+    "quantize",
+    "report",
+    "restore",
+    "verify",
+]

@@ -64,6 +64,41 @@ def optimize(obj, **options):
     return obj
 
 
+def quantize(model, scheme: str, calibration=None, tokenizer=None, method: str | None = None, out=None):
+    """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
+
+    scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq" and "awq" look at calibration data, of
+    which the first 128 rows are read: texts (with their tokenizer), a data set with a column "text" or "input_ids", or
+    an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
+    out: a folder where the model is saved, as `model.save_pretrained(out)` does, with the tokenizer if one is given.
+    Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
+    It cannot be undone: load the model again to have its original weights. `accel.optimize(model)` then runs it fast.
+    Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
+    it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
+    """
+    if not _is_language_model(model):
+        raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
+    from accel.llm.quant.run import quantize as run
+    from accel.progress import bar
+
+    with bar(f"quantising to {scheme}") as at:
+        run(model, scheme, calibration, tokenizer, method, None if out is None else Path(out), at)
+    return model
+
+
+def load(folder, dtype="auto", device=None):
+    """The causal language model saved in this folder; quantised layers are loaded as they are stored, never whole.
+
+    folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
+    compressed-tensors, which need not be installed; of an unquantised model too. dtype: of what is not quantised,
+    "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
+    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another.
+    """
+    from accel.llm.quant.loading import load as loaded
+
+    return loaded(Path(folder), dtype, device)
+
+
 def restore(obj):
     """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimised.
 

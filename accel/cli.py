@@ -7,6 +7,7 @@ from accel.commands.bench import bench
 from accel.commands.bench_llm import bench_llm
 from accel.commands.demo import demo
 from accel.commands.profile import profile
+from accel.commands.quantize import quantize
 from accel.commands.report import report
 from accel.commands.verify import verify
 
@@ -27,6 +28,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-for command in (demo, report, verify, profile, bench):
+for command in (demo, report, verify, profile, quantize, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)

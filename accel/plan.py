@@ -60,7 +60,12 @@ class Row:
 
 
 class Plan:
-    """The patches of one model, scheduler or pipeline, and the rows that tell about them."""
+    """The patches of one model, scheduler or pipeline, and the rows that tell about them.
+
+    arrived: some of its layers came quantised by another library, which `LanguagePlan` knows to repack.
+    """
+
+    arrived = False
 
     def __init__(self, root: object, rules: Sequence[Rule], context: Context):
         self.root, self.options = root, context.options

@@ -67,13 +67,7 @@ class Report:
             table.add_row(where, rule, str(count), status, reason)
         yield table
         if self.weights:
-            table = Table("weights of", "linears", "stored as", "SQNR dB", "MB before", "MB after")
-            for (where, scheme), rows in _alike(self.weights).items():
-                found = sorted(row["sqnr_db"] for row in rows)
-                ratio = f"{found[0]:.1f}" if len(rows) == 1 else f"{found[0]:.1f} to {found[-1]:.1f}"
-                sizes = (f"{sum(row[name] for row in rows) / 1e6:.1f}" for name in ("bytes_before", "bytes_after"))
-                table.add_row(where, str(len(rows)), scheme, ratio, *sizes)
-            yield table
+            yield weights_table(self.weights)
         if self.graphs:
             table = Table("graph of", "inputs", "status", "eager ms", "graph ms", "MB", "reason")
             for row in self.graphs:
@@ -105,6 +99,19 @@ def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str
         where = ".".join(parts if status == "skipped" else parts[:1]) or WHOLE
         groups[where, rule, status, reason] += 1
     return groups
+
+
+def weights_table(weights: list[dict]):
+    """Rows as of `Report.weights` as a table, one line for all of a place and scheme."""
+    from rich.table import Table
+
+    table = Table("weights of", "linears", "stored as", "SQNR dB", "MB before", "MB after")
+    for (where, scheme), rows in _alike(weights).items():
+        found = sorted(row["sqnr_db"] for row in rows if row["sqnr_db"] is not None)
+        ratio = "-" if not found else f"{found[0]:.1f}" if len(found) == 1 else f"{found[0]:.1f} to {found[-1]:.1f}"
+        sizes = (f"{sum(row[name] for row in rows) / 1e6:.1f}" for name in ("bytes_before", "bytes_after"))
+        table.add_row(where, str(len(rows)), scheme, ratio, *sizes)
+    return table
 
 
 def _alike(weights: list[dict]) -> dict[tuple[str, str], list[dict]]:

@@ -1,5 +1,6 @@
 """What several commands take: a device, a dtype, a folder with a saved model; and how they show they are at work."""
 
+import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,15 +49,30 @@ def quiet() -> None:
             logging.set_verbosity_error()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer's files; without them transformers would make an empty one."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def quantised(folder: Path) -> bool:
+    """Whether a model of the layout of compressed-tensors is saved there."""
+    try:
+        said = json.loads((folder / "config.json").read_text()).get("quantization_config")
+        return said is not None and said.get("quant_method") == "compressed-tensors"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def load_folder(folder: Path, dtype, device):
     """What was saved there, on the device, its own progress bars off; a wrong folder is the user's mistake."""
+    import accel
     from accel import saved
 
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not a folder", param_hint="FOLDER")
     quiet()
     try:
-        loaded = saved.load(folder, dtype, device)
+        loaded = accel.load(folder, dtype, device) if quantised(folder) else saved.load(folder, dtype, device)
     except (TypeError, ValueError, OSError) as error:
         raise wrong_folder(error) from None
     if hasattr(loaded, "set_progress_bar_config"):

@@ -11,6 +11,7 @@ from accel.commands.options import (
     DEVICE_HELP,
     DTYPE_HELP,
     JSON_HELP,
+    has_tokenizer,
     load_folder,
     parse_device,
     parse_dtype,
@@ -81,11 +82,11 @@ def _call(loaded, folder: Path, prompt: str | None, steps: int | None) -> dict:
 
 
 def _tokens(model, folder: Path, prompt: str) -> dict:
-    """The prompt as the folder's tokenizer writes it; without its files transformers would make an empty one."""
+    """The prompt as the folder's tokenizer writes it."""
     from transformers import AutoTokenizer
 
     from accel.llm.verify import tokenized
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         raise typer.BadParameter(f"{folder} holds no tokenizer", param_hint="--prompt")
     return tokenized(model, AutoTokenizer.from_pretrained(folder), prompt)

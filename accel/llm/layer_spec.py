@@ -8,6 +8,7 @@ from accel.llm.attention_spec import AttentionSpec, understand_attention
 from accel.llm.compare import factor, is_sum, named_factor
 from accel.llm.mlp_spec import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.norm_spec import NormSpec, norm_spec
+from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
@@ -131,6 +132,8 @@ class _Skeleton:
 def _normlike(call: Call) -> bool:
     """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
     if not call.alone or call.output is None or call.output.held.shape != call.input.held.shape:
+        return False
+    if type(call.module) is QuantisedLinear:
         return False
     parameters = list(call.module.parameters())
     return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)

@@ -8,6 +8,7 @@ from accel_kernels.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.compare import agree
+from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Call, LayerRecord
 from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
@@ -70,7 +71,7 @@ def _ancestors(layer: LayerRecord) -> set[nn.Module]:
 
 
 def _matrices(module: nn.Module) -> bool:
-    return any(p.dim() >= 2 for p in module.parameters())
+    return any(p.dim() >= 2 for p in module.parameters()) or any(type(m) is QuantisedLinear for m in module.modules())
 
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, MlpCalls] | None:

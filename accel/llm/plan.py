@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
+from accel.llm.quant.arrival import Arrival
 from accel.llm.quant.module import dequantising
 from accel.llm.quant.quantisation import RULE
 from accel.llm.quant.swap import Swap
@@ -14,16 +16,23 @@ from accel.plan import Context, Plan, Row
 
 class LanguagePlan(Plan):
     """Weights are quantised while planning, once the layers are understood: what is bound and tried is what will run.
+    Quantised linears that the model arrived with are repacked before.
 
-    They are the first patch, taken back last. Where planning fails nothing stays quantised.
+    They are the first patches, taken back last. Where planning fails nothing stays quantised, nor repacked.
     """
 
     def __init__(self, root: nn.Module, context: Context):
+        self.arrival = arrival = Arrival(root)
+        if context.options.strict and (left := [row for row in arrival.rows if row[1] == "skipped"]):
+            raise ValueError(f"strict=True: {left[0][0]} ({RULE}): {left[0][2]}")
         try:
+            with torch.inference_mode(False), torch.no_grad():
+                arrival.put()
             super().__init__(root, RULES, context)
         except BaseException:
             if QUANTISATION in context.shared:
                 context.shared[QUANTISATION].swap.undo()
+            arrival.undo()
             raise
         quantisation = context.shared.get(QUANTISATION)
         if quantisation is not None:
@@ -31,11 +40,28 @@ class LanguagePlan(Plan):
                 self.patches.insert(0, quantisation.swap)
             self.rows += [Row(path, RULE, status, reason) for path, status, reason in quantisation.rows]
             self.weights = quantisation.records
+        self.arrived = bool(arrival.found)
+        if self.arrived:
+            self.patches.insert(0, arrival)
+        self.rows += [Row(path, RULE, status, reason) for path, status, reason in arrival.rows]
 
     @contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, the model is stock but for its quantised linears, which multiply by torch's own products."""
-        patches = [patch for patch in self.patches if not isinstance(patch, Swap)]
+        with self._only(Swap):
+            yield
+
+    @contextmanager
+    def as_arrived(self) -> Iterator[None]:
+        """The same, but what was quantised here has its original weights. Linears that arrived quantised stay ours: in
+        a call of their own, compressed-tensors would dequantise them for good.
+        """
+        with self._only(Arrival):
+            yield
+
+    @contextmanager
+    def _only(self, kept: type) -> Iterator[None]:
+        patches = [patch for patch in self.patches if not isinstance(patch, kept)]
         for patch in patches:
             patch.check()
         try:

@@ -99,11 +99,13 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     lossy, note = plan.options.lossy if plan.weights else None, ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
-    with stock_models([plan]), seeded(seed):
+    with plan.as_arrived() if plan.arrived else stock_models([plan]), seeded(seed):
         tokens, logits = _greedy(model, inputs)
         prompt, decode = _recorded(model, inputs, tokens)
     stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
     exact = None if prompt.exact is None or decode.exact is None else _joined(prompt.exact, decode.exact)
+    if plan.arrived:
+        note = "stock has the quantised weights here that the model arrived with"
     if plan.weights:
         note = "prompt and decode are judged against stock code over the same quantised weights"
         with plan.unfused(), seeded(seed):

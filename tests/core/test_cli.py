@@ -32,7 +32,10 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
 def test_help_lists_the_commands():
     result = accel("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("demo", "report", "verify", "bench", "bench llm", "profile"))
+    assert all(
+        command in result.output
+        for command in ("demo", "report", "verify", "bench", "bench llm", "profile", "quantize")
+    )
 
 
 def test_help_needs_no_model_library():

@@ -119,6 +119,22 @@ def test_batch(run):
     assert "rows as by themselves: 3 of 3" in printed
 
 
+def test_quantize_and_save(run, tmp_path):
+    printed = run("quantize_and_save.py")
+    before, after, size = map(
+        float, re.search(r"perplexity ([\d.]+) before, ([\d.]+) after; ([\d.]+) MB", printed).groups()
+    )
+    assert before < after < 1.2 * before and size < 4
+    assert (tmp_path / "tiny-lm-int4" / "tokenizer.json").is_file()
+
+
+def test_load_quantized(run):
+    run("quantize_and_save.py", "--scheme", "int8", "--out", "tiny-lm-int8")
+    printed = run("load_quantized.py", "--model", "tiny-lm-int8")
+    assert printed.startswith("It was a beautiful evening, and") and len(printed.split()) > 40
+    assert "sites patched" in printed and float(re.search(r"([\d.]+) MB in memory", printed)[1]) < 5
+
+
 @pytest.fixture
 def sdxl_folder(tmp_path, tiny):
     """A pipeline made like SDXL, each part tiny and random, saved as a user would find it."""

@@ -18,7 +18,10 @@ TRITON = KERNELS / "triton_kernels"
 # These stand above both worlds; every other file of accel's top folder is core.
 ABOVE = {"cli.py", "api.py", "__main__.py"}
 
-NAMES = {"Options", "Quality", "Report", "optimize", "optimized", "report", "restore", "verify", "__version__"}
+NAMES = {
+    "Options", "Quality", "Report", "load", "optimize", "optimized", "quantize", "report", "restore", "verify",
+    "__version__",
+}  # fmt: skip
 
 
 def files(*folders: Path) -> list[Path]:

@@ -4,6 +4,8 @@ import copy
 
 import torch
 from families import padded
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 
@@ -29,3 +31,22 @@ def logits(model) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)  # of dropout
     ids, mask = padded()
     return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
+
+
+class Counting(TorchDispatchMode):
+    """The most floating tensors of a linear's size, on real memory, that there were at once."""
+
+    def __init__(self, sizes: set[int]):
+        super().__init__()
+        self.sizes, self.alive, self.most = sizes, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.dtype.is_floating_point:
+                if tensor.numel() in self.sizes and not tensor.is_meta and tensor.dtype.itemsize > 1:
+                    storage = tensor.untyped_storage()
+                    self.alive[storage.data_ptr()] = StorageWeakRef(storage)
+        self.alive = {place: one for place, one in self.alive.items() if not one.expired()}
+        self.most = max(self.most, len(self.alive))
+        return result

@@ -17,17 +17,25 @@ class QuantisedLinear(nn.Linear):
 
     The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
     state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by
-    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to.
+    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
+    stands for holds its weight (in, out).
     """
 
-    def __init__(self, quantised: Quantised, bias: nn.Parameter | None, dtype: torch.dtype, scheme: Scheme):
+    def __init__(
+        self,
+        quantised: Quantised,
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        turned: bool = False,
+    ):
         nn.Module.__init__(self)
         self.out_features, self.in_features = quantised.shape
         self.number = quantised.data.dtype
         for name, tensor in zip(quantised._fields, (_stored(quantised.data), *quantised[1:]), strict=True):
             self.register_buffer(name, tensor)
         self.register_parameter("bias", bias)
-        self.dtype, self.scheme = dtype, scheme
+        self.dtype, self.scheme, self.turned = dtype, scheme, turned
         self.exact = False
 
     @property

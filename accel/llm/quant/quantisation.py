@@ -55,13 +55,14 @@ class Quantisation:
             self.rows.append((path, "skipped", reason))
 
     def _quantised(self, path: str, module: nn.Module) -> QuantisedLinear:
-        weight = module.weight.t() if weights(module).turned else module.weight
+        turned = weights(module).turned
+        weight = module.weight.t() if turned else module.weight
         try:
             quantised = quantise(weight, self.scheme)
         except ValueError as error:
             raise ValueError(f"weights={self.options.weights!r}: {path}: {error}") from None
         self._record(path, weight, quantised)
-        return QuantisedLinear(quantised, module.bias, weight.dtype, self.scheme)
+        return QuantisedLinear(quantised, module.bias, weight.dtype, self.scheme, turned)
 
     def _record(self, path: str, weight: torch.Tensor, quantised: Quantised) -> None:
         note = "" if self.options.keep_original else "; not reversible, its original is not kept"

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from accel.llm.quant.module import QuantisedLinear
+from accel.llm.quant.saving import SAVE, Saving
 from accel.patch import Patch, PatchConflict, set_data
 from accel.structure import stock_method
-
-SAVE = "save_pretrained"
 
 
 class Swap:
@@ -24,7 +23,7 @@ class Swap:
         self.root, self.keep = root, keep
         self.pairs: list[tuple[nn.Module, QuantisedLinear]] = []
         self.there = self.final = False
-        self.guard = Patch(root, SAVE, Unsaved(root)) if SAVE not in vars(root) else None
+        self.guard = Patch(root, SAVE, Saving(root)) if SAVE not in vars(root) else None
 
     def put(self, originals: Iterable[nn.Module], make) -> None:
         """Exchanges the originals one by one for make(original): never more than one weight twice on the device."""
@@ -94,22 +93,13 @@ class Swap:
         self.there = False
 
 
-class Unsaved:
-    """Stands in `vars(model)["save_pretrained"]`: what would be written could not be loaded again."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __call__(self, *args, **kwargs):
-        names = kwargs.get("state_dict") or ()
-        modules = (path for path, module in self.model.named_modules() if type(module) is QuantisedLinear)
-        others = bool(names) and not any(f"{path}.scales" in names for path in modules)
-        if others or getattr(self.model, "_hf_peft_config_loaded", False):
-            return getattr(type(self.model), SAVE)(self.model, *args, **kwargs)  # given weights, or an adapter's alone
-        raise ValueError(
-            "this model's weights are quantised (accel.optimize(model, weights=...)) and cannot be saved as they are; "
-            "accel.restore(model) gives back the originals, where they were kept"
-        )
+def exchange(root: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Puts the second of each in all places of the first."""
+    pairs = list(pairs)
+    places = _places(root, [before for before, _ in pairs])
+    for before, after in pairs:
+        _share_hooks(before, after)
+        _set(places[id(before)], after)
 
 
 def _share_hooks(original: nn.Module, quantised: nn.Module) -> None:

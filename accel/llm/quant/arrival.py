@@ -1,0 +1,95 @@
+"""The quantised linears a model arrived with, repacked into ours, and given back."""
+
+from torch import nn
+
+from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
+from accel.llm.quant.compressed import scheme_of
+from accel.llm.quant.foreign import Awq, Bitsandbytes8, Gptq
+from accel.llm.quant.module import QuantisedLinear
+from accel.llm.quant.swap import Swap, exchange
+from accel.structure import hooked, placement
+
+KINDS = (CompressedTensors, Gptq, Awq, Bitsandbytes8)
+
+
+class Arrival(Swap):
+    """A patch: (arrived, quantised) linears of one model. The numbers are held once, by those that are in place.
+
+    rows: (path, status, reason) of every quantised linear that was found. A hook by which compressed-tensors would
+    dequantise the whole model at its first call is taken off once there is nothing left for it.
+    """
+
+    def __init__(self, root: nn.Module):
+        super().__init__(root, keep=True)
+        self.found: dict[str, Arrived] = {}
+        self.rows: list[tuple[str, str, str]] = []
+        self.dtype = placement(root)[1]
+        for path, module in root.named_modules():
+            answer = _recognised(module, self.dtype)
+            if isinstance(answer, Arrived):
+                self.found[path] = answer
+                note = f"; {answer.note}" if answer.note else ""
+                self.rows.append((path, "patched", f"{scheme_of(answer.read())}, arrived as {answer.kind}{note}"))
+            elif answer is not None:
+                self.rows.append((path, "skipped", answer))
+        self.hooks: dict = {}
+
+    def put(self) -> None:
+        self.there = True
+        if self.found and self.guard is not None:
+            self.guard.apply()
+        for arrived in self.found.values():
+            quantised = arrived.read()
+            new = QuantisedLinear(quantised, arrived.bias, self.dtype, scheme_of(quantised))
+            self.pairs.append((arrived, new))
+            arrived.release()
+        exchange(self.root, [(arrived.module, new) for arrived, new in self.pairs])
+        if self.found and not any(status == "skipped" for _, status, _ in self.rows):
+            self._take_hooks()
+
+    def _take_hooks(self) -> None:
+        hooks = vars(self.root)["_forward_pre_hooks"]
+        self.hooks = {key: hook for key, hook in hooks.items() if of_package(hook)}
+        for key in self.hooks:
+            del hooks[key]
+
+    def apply(self) -> None:
+        if self.there:
+            return
+        try:
+            self.put()
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        if not self.there:
+            return
+        if self.found and self.guard is not None:
+            self.guard.undo()
+        vars(self.root)["_forward_pre_hooks"].update(self.hooks)
+        exchange(self.root, [(new, arrived.module) for arrived, new in self.pairs])
+        for arrived, new in self.pairs:
+            arrived.refill(new.quantised, None if new.dtype == self.dtype else new.dtype)
+        self.pairs, self.hooks, self.there = [], {}, False
+
+
+def _recognised(module: nn.Module, dtype) -> Arrived | str | None:
+    """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
+    for kind in KINDS:
+        try:
+            answer = kind.recognise(module, dtype)
+            if isinstance(answer, Arrived):
+                answer.read()
+        except ValueError as error:
+            return str(error)
+        except Exception as error:  # whatever tensors of other shapes, or without memory, may raise
+            return f"its tensors cannot be read: {type(error).__name__}"
+        if answer is None:
+            continue
+        if isinstance(answer, str):
+            return answer
+        if reason := hooked(module):
+            return reason
+        return answer
+    return None

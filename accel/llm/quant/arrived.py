@@ -1,0 +1,119 @@
+"""Quantised linears that a model arrived with: those of other libraries, known by the tensors they hold."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from accel_kernels import Quantised
+from torch import nn
+
+from accel.llm.quant import compressed
+from accel.patch import set_data
+from accel.structure import stock_method
+
+PACKAGE = "compressed_tensors."
+PROBED = 64  # outputs that are compared
+APART = 0.03  # relative RMS: an activation rounded to 8 bits is 1 % off, a zero point that is 1 off 30 %
+UNROUNDED = "activations keep their dtype, which the layer it came as rounds too"
+
+
+class Arrived(ABC):
+    """One of them. kind: what the report calls it. big: the tensor that holds the numbers. note: what is different.
+
+    `read` gives its weight, in the same memory where the layout is ours, and `back` the big tensor again. Once read it
+    is released: ours holds the numbers, until they are given back.
+    """
+
+    kind: str
+    big: torch.Tensor
+    note = ""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    @abstractmethod
+    def read(self) -> Quantised:
+        """Raises ValueError where its tensors do not fit one another."""
+
+    @abstractmethod
+    def back(self, quantised: Quantised) -> torch.Tensor: ...
+
+    def release(self) -> None:
+        if not self.big.is_inference():
+            set_data(self.big, lambda data: data.new_empty(0))
+
+    def refill(self, quantised: Quantised, dtype: torch.dtype | None) -> None:
+        """dtype: which the model has been given meanwhile, None where it has kept its own."""
+        self.module.to(device=quantised.data.device, dtype=dtype)
+        if not self.big.is_inference():
+            whole = self.back(quantised)
+            alone = whole.untyped_storage().nbytes() == whole.nbytes  # and no rows beside another's, see `Stacked`
+            set_data(self.big, lambda data: whole if alone else whole.clone())
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        held = tensors(self.module).get("bias")
+        return held if held is None or isinstance(held, nn.Parameter) else nn.Parameter(held, requires_grad=False)
+
+
+class CompressedTensors(Arrived):
+    """As transformers makes of a folder in the layout of compressed-tensors, before its first call."""
+
+    @classmethod
+    def recognise(cls, module: nn.Module, dtype: torch.dtype) -> "CompressedTensors | str | None":
+        held = tensors(module)
+        if not isinstance(module, nn.Linear) or "weight_scale" not in held:
+            return None
+        weight = held.get("weight")
+        if weight is not None and weight.is_floating_point() and weight.dtype not in compressed.BYTES:
+            return "its weight was dequantised by a call before accel.optimize"
+        if "weight_g_idx" in held:
+            return "act-order: its columns are in an order of their own"
+        forward = vars(module).get("forward")
+        if forward is not None and not stock_method(module, forward) and not of_package(forward):
+            return f"its forward was replaced ({type(forward).__name__})"
+        return cls(module)
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        held = tensors(module)
+        self.big = held["weight_packed"] if "weight_packed" in held else held["weight"]
+        self.bytes = "weight_packed" in held and compressed.bits(held["weight_packed"], held["weight_shape"]) == 8
+        self.kind = compressed.METHOD
+        scheme = vars(module).get("quantization_scheme")
+        self.note = UNROUNDED if getattr(scheme, "input_activations", None) is not None else ""
+
+    def read(self) -> Quantised:
+        held = {name: tensor.detach() for name, tensor in tensors(self.module).items()}
+        return compressed.read(held)
+
+    def back(self, quantised: Quantised) -> torch.Tensor:
+        return compressed.to_bytes(quantised.data) if self.bytes else quantised.data
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of the module's own."""
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def of_package(function: object) -> bool:
+    """Whether a forward or a hook is one of compressed-tensors' own."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith(PACKAGE)
+
+
+def disagrees(module: nn.Module, quantised: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> str | None:
+    """Why the module is not a product with this weight: it is called with small numbers, and compared."""
+    device = quantised.data.device
+    x = torch.randn(4, quantised.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    few = Quantised(*(None if tensor is None else tensor[:PROBED] for tensor in quantised))
+    wanted = x.float() @ few.dequantised(torch.float32).t()
+    if bias is not None:
+        wanted = wanted + bias[:PROBED].float()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            found = module.forward(x)[..., :PROBED].float()
+    except Exception as error:  # whatever a forward may raise
+        return f"calling it to compare raised {type(error).__name__}"
+    apart = float((found - wanted).norm() / wanted.norm())
+    return None if apart < APART else f"it computes something else than its tensors say ({apart:.0%} off)"

@@ -1,0 +1,154 @@
+"""The layout of compressed-tensors: what a quantised linear is called in a file, and what config.json says of it.
+
+Formats "int-quantized" and "float-quantized": `weight` int8 or float8_e4m3fn (N, K). "pack-quantized": `weight_packed`
+int32, numbers stored plus half their range, the first in the lowest bits, with `weight_shape`. All: `weight_scale`
+(N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows where the weight
+is packed. Source: the package compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
+
+from accel.llm.quant.scheme import Scheme
+
+METHOD = "compressed-tensors"
+FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+WORD = 32
+BYTES = (torch.int8, torch.float8_e4m3fn)
+
+
+def parts(quantised: Quantised) -> dict[str, torch.Tensor]:
+    """What is written for a weight, by the last part of its name; the same memory where the layout is the same."""
+    data, scales, zeros = quantised
+    if data.dtype != torch.int32:
+        found = {"weight": data, "weight_scale": scales}
+        return found if zeros is None else found | {"weight_zero_point": zeros}
+    found = {"weight_packed": data, "weight_scale": scales, "weight_shape": torch.tensor(quantised.shape)}
+    return found if zeros is None else found | {"weight_zero_point": packed_zeros(zeros)}
+
+
+def read(held: Mapping[str, torch.Tensor | None]) -> Quantised:
+    """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold."""
+    scales = _held(held, "weight_scale")
+    if not scales.is_floating_point() or scales.dtype in BYTES:
+        raise ValueError(f"scales of dtype {scales.dtype}")
+    data, zeros = held.get("weight"), held.get("weight_zero_point")
+    if held.get("weight_packed") is not None:
+        data, zeros = _unpacked(held["weight_packed"], _held(held, "weight_shape"), scales, zeros)
+    elif data is None or data.dtype not in BYTES or data.dim() != 2:
+        raise ValueError("a weight that is no matrix of int8 or float8_e4m3fn, nor packed")
+    rows = data.shape[0]
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(rows, 1).contiguous()
+        zeros = None if zeros is None else zeros.reshape(1, 1).expand(rows, 1).contiguous()
+    columns = Quantised(data, scales).shape[1]
+    if scales.dim() != 2 or scales.shape[0] != rows or not scales.shape[1] or columns % scales.shape[1]:
+        raise ValueError(f"scales {tuple(scales.shape)} for a weight {(rows, columns)}")
+    if columns % PER_WORD:
+        raise ValueError(f"{columns} inputs, not a multiple of {PER_WORD}")
+    if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
+        raise ValueError(f"zero points {tuple(zeros.shape)} of {zeros.dtype} for scales {tuple(scales.shape)}")
+    return Quantised(data, scales, zeros)
+
+
+def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
+    if held.get(name) is None:
+        raise ValueError(f"no {name}")
+    return held[name]
+
+
+def _unpacked(words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple:
+    """Data and zero points as a Quantised has them."""
+    if words.dtype != torch.int32 or words.dim() != 2 or shape.numel() != 2:
+        raise ValueError(f"a packed weight {tuple(words.shape)} of {words.dtype}")
+    rows, columns = shape.tolist()
+    wide = bits(words, shape)
+    if words.shape[0] != rows or wide not in (4, 8) or words.shape[1] * WORD != wide * columns:
+        raise ValueError(f"a packed weight {tuple(words.shape)} for the shape {(rows, columns)}: neither 4 nor 8 bits")
+    if zeros is not None:
+        per_word = WORD // wide
+        if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
+            raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
+        zeros = (unpacked_zeros if wide == 4 else _zeros_of_bytes)(zeros, rows)
+    return (words if wide == 4 else from_bytes(words)), zeros
+
+
+def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
+    """Of a number in a packed weight of this shape."""
+    columns = int(shape.flatten()[-1])
+    return columns and words.shape[-1] * WORD // columns
+
+
+def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """(N, groups) of -8..7 as int32 (ceil(N / 8), groups)."""
+    lacking = -zeros.shape[0] % PER_WORD
+    return pack(torch.nn.functional.pad(zeros.t(), (0, lacking), value=-8)).t().contiguous()
+
+
+def unpacked_zeros(words: torch.Tensor, rows: int) -> torch.Tensor:
+    return unpack(words.t())[:, :rows].t().contiguous()
+
+
+def from_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4), stored plus 128."""
+    return (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+
+
+def to_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """`from_bytes` taken back; where K is no multiple of 4, the last bytes are 0."""
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % 4), value=-128)
+    return (numbers.view(torch.uint8) ^ 128).view(torch.int32)
+
+
+def _zeros_of_bytes(words: torch.Tensor, rows: int) -> torch.Tensor:
+    return from_bytes(words.t())[:, :rows].t().contiguous()
+
+
+def scheme_of(quantised: Quantised) -> Scheme:
+    """As the tensors are; a group that takes all columns is a scale by row."""
+    number = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}[quantised.data.dtype]
+    return Scheme(number, None if quantised.scales.shape[1] == 1 else quantised.group, quantised.zeros is None)
+
+
+def config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict:
+    """`quantization_config` of config.json. schemes: by the path of each quantised linear."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for path, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(path)
+    groups = [
+        _group(scheme, ["Linear"] if len(by_scheme) == 1 else sorted(paths)) for scheme, paths in by_scheme.items()
+    ]
+    formats = sorted({group["format"] for group in groups})
+    # compressed-tensors 0.20 has no room for packed zero points where transformers loads a model as it is stored.
+    packed = any(scheme.number == "int4" and not scheme.symmetric for scheme in by_scheme)
+    return ({"dequantize": True} if packed else {}) | {
+        "quant_method": METHOD,
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict:
+    weights = {
+        "num_bits": 4 if scheme.number == "int4" else 8,
+        "type": "float" if scheme.number == "fp8" else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "channel" if scheme.group is None else "group",
+        "group_size": scheme.group,
+        "dynamic": False,
+    }
+    format = FORMATS[scheme.number]
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": format,
+    }

@@ -1,0 +1,169 @@
+"""A model quantised for good, layer by layer: the work behind `accel.quantize`."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel.llm.linear import weights
+from accel.llm.quant.batches import batches
+from accel.llm.quant.calibration import LayerResult, quantise_layers
+from accel.llm.quant.linears import BASE, linears
+from accel.llm.quant.module import QuantisedLinear
+from accel.llm.quant.rounding import sqnr_db
+from accel.llm.quant.saving import SAVE, Saving
+from accel.llm.quant.scheme import Scheme
+from accel.llm.quant.swap import exchange
+from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
+from accel.options import METHODS, WEIGHTS
+from accel.patch import set_data
+from accel.plan import PLAN
+from accel.structure import meta_weights
+
+BY_ITSELF = "rtn"  # the method that looks at no data
+WITH_DATA = "gptq"  # what is chosen where there is some
+
+
+@dataclass
+class Run:
+    """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; `seconds`
+    by the path of a layer; `taken`, how many layers an earlier run had done.
+    """
+
+    rows: list[dict] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    taken: int = 0
+
+    def reasons(self) -> Counter:
+        """Linears left alone, by why."""
+        return Counter(self.skipped.values())
+
+
+def quantize(
+    model: nn.Module,
+    scheme: str,
+    calibration: object,
+    tokenizer,
+    method: str | None,
+    out: Path | None,
+    at: Callable[[int, int], None],
+) -> Run:
+    """As `accel.quantize`. at: called with the linears that are done and all of them."""
+    parsed, method = _choices(model, scheme, calibration, method)
+    chosen, skipped = linears(model, parsed)
+    if not chosen:
+        path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
+        raise ValueError(f"nothing to quantise as {scheme!r}: {path}: {reason}")
+    if out is not None and (
+        getattr(model, "_hf_peft_config_loaded", False) or any(BASE in p.split(".") for p in chosen)
+    ):
+        raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
+    data = [] if calibration is None else batches(model, calibration, tokenizer)
+    unfinished, known = None, {}
+    if out is not None:
+        digests = {"model": model_digest(model), "calibration": data_digest(data)}
+        unfinished = Unfinished(out, {"scheme": scheme, "method": method} | digests)
+        known = unfinished.known()
+    done = Run(skipped=skipped, taken=len(known))
+    results = {path: _checked(result, model, chosen) for path, result in known.items()}
+    count = _linears(results)
+    at(count, len(chosen))
+    start = time.perf_counter()
+    for result in quantise_layers(model, parsed, method, data, known):
+        if result.path in results:
+            continue
+        results[result.path] = _checked(result, model, chosen)
+        if unfinished is not None:
+            unfinished.add(result)
+        now = time.perf_counter()
+        done.seconds[result.path], start = now - start, now
+        count += len(result.weights)
+        at(count, len(chosen))
+    missing = chosen.keys() - {path for result in results.values() for path in result.weights}
+    if missing:
+        raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
+    with torch.inference_mode(False), torch.no_grad():
+        done.rows = _put(model, results, chosen, parsed)
+    if unfinished is not None:
+        model.save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
+        unfinished.finish()
+    return done
+
+
+def _choices(model: nn.Module, scheme: object, calibration: object, method: object) -> tuple[Scheme, str]:
+    """Raises ValueError for what cannot be, before anything is read or changed."""
+    if scheme not in WEIGHTS:
+        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(map(repr, WEIGHTS))}")
+    if method is None:
+        method = BY_ITSELF if calibration is None else WITH_DATA
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}")
+    if method != BY_ITSELF and calibration is None:
+        raise ValueError(f"method={method!r} looks at calibration data: give calibration=, texts or batches")
+    if PLAN in vars(model):
+        raise ValueError("this model is optimised: call accel.restore(model), quantise it, then accel.optimize(model)")
+    if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
+        raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
+    return Scheme.parse(scheme), method
+
+
+def _linears(results: dict[str, LayerResult]) -> int:
+    return sum(len(result.weights) for result in results.values())
+
+
+def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]) -> LayerResult:
+    """Raises ValueError where a result is not of this model."""
+    for path, quantised in result.weights.items():
+        held = None if path not in chosen else weights(chosen[path])
+        shape = None if held is None else tuple(reversed(held.weight.shape) if held.turned else held.weight.shape)
+        if shape != quantised.shape:
+            raise ValueError(f"layer {result.path}: {path} is {shape} in the model and {quantised.shape} in the result")
+    for path, tensor in result.changed.items():
+        owner, _, name = path.rpartition(".")
+        parameter = model.get_submodule(owner)._parameters.get(name)
+        if parameter is None or parameter.shape != tensor.shape:
+            raise ValueError(f"layer {result.path}: {path} of shape {tuple(tensor.shape)} is no parameter of the model")
+    return result
+
+
+def _put(model: nn.Module, results: dict[str, LayerResult], chosen: dict[str, nn.Module], scheme: Scheme) -> list[dict]:
+    """Takes results and chosen apart as it goes: what is replaced is freed at once."""
+    if SAVE not in vars(model):
+        vars(model)[SAVE] = Saving(model)
+    rows = []
+    for path in list(results):
+        result = results.pop(path)
+        pairs = []
+        for where, quantised in result.weights.items():
+            module = chosen.pop(where)
+            turned = weights(module).turned
+            weight = module.weight.t() if turned else module.weight
+            rows.append(
+                {
+                    "path": where,
+                    "scheme": str(scheme),
+                    # Against a weight that others changed with, the ratio would mean nothing.
+                    "sqnr_db": None if result.changed else sqnr_db(weight, _on(quantised, weight.device)),
+                    "bytes_before": weight.nbytes,
+                    "bytes_after": quantised.nbytes,
+                    "reversible": False,
+                }
+            )
+            held = _on(quantised, weight.device)
+            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned)))
+        for where, tensor in result.changed.items():
+            set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
+        exchange(model, pairs)
+        pairs = module = weight = None
+    return rows
+
+
+def _on(quantised, device: torch.device):
+    return type(quantised)(*(None if tensor is None else tensor.to(device) for tensor in quantised))

@@ -1,0 +1,99 @@
+"""A model with quantised linears, saved: `save_pretrained` writes the layout of compressed-tensors."""
+
+import copy
+import warnings
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from accel.llm.quant import compressed
+from accel.llm.quant.linears import BASE
+from accel.llm.quant.module import QuantisedLinear
+
+SAVE = "save_pretrained"
+PATTERN = "re:"
+
+
+class Saving:
+    """Stands in `vars(model)["save_pretrained"]` while linears are quantised; takes what the model's own takes.
+
+    Writes safetensors and a config.json that stock transformers and other engines load (see `compressed`). A linear
+    whose own class holds its weight (in, out), as GPT-2's, has no place in that layout: its weight is written as the
+    numbers stand for, in the model's dtype, which a warning says.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+        model = self.model
+        own = getattr(type(model), SAVE)
+        names = state_dict if state_dict is not None else model.state_dict()
+        held = _held(model, names)
+        if getattr(model, "_hf_peft_config_loaded", False) or (state_dict is not None and not held):
+            own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
+            return
+        if inside := [path for path in held if BASE in path.split(".")]:
+            raise ValueError(
+                f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
+            )
+        written, schemes = _written(names, held)
+        # A copy that shares all but its configuration: the user's keeps what it says.
+        twin = copy.copy(model)
+        for name in (SAVE, "hf_quantizer"):
+            vars(twin).pop(name, None)
+        twin.config = copy.deepcopy(model.config)
+        vars(twin.config).pop("quantization_config", None)
+        if schemes:
+            others = ignored(model, schemes)
+            twin.config.quantization_config = compressed.config(schemes, others)
+            if any(name.startswith(PATTERN) for name in others):
+                # Taken apart, transformers would read experts as quantised ones, and find none.
+                kwargs.setdefault("save_original_format", False)
+        own(twin, save_directory, *args, state_dict=written, **kwargs)
+
+
+def _held(model: nn.Module, names: dict) -> dict[str, QuantisedLinear]:
+    """Quantised linears by every path they have among the names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {p: m for p, m in modules if type(m) is QuantisedLinear and f"{p}.scales" in names}
+
+
+def _written(names: dict, held: dict[str, QuantisedLinear]) -> tuple[dict[str, torch.Tensor], dict]:
+    """What the file is to hold, and the scheme of each linear that stays quantised in it."""
+    written, schemes, whole, seen = dict(names), {}, [], set()
+    for path, module in held.items():
+        data, scales, zeros = (written.pop(f"{path}.{name}", None) for name in ("data", "scales", "zeros"))
+        quantised = module.read(data, scales, zeros)
+        if module.turned:
+            whole.append(path)
+            found = {"weight": quantised.dequantised(module.dtype).t().contiguous()}
+        else:
+            schemes[path] = module.scheme
+            found = compressed.parts(quantised)
+        if id(module) in seen:  # the same layer in two places, of which stock's has two
+            found = {name: tensor.clone() for name, tensor in found.items()}
+        seen.add(id(module))
+        written.update({f"{path}.{name}": tensor for name, tensor in found.items()})
+    if whole:
+        warnings.warn(
+            f"{len(whole)} linear layers, {whole[0]} the first, are saved in the model's dtype, not in fewer bits: "
+            "their class holds weights (in, out), which compressed-tensors cannot express; their values are the "
+            "quantised ones",
+            stacklevel=4,
+        )
+    return written, schemes
+
+
+def ignored(model: nn.Module, schemes: dict) -> list[str]:
+    """What others are not to take for quantised: all linears that are not, and stacks of matrices, as of experts."""
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in schemes:
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            found.append(path)
+        elif path and any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+            found.append(rf"{PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
+    return list(dict.fromkeys(found))

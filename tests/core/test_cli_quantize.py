@@ -1,0 +1,111 @@
+"""`accel quantize`: its table, its exit codes, what it refuses, and going on after Ctrl-C."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import accel as library
+from accel.cli import app
+from accel.llm.quant import run as running
+
+LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+TEXT = LM / "held_out.txt"
+
+
+def accel(*arguments: str):
+    environment = {"TERM": "dumb", "COLUMNS": "160"}
+    return CliRunner(env=environment).invoke(app, ["quantize", *map(str, arguments), "--device", "cpu"])
+
+
+def test_it_saves_the_model_and_shows_what_it_did(tmp_path):
+    out = tmp_path / "out"
+    result = accel(LM, "--scheme", "int4-g64", "--method", "rtn", "--calibration", TEXT, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "model.layers.*.mlp.down_proj" in result.output and "int4 by 64 columns" in result.output
+    assert "6 layers" in result.output and str(out) in result.output.replace("\n", "")
+    wanted = library.quantize(AutoModelForCausalLM.from_pretrained(LM), "int4-g64")
+    ids = AutoTokenizer.from_pretrained(out)("It was a beautiful evening", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(library.load(out)(ids).logits, wanted(ids).logits)
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
+
+
+def test_as_json(tmp_path):
+    result = accel(LM, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["weights"]) == 42 and found["skipped"] == {} and len(found["layer_seconds"]) == 6
+    assert all(row["scheme"] == "int8 by row" and 35 < row["sqnr_db"] < 60 for row in found["weights"])
+
+
+def test_the_other_commands_take_the_folder(tmp_path):
+    assert accel(LM, "--out", tmp_path / "out").exit_code == 0
+    runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "160"})
+    for command in ("report", "verify"):
+        result = runner.invoke(app, [command, str(tmp_path / "out"), "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    result = accel(LM, "--scheme", "int4", "--out", tmp_path / "out")  # 192 inputs are no multiple of 128
+    assert result.exit_code == 0, result.output
+    assert "left alone: 36 (192 inputs, not a multiple of 128)" in result.output
+
+
+def test_interrupted_it_goes_on(tmp_path, monkeypatch):
+    out, real = tmp_path / "out", running.quantise_layers
+
+    def quantise_layers(*given):
+        for number, result in enumerate(real(*given)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield result
+
+    with monkeypatch.context() as patches:
+        patches.setattr(running, "quantise_layers", quantise_layers)
+        result = accel(LM, "--out", out)
+    assert result.exit_code == 130 and "the same command goes on" in result.stderr
+    result = accel(LM, "--scheme", "fp8", "--out", out)
+    assert result.exit_code == 2 and "another scheme: int8, now fp8" in result.stderr
+    result = accel(LM, "--out", out)
+    assert result.exit_code == 0 and "4 layers, 2 more taken from the interrupted run" in result.output
+    assert not (out / "unfinished").exists()
+    result = accel(LM, "--out", out)
+    assert result.exit_code == 2 and "not empty and holds no interrupted run" in result.stderr
+
+
+@pytest.fixture
+def without_tokenizer(tmp_path):
+    AutoModelForCausalLM.from_pretrained(LM).save_pretrained(tmp_path / "bare")
+    return tmp_path / "bare"
+
+
+def test_wrong_usage_is_code_2_and_changes_nothing(tmp_path, without_tokenizer):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    (tmp_path / "empty").write_text("")
+    wrong = {
+        "is not one of 'int8'": (LM, "--scheme", "int5"),
+        "method='best' is not one of": (LM, "--method", "best"),
+        "looks at calibration data": (LM, "--method", "gptq"),
+        "not a folder": (tmp_path / "nothing",),
+        "is no text file": (LM, "--calibration", tmp_path / "nothing.txt"),
+        "can't decode": (LM, "--calibration", tmp_path / "binary"),
+        "is empty": (LM, "--calibration", tmp_path / "empty", "--method", "rtn"),
+        "holds no tokenizer": (without_tokenizer, "--calibration", TEXT),
+        "no language model": (LM.parent / "tiny-sd-digits",),
+    }
+    for message, arguments in wrong.items():
+        result = accel(*arguments, "--out", tmp_path / "out")
+        assert result.exit_code == 2, (message, result.output)
+        assert message in " ".join(result.stderr.replace("│", " ").split()), result.stderr
+        assert not (tmp_path / "out").exists()
+    assert CliRunner().invoke(app, ["quantize", str(LM)]).exit_code == 2  # no --out
+
+
+def test_a_folder_without_a_tokenizer_is_quantised_too(tmp_path, without_tokenizer):
+    result = accel(without_tokenizer, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and not (tmp_path / "out" / "tokenizer.json").exists()

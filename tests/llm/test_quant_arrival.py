@@ -1,0 +1,378 @@
+"""Models that arrive quantised: repacked without a copy where the layout is ours, run fast, given back as they came."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from families import layers, make, padded
+from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
+from modes import generate, same
+from quantised import Counting, held_by, logits
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import accel
+from accel.llm.quant.arrived import CompressedTensors
+from accel.llm.quant.rounding import quantise
+from accel.llm.quant.scheme import Scheme
+from accel.patch import PatchConflict
+
+KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")
+
+
+def arrived(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):
+    """(a model whose linears are this library's, the same with their values as plain weights)."""
+    model = make(name, dtype, **changes)
+    twin = copy.deepcopy(model)
+    for path, layer in layers(model).items():
+        for where, linear in list(layer.named_modules()):
+            if type(linear) is nn.Linear:
+                made, values = MAKERS[kind](linear)
+                layer.set_submodule(where, made)
+                twin.get_submodule(f"{path}.{where}").weight.data = values.to(dtype)
+    return model, twin
+
+
+def four_bits(make_linear, linear, symmetric=False, **options):
+    rounded = quantise(linear.weight, Scheme("int4", 32, symmetric))
+    zeros = torch.zeros_like(rounded.scales, dtype=torch.int8) if rounded.zeros is None else rounded.zeros
+    zeros = zeros.clamp_min(-7)  # the first version of GPTQ's format has no room for the least
+    rounded = rounded._replace(zeros=zeros)
+    numbers, zeros = rounded.numbers().int() + 8, zeros.int() + 8
+    return make_linear(numbers, zeros, rounded.scales, linear.bias, **options), rounded.dequantised(torch.float32)
+
+
+def eight_bits(linear):
+    rounded = quantise(linear.weight.float(), Scheme("int8"))
+    made = BitsandbytesLinear(rounded.data, rounded.scales.flatten() * 127, linear.bias)
+    return made, rounded.dequantised(torch.float32)
+
+
+MAKERS = {
+    "gptq": lambda linear: four_bits(GptqLinear, linear),
+    "gptq-v2": lambda linear: four_bits(GptqLinear, linear, offset=0),
+    "gptq-symmetric": lambda linear: four_bits(GptqLinear, linear, symmetric=True),
+    "awq": lambda linear: four_bits(AwqLinear, linear),
+    "bitsandbytes": eight_bits,
+}
+
+
+def sites(model) -> dict[str, tuple[str, str]]:
+    return {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule == "weights"}
+
+
+def fast(model) -> bool:
+    return all(s == "patched" for _, rule, s, _ in accel.report(model).sites if rule in ("language model", "weights"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """folders(name, scheme, dtype): where such a model, quantised, is saved."""
+    made = {}
+
+    def folder(name="llama-biases", scheme="int8", dtype=torch.float32):
+        key = (name, scheme, dtype)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("saved")
+            accel.quantize(make(name, dtype), scheme).save_pretrained(made[key])
+        return made[key]
+
+    return folder
+
+
+def compressed(folder):
+    pytest.importorskip("compressed_tensors")
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+SCHEMES = ("int8", "int8-asym", "int4-g32", "fp8")  # transformers itself dequantises int4-g32-asym
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral"])
+def test_compressed_tensors_run_fast_and_come_back_as_they_were(name, scheme, folders):
+    folder = folders(name, scheme)
+    model, stock, fresh = compressed(folder), compressed(folder), compressed(folder)
+    parameters = {key: id(value) for key, value in model.named_parameters()}
+    accel.optimize(model)
+    assert len(held_by(model)) == sum(hasattr(module, "weight_scale") for module in fresh.modules()) > 0
+    assert fast(model) and accel.verify(model).passed
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(stock, ids, mask))
+    assert accel.report(model).fallbacks == []
+    accel.restore(model)
+    assert not held_by(model)
+    assert {key: id(value) for key, value in model.named_parameters()} == parameters
+    for (key, mine), (other, theirs) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert key == other and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert torch.equal(logits(model)["logits"], logits(fresh)["logits"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers_stay_where_they_are(scheme, folders):
+    model = compressed(folders("llama-biases", scheme))
+    module = model.model.layers[0].mlp.down_proj
+    big = module.weight_packed if scheme.startswith("int4") else module.weight
+    place = big.data_ptr()
+    accel.optimize(model)
+    assert model.model.layers[0].mlp.down_proj.data.data_ptr() == place and big.numel() == 0
+    accel.restore(model)
+    assert big.data_ptr() == place
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4-g32", *KINDS])
+def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
+    """Of six layers. Where no operation gives a tensor, as in loading from a file, there is none of numbers either."""
+    if kind in KINDS:
+        model, _ = arrived(kind, num_hidden_layers=6)
+    else:
+        model = make("llama-biases", num_hidden_layers=6)
+        accel.quantize(model, kind)
+        folder = folders()
+        model.save_pretrained(folder.parent / f"six-{kind}")
+    with Counting({96 * 64, 64 * 64}) as counted:
+        if kind not in KINDS:
+            model = compressed(folder.parent / f"six-{kind}")
+        accel.optimize(model)
+        model(torch.tensor([[3, 4, 5]]))
+    assert len(held_by(model)) == 42
+    assert 0 < counted.most <= 7, f"{counted.most} at once"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases"])
+@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
+def test_other_layouts_are_repacked(kind, name):
+    model, twin = arrived(kind, name)
+    held = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
+    modules = {path: id(module) for path, module in model.named_modules()}
+    accel.optimize(model)
+    assert len(held_by(model)) == 14 and fast(model), accel.report(model)
+    assert (held_by(model)[0].zeros is None) == (kind in ("gptq-symmetric", "bitsandbytes"))
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(twin, ids, mask))
+    assert accel.report(model).fallbacks == [] and accel.verify(model).passed
+    status, reason = sites(model)["model.layers.0.mlp.up_proj"]
+    assert ("activations keep their dtype" in reason) == (kind == "bitsandbytes")
+    accel.restore(model)
+    assert {path: id(module) for path, module in model.named_modules()} == modules
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == held.keys()
+    assert all(id(after[key]) == held[key][0] and torch.equal(after[key], held[key][1]) for key in held)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_bitsandbytes_before_and_after_its_first_call(called):
+    model, twin = arrived("bitsandbytes")
+    ids = torch.tensor([[3, 4, 5]])
+    before = model(ids).logits if called else None
+    accel.optimize(model)
+    assert len(held_by(model)) == 14
+    module = vars(accel.api._plans(model)[""])["arrival"].pairs[0][0].module
+    assert module.weight.numel() == 0 and module.state.CB is None and module.weight.CB is None
+    same({"x": model(ids).logits}, {"x": twin(ids).logits})
+    accel.restore(model)
+    assert not called or torch.equal(model(ids).logits, before)
+    model(ids)
+    assert module.state.CB.data_ptr() == module.weight.data_ptr()
+
+
+def test_a_half_precision_model_is_compared_in_its_own_dtype():
+    model, twin = arrived("gptq", "llama", torch.float16)
+    accel.optimize(model)
+    assert len(held_by(model)) == 14 and held_by(model)[0].scales.dtype == torch.float16
+    apart = (logits(model)["logits"].float() - logits(twin)["logits"].float()).norm()
+    assert apart < 1e-2 * logits(twin)["logits"].float().norm()
+
+
+# -- what is left alone ------------------------------------------------------------------------------------------------
+
+
+def spoiled(model, change):
+    module = model.model.layers[1].mlp.up_proj
+    change(module)
+    return module
+
+
+def reversed_columns(module):
+    module.g_idx = module.g_idx.flip(0).contiguous()
+
+
+def three_bits(module):
+    module.qweight = torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
+
+
+def other_maths(module):
+    module.forward = lambda x: GptqLinear.forward(module, x) * 1.1
+
+
+def raising(module):
+    module.forward = lambda x: [][1]
+
+
+def lost_zeros(module):
+    module.qzeros = module.qzeros[:, :-1].contiguous()
+
+
+def flat(module):
+    module.qweight = module.qweight.flatten()
+
+
+def no_groups(module):
+    module.scales = module.scales[:0]
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *given: None)
+
+
+LEFT = {
+    "act-order: its columns are in an order of their own": reversed_columns,
+    "3 bits: only 4 are read": three_bits,
+    "it computes something else than its tensors say (": other_maths,
+    "calling it to compare raised IndexError": raising,
+    "64 inputs in 2 groups, zero points (2, 11)": lost_zeros,
+    "384 bits: only 4 are read": flat,
+    "its tensors cannot be read: ZeroDivisionError": no_groups,
+    "forward hooks": hooked,
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_not_understood_is_left_alone_and_said(reason):
+    model, _ = arrived("gptq")
+    module = spoiled(model, LEFT[reason])
+    with pytest.raises(ValueError, match=r"strict=True: model.layers.1.mlp.up_proj \(weights\): "):
+        accel.optimize(model, strict=True)
+    assert not held_by(model)
+    accel.optimize(model)
+    assert len(held_by(model)) == 13 and model.model.layers[1].mlp.up_proj is module
+    status, said = sites(model)["model.layers.1.mlp.up_proj"]
+    assert status == "skipped" and reason in said
+    accel.restore(model)
+    assert not held_by(model)
+
+
+def test_four_bits_of_bitsandbytes_are_left_alone():
+    model = make("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    weight.data = torch.zeros(96 * 32, 1, dtype=torch.uint8)
+    weight.quant_state = object()
+    accel.optimize(model)
+    assert sites(model)["model.layers.0.mlp.up_proj"][0] == "skipped"
+
+
+@pytest.mark.parametrize("damage", ["scales", "shape", "bits", "order"])
+def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
+    model = compressed(folders("llama-biases", "int4-g32"))
+    module = model.model.layers[0].mlp.down_proj
+    if damage == "scales":
+        module.weight_scale = nn.Parameter(torch.ones(64, 5), requires_grad=False)
+    elif damage == "shape":
+        module.weight_shape.data = torch.tensor([64, 104])
+    elif damage == "bits":
+        module.weight_packed.data = module.weight_packed.data[:, :9].contiguous()
+    else:
+        module.register_buffer("weight_g_idx", torch.arange(96))
+    accel.optimize(model)
+    assert model.model.layers[0].mlp.down_proj is module and len(held_by(model)) == 13
+    assert sites(model)["model.layers.0.mlp.down_proj"][0] == "skipped"
+    assert len(model._forward_pre_hooks) == 1  # there is something left to dequantise
+
+
+def test_dequantised_by_a_call_before(folders):
+    model = compressed(folders("llama-biases", "int8"))
+    before = logits(model)["logits"]
+    accel.optimize(model)
+    assert not held_by(model)
+    assert {reason for _, reason in sites(model).values()} == {
+        "its weight was dequantised by a call before accel.optimize"
+    }
+    assert torch.equal(logits(model)["logits"], before) or accel.verify(model).passed
+
+
+def test_quantised_activations_are_said(folders):
+    model = compressed(folders("llama-biases", "fp8"))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_scheme.input_activations = object()
+    accel.optimize(model)
+    assert all("activations keep their dtype" in reason for _, reason in sites(model).values())
+
+
+# -- what happens meanwhile --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "gptq", "bitsandbytes"])
+def test_it_moves_with_the_model_and_comes_back(kind, folders):
+    model = compressed(folders()) if kind == "int8" else arrived(kind)[0]
+    accel.optimize(model)
+    model.to(torch.bfloat16)
+    accel.restore(model)
+    assert not held_by(model) and model.dtype == torch.bfloat16
+    assert torch.isfinite(logits(model)["logits"]).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_restored_by_itself(copied):
+    model, twin = arrived("awq")
+    accel.optimize(model)
+    other = copied(model)
+    accel.restore(model)
+    ids, mask = padded()
+    same(generate(other, ids, mask), generate(twin, ids, mask))
+    accel.restore(other)
+    assert not held_by(other) and torch.equal(logits(other)["logits"], logits(model)["logits"])
+
+
+def test_planned_anew_and_after_an_error(monkeypatch):
+    from accel.llm import family
+
+    model, twin = arrived("gptq")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    accel.optimize(model)
+    accel.optimize(model, graphs=False)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(twin, ids, mask))
+    accel.restore(model)
+
+    def broken(*given):
+        assert len(held_by(model)) == 14
+        raise MemoryError
+
+    monkeypatch.setattr(family, "find_manner", broken)
+    with pytest.raises(MemoryError):
+        accel.optimize(model)
+    assert not held_by(model)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_a_forward_put_on_top_is_named():
+    model, _ = arrived("gptq")
+    accel.optimize(model)
+    held_by(model)[3].forward = lambda x: x
+    with pytest.raises(PatchConflict, match="QuantisedLinear.forward was replaced"):
+        accel.restore(model)
+
+
+@pytest.mark.parametrize("kind", ["int4-g32", "gptq", "awq", "bitsandbytes"])
+def test_what_arrived_is_saved_as_compressed_tensors(kind, folders, tmp_path):
+    model = compressed(folders("llama-biases", kind)) if kind not in MAKERS else arrived(kind)[0]
+    accel.optimize(model)
+    wanted = logits(model)["logits"]
+    model.save_pretrained(tmp_path)
+    found = logits(compressed(tmp_path))["logits"]
+    assert (found - wanted).abs().max() < 1e-5
+
+
+def test_it_is_recognised_by_what_it_holds():
+    class Elsewhere(nn.Linear):
+        """Of no package we know."""
+
+    module = Elsewhere(64, 32)
+    del module.weight
+    module.weight = nn.Parameter(torch.ones(32, 64, dtype=torch.int8), requires_grad=False)
+    assert CompressedTensors.recognise(module, torch.float32) is None
+    module.weight_scale = nn.Parameter(torch.ones(32, 1))
+    assert isinstance(CompressedTensors.recognise(module, torch.float32), CompressedTensors)
+    assert CompressedTensors.recognise(nn.Linear(4, 4), torch.float32) is None

@@ -1,0 +1,133 @@
+"""The layout of compressed-tensors, against the package itself; what does not fit together is refused."""
+
+import pytest
+import torch
+from accel_kernels.quantised import Quantised, pack
+
+from accel.llm.quant import compressed
+from accel.llm.quant.rounding import quantise
+from accel.llm.quant.scheme import Scheme
+from accel.options import WEIGHTS
+
+SCHEMES = [Scheme.parse(name) for name in WEIGHTS] + [Scheme("int8", 32), Scheme("int4", None, False)]
+SHAPES = [(16, 128), (19, 384), (33, 256)]
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype) * 0.1 + 0.03
+
+
+def package(scheme: Scheme):
+    """The package's own scheme and compressor for ours."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(compressed.config({"a": scheme}, ["lm_head"]))
+    theirs = config.config_groups["group_0"]
+    return theirs, BaseCompressor.get_value_from_registry(theirs.format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_the_package_reads_what_we_write_and_writes_the_same(scheme, shape, dtype):
+    theirs, compressor = package(scheme)
+    ours = quantise(weight(*shape, dtype), scheme)
+    parts = compressed.parts(ours)
+    assert set(parts) == set(compressor.compression_param_names(theirs))
+    unpacked = compressor.decompress(dict(parts), theirs)
+    assert torch.equal(unpacked["weight"], ours.dequantised(dtype))
+    if dtype != torch.float32:
+        return  # rounded once more, they are not the same numbers again
+    state = {"weight": unpacked["weight"], "weight_scale": ours.scales}
+    if ours.zeros is not None:
+        state["weight_zero_point"] = ours.zeros
+    again = compressor.compress(state, theirs)
+    assert again.keys() == parts.keys()
+    for name, tensor in again.items():
+        assert tensor.dtype == parts[name].dtype and torch.equal(tensor, parts[name]), name
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_reading_takes_writing_back_without_a_copy(scheme, shape):
+    ours = quantise(weight(*shape), scheme)
+    again = compressed.read(compressed.parts(ours))
+    for one, other in zip(ours, again, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one.float(), other.float()))
+    assert again.data.data_ptr() == ours.data.data_ptr() and again.scales.data_ptr() == ours.scales.data_ptr()
+    expected = Scheme(scheme.number, None if scheme.group == shape[1] else scheme.group, scheme.symmetric)
+    assert compressed.scheme_of(again) == expected
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [None, 32])
+def test_eight_bits_packed_as_other_tools_write_them(group, symmetric):
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    ours = quantise(weight(19, 128), Scheme("int8", group, symmetric))
+    parts = {"weight_packed": pack_to_int32(ours.data, 8), "weight_scale": ours.scales}
+    parts["weight_shape"] = torch.tensor(ours.shape)
+    if not symmetric:
+        parts["weight_zero_point"] = pack_to_int32(ours.zeros, 8, packed_dim=0)
+    again = compressed.read(parts)
+    assert torch.equal(again.data, ours.data) and torch.equal(again.scales, ours.scales)
+    assert symmetric or torch.equal(again.zeros, ours.zeros)
+    assert torch.equal(compressed.to_bytes(again.data), parts["weight_packed"])
+
+
+def test_a_scale_for_all_is_one_for_each_row():
+    data = torch.randn(16, 32).to(torch.float8_e4m3fn)
+    for scale in (torch.tensor(0.25), torch.tensor([0.25]), torch.tensor([[0.25]])):
+        read = compressed.read({"weight": data, "weight_scale": scale})
+        assert torch.equal(read.dequantised(torch.float32), data.float() * 0.25) and read.scales.shape == (16, 1)
+
+
+GOOD = compressed.parts(quantise(weight(16, 64), Scheme("int4", 32, False)))
+WRONG = {
+    "no weight_scale": {"weight_scale": None},
+    "scales of dtype torch.int8": {"weight_scale": torch.ones(16, 2, dtype=torch.int8)},
+    r"scales \(16, 3\) for a weight \(16, 64\)": {
+        "weight_scale": torch.ones(16, 3),
+        "weight_zero_point": torch.zeros(2, 3, dtype=torch.int32),
+    },
+    r"scales \(8, 2\) for a weight \(16, 64\)": {"weight_scale": torch.ones(8, 2)},
+    "no weight_shape": {"weight_shape": None},
+    r"a packed weight \(16, 8\) for the shape \(16, 80\)": {"weight_shape": torch.tensor([16, 80])},
+    r"a packed weight \(16, 8\) for the shape \(12, 64\)": {"weight_shape": torch.tensor([12, 64])},
+    r"a packed weight \(16, 8\) of torch.int64": {"weight_packed": torch.ones(16, 8, dtype=torch.int64)},
+    r"packed zero points \(16, 2\) of torch.int8": {"weight_zero_point": torch.ones(16, 2, dtype=torch.int8)},
+    "no matrix of int8 or float8_e4m3fn": {"weight_packed": None, "weight": torch.ones(16, 64)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_parts_that_do_not_fit_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        compressed.read(GOOD | WRONG[message])
+
+
+def test_three_bits_and_odd_inputs_are_refused():
+    three = {"weight_packed": torch.ones(16, 6, dtype=torch.int32), "weight_scale": torch.ones(16, 1)}
+    with pytest.raises(ValueError, match="neither 4 nor 8 bits"):
+        compressed.read(three | {"weight_shape": torch.tensor([16, 64])})
+    odd = {"weight": torch.ones(16, 30, dtype=torch.int8), "weight_scale": torch.ones(16, 1)}
+    with pytest.raises(ValueError, match="30 inputs, not a multiple of 8"):
+        compressed.read(odd)
+
+
+def test_several_schemes_are_several_groups_by_name():
+    schemes = {"a.b": Scheme("int8"), "a.c": Scheme("int4", 64), "a.d": Scheme("int8")}
+    config = compressed.config(schemes, ["lm_head"])
+    assert [group["targets"] for group in config["config_groups"].values()] == [["a.b", "a.d"], ["a.c"]]
+    assert config["format"] == "mixed-precision" and config["ignore"] == ["lm_head"]
+
+
+def test_zero_points_are_packed_along_the_rows():
+    zeros = torch.arange(-8, 8, dtype=torch.int8).reshape(8, 2).repeat(3, 1)[:19]
+    words = compressed.packed_zeros(zeros)
+    assert words.shape == (3, 2) and torch.equal(words[0], pack(zeros[:8].t().contiguous()).flatten())
+    assert torch.equal(compressed.unpacked_zeros(words, 19), zeros)
+    assert Quantised(*quantise(weight(19, 64), Scheme("int4", 32, False))).zeros.shape == (19, 2)
