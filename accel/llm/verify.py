@@ -96,7 +96,8 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     and told as lossy; what is judged, part by part, is against stock code over the same quantised weights.
     """
     (plan,) = plans.values()
-    lossy, note = plan.options.lossy if plan.weights else None, ""
+    rounded = None if plan.options.kv_cache is None else f"kv_cache={plan.options.kv_cache!r}"
+    lossy, note = plan.options.lossy if plan.weights else rounded, ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
     with plan.as_arrived() if plan.arrived else stock_models([plan]), seeded(seed):
@@ -111,8 +112,10 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         with plan.unfused(), seeded(seed):
             prompt, decode = _recorded(model, inputs, tokens)
         if not all(row["reversible"] for row in plan.weights):
-            lossy, note = None, "stock has the quantised weights here: the originals were not kept"
+            lossy, note = rounded, "stock has the quantised weights here: the originals were not kept"
     parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
+    if rounded is not None:
+        parts = {name: replace(part, lossy=rounded) for name, part in parts.items()}
     optimised = _joined(prompt.ours, decode.ours)
     whole = compare(stock, optimised)
     kl, worst_kl, top1 = distributions(stock, optimised)
