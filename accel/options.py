@@ -9,7 +9,7 @@ LAYOUT = ("auto", "channels_last", "keep")
 WEIGHTS = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
-METHODS = ("rtn", "gptq", "awq")  # of `accel.quantize`; the first needs no calibration data
+METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 
@@ -31,6 +31,10 @@ class Options:
         of being symmetric. None leaves them as they are.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
+    kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
+        "int8" or "fp8" (float8_e4m3fn; GPUs of compute capability 8.9 and later): half the memory of 16 bits. Layers
+        whose keys would lose too much, as measured when the model is optimised, keep theirs, see the report. None keeps
+        them in the dtype of the model.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
@@ -41,6 +45,7 @@ class Options:
     step_cache: int | str | None = None
     weights: str | None = None
     keep_original: bool = True
+    kv_cache: str | None = None
     strict: bool = False
 
     def __post_init__(self):
@@ -49,6 +54,7 @@ class Options:
         _one_of("graphs", self.graphs, ("auto", True, False))
         _one_of("weights", self.weights, (None, *WEIGHTS))
         _one_of("keep_original", self.keep_original, (True, False))
+        _one_of("kv_cache", self.kv_cache, (None, "int8", "fp8"))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:
@@ -61,7 +67,7 @@ class Options:
     @property
     def lossy(self) -> str | None:
         """The options chosen that change results by more than rounding, or None."""
-        chosen = {name: getattr(self, name) for name in ("step_cache", "weights")}
+        chosen = {name: getattr(self, name) for name in ("step_cache", "weights", "kv_cache")}
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
 
 

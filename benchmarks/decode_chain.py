@@ -42,7 +42,7 @@ def store(rows: int) -> list[KV]:
     kept = [
         (rand(rows * columns, BLOCK, KV_HEADS, DIM), rand(rows * columns, BLOCK, KV_HEADS, DIM)) for _ in range(LAYERS)
     ]
-    addresses = [tensor.data_ptr() for pair in kept for tensor in pair]
+    addresses = [address for k, v in kept for address in (k.data_ptr(), v.data_ptr(), 0, 0)]
     where = torch.tensor([STORED, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
     tickets = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
     return [KV(k, v, table, None, where, layer, False, tickets) for layer, (k, v) in enumerate(kept)]

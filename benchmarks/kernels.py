@@ -16,6 +16,8 @@ from accel_kernels.attention_backends import BACKENDS
 
 from accel.bench.machine import commit, machine, now
 
+ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantise_rows")  # below, and in int8_linear.py
+
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),
     "sd15-32-self": (2, 8, 1024, 1024, 80),
@@ -92,7 +94,7 @@ def attention_row(name, shape) -> dict:
 def main() -> None:
     rows = []
     for op in OPS:
-        if op.name == "attention":
+        if op.name in ELSEWHERE:
             continue
         for case in op.cases:
             rows.append(op_row(op, case))

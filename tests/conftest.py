@@ -35,7 +35,8 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
     def double(value):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(double, value))
-        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1  # others are codes
+        return value.double() if wide else value
 
     def many(output):
         return output if isinstance(output, tuple) else (output,)
@@ -260,7 +261,7 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
-for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign"):
+for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
 
 

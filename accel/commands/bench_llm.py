@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
+from accel.options import WEIGHTS
 
 
 def bench_llm(
@@ -23,6 +24,9 @@ def bench_llm(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="decode by stock's static cache under torch.compile too")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="schemes of accel.optimize(weights=...) to measure beside, such as int8,int4")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="after so many, nothing new is begun")] = 280.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
@@ -47,14 +51,19 @@ def bench_llm(
     if unknown := [part for part in chosen if part not in runner.PARTS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(runner.PARTS)}", param_hint="--parts")
     sizes = (_numbers(batch, "--batch"), _numbers(context, "--context"), new_tokens, long)
-    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds)
+    schemes = tuple(weights.split(",")) if weights else ()
+    for scheme in schemes:
+        if scheme not in WEIGHTS:
+            raise typer.BadParameter(f"{scheme!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
+    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes)
     quiet()
     console = Console()
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(runner.STAGES))
 
         def stage(now: str) -> None:
-            progress.update(task, description=f"{request.name}: {now}", completed=runner.STAGES.index(now))
+            known = {"completed": runner.STAGES.index(now)} if now in runner.STAGES else {}
+            progress.update(task, description=f"{request.name}: {now}", **known)
 
         try:
             result = runner.run(request, stage)

@@ -7,26 +7,49 @@ own. So reordering beams moves a few numbers and one block a row, in place, with
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-from accel_kernels.kv import KV, LENGTH, VALID
+from accel_kernels.kv import EACH, KV, LENGTH, VALID
+from accel_kernels.rounding import restored, rounded
 
 BLOCK = 64  # tokens
+SCALE = torch.float32
 
 
 class Shape(NamedTuple):
-    """What one layer keeps for a token: keys and values of (heads, dim) each."""
+    """What one layer keeps for a token: keys and values of (heads, dim) each.
+
+    dtype: of what goes in and comes out. codes: the 8-bit dtype they are rounded to meanwhile, with a float32 scale a
+    token and head, see `accel_kernels.rounding`; None: they are kept as they are.
+    """
 
     heads: int
     dim: int
     dtype: torch.dtype
     device: torch.device
+    codes: torch.dtype | None = None
 
     @property
     def size(self) -> int:
         """Bytes a token."""
-        return 2 * self.heads * self.dim * self.dtype.itemsize
+        head = self.dim * self.dtype.itemsize if self.codes is None else self.dim * self.codes.itemsize + SCALE.itemsize
+        return 2 * self.heads * head
+
+    @property
+    def exact(self) -> "Shape":
+        """The same without rounding."""
+        return self._replace(codes=None)
+
+    def empty(self, layers: int, blocks: int) -> tuple[torch.Tensor, ...]:
+        """Room for keys and values, (layers, 2, blocks, BLOCK, heads, dim); and, where they are rounded, their scales,
+        (layers, 2, blocks, BLOCK, heads), the tokens of a block and head next to each other in memory."""
+        codes = self.codes or self.dtype
+        kept = torch.empty(layers, 2, blocks, BLOCK, self.heads, self.dim, dtype=codes, device=self.device)
+        if self.codes is None:
+            return (kept,)
+        return kept, torch.empty(layers, 2, blocks, self.heads, BLOCK, dtype=SCALE, device=self.device).mT
 
 
 class Place:
@@ -41,7 +64,8 @@ class Blocks:
     """Room for `columns` blocks in every row of every layer; layers of equal shape share one allocation.
 
     Raises torch.OutOfMemoryError. Usable in and out of inference mode. kept: allocations by shape, each (layers, 2,
-    rows * columns, BLOCK, heads, dim). views: each layer's keys and values, (rows * columns, BLOCK, heads, dim).
+    rows * columns, BLOCK, heads, dim), or without dim for scales. views: each layer's keys and values, (rows * columns,
+    BLOCK, heads, dim), and their scales if it has any.
     shared: columns before this one may point at another row's block. masked: tokens of which `valid` may forbid some.
     """
 
@@ -49,59 +73,73 @@ class Blocks:
         self.shapes, self.rows, self.columns = shapes, rows, columns
         self.shared = self.masked = 0
         with torch.inference_mode(False), torch.no_grad():
-            self.kept = {
-                shape: torch.empty(
-                    layers, 2, rows * columns, BLOCK, shape.heads, shape.dim, dtype=shape.dtype, device=shape.device
-                )
-                for shape, layers in Counter(shapes).items()
-            }
-            layers = {shape: iter(kept) for shape, kept in self.kept.items()}
-            self.views = [tuple(next(layers[shape])) for shape in shapes]
+            self.kept = {shape: shape.empty(layers, rows * columns) for shape, layers in Counter(shapes).items()}
+            self.views = _by_layer(shapes, self.kept)
             self.places = {shape.device: Place(shape.device, rows, columns) for shape in self.kept}
+            addresses = [[t.data_ptr() for t in views] + [0] * (EACH - len(views)) for views in self.views]
             for device, place in self.places.items():
-                addresses = [tensor.data_ptr() for pair in self.views for tensor in pair]
-                place.where = torch.tensor([0, place.table.data_ptr(), 0, columns, *addresses], device=device)
+                place.where = torch.tensor([0, place.table.data_ptr(), 0, columns, *chain(*addresses)], device=device)
 
     def kv(self, layer: int, fresh: bool) -> KV:
         place = self.places[self.shapes[layer].device]
-        return KV(*self.views[layer], place.table, place.valid, place.where, layer, fresh, ordered=not self.shared)
+        keys, values, *scales = self.views[layer]
+        kv = KV(keys, values, place.table, place.valid, place.where, layer, fresh, ordered=not self.shared)
+        return kv._replace(key_scales=scales[0], value_scales=scales[1]) if scales else kv
 
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels read and write."""
         places = self.places.values()
         kept = [tensor for place in places for tensor in (place.table, place.where, place.valid) if tensor is not None]
-        return [*self.kept.values(), *kept]
+        return [*chain.from_iterable(self.kept.values()), *kept]
 
-    def tokens(self, layer: int) -> list[torch.Tensor]:
-        """Keys and values of one layer as the rows own them: (rows, columns * BLOCK, heads, dim), views."""
-        return [kept.unflatten(0, (self.rows, self.columns)).flatten(1, 2) for kept in self.views[layer]]
+    def read(self, layer: int, length: int) -> list[torch.Tensor]:
+        """Keys and values of one layer as the rows own them, (rows, length, heads, dim): views, or what was rounded."""
+        kept = [t.unflatten(0, (self.rows, self.columns)).flatten(1, 2)[:, :length] for t in self.views[layer]]
+        if len(kept) == 2:
+            return kept
+        return [restored(*pair, self.shapes[layer].dtype) for pair in zip(kept[:2], kept[2:], strict=True)]
 
-    def apart(self, shape: Shape) -> torch.Tensor:
-        """A view of an allocation as (layers, 2, rows, columns, BLOCK, heads, dim)."""
-        return self.kept[shape].unflatten(2, (self.rows, self.columns))
+    def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts (rows, new, heads, dim) each into one layer, as the tokens from `start` on of the rows' own blocks."""
+        kept = [t.unflatten(0, (self.rows, self.columns)) for t in self.views[layer]]
+        end = start + keys.shape[1]
+        if len(kept) == 2:
+            for into, new in zip(kept, (keys, values), strict=True):
+                into.flatten(1, 2)[:, start:end].copy_(new)
+            return
+        tokens = torch.arange(start, end, device=keys.device)
+        for into, scales, new in zip(kept[:2], kept[2:], (keys, values), strict=True):
+            place = slice(None), tokens // BLOCK, tokens % BLOCK
+            into[place], scales[place] = rounded(new, into.dtype)
+
+    def apart(self, shape: Shape) -> list[torch.Tensor]:
+        """Views of the allocations of a shape, (layers, 2, rows, columns, BLOCK, heads) and perhaps dim."""
+        return [kept.unflatten(2, (self.rows, self.columns)) for kept in self.kept[shape]]
 
     def take(self, old: "Blocks", length: int, chosen: torch.Tensor | None = None) -> None:
         """Copies `length` tokens of all rows of `old`, or of the chosen ones, each into its own blocks here."""
         columns = -(-length // BLOCK)
         for shape in self.kept:
-            old.copy(shape, self.apart(shape)[:, :, :, :columns], chosen)
+            old.copy(shape, [kept[:, :, :, :columns] for kept in self.apart(shape)], chosen)
         valid = old.places[self.shapes[0].device].valid
         if valid is not None:
             valid = valid[:, : old.masked]
             self.set_valid(valid if chosen is None else valid[chosen.to(valid.device)])
 
-    def copy(self, shape: Shape, into: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
-        """The first columns of all rows, or of the chosen, into (layers, 2, rows, columns, BLOCK, heads, dim)."""
-        columns = into.shape[3]
+    def copy(self, shape: Shape, into: list[torch.Tensor], chosen: torch.Tensor | None = None) -> None:
+        """The first columns of all rows, or of the chosen, into tensors as `apart` gives."""
+        columns = into[0].shape[3]
         if chosen is None and not self.shared:
-            into.copy_(self.apart(shape)[:, :, :, :columns])
+            for target, source in zip(into, self.apart(shape), strict=True):
+                target.copy_(source[:, :, :, :columns])
             return
         ids = self.places[shape.device].table[:, :columns].long()
         if chosen is not None:
             ids = ids[chosen.to(shape.device)]
         # One after another: less is held twice at a time.
-        for target, source in zip(into.flatten(0, 1), self.kept[shape].flatten(0, 1), strict=True):
-            target.copy_(source[ids])
+        for targets, sources in zip(into, self.kept[shape], strict=True):
+            for target, source in zip(targets.flatten(0, 1), sources.flatten(0, 1), strict=True):
+                target.copy_(source[ids])
 
     def own(self, column: int, length: int) -> None:
         """From this column on every row reads its own blocks, which hold what it read before."""
@@ -109,9 +147,10 @@ class Blocks:
             if at * BLOCK < length:
                 tables = {shape: self.places[shape.device].table[:, at] for shape in self.kept}
                 # All gathered before any is written: rows read each other's.
-                read = {shape: kept.index_select(2, tables[shape]) for shape, kept in self.kept.items()}
-                for shape, blocks in read.items():
-                    self.apart(shape)[:, :, :, at].copy_(blocks)
+                read = {s: [t.index_select(2, tables[s]) for t in kept] for s, kept in self.kept.items()}
+                for shape, several in read.items():
+                    for kept, blocks in zip(self.apart(shape), several, strict=True):
+                        kept[:, :, :, at].copy_(blocks)
             for place in self.places.values():
                 place.table[:, at].copy_(place.own[:, at])
             self.shared = at
@@ -123,8 +162,9 @@ class Blocks:
         moves = []  # gathered before any is written
         if begun:
             for shape in self.kept:
-                piece = self.apart(shape)[:, :, :, full, :begun]
-                moves.append((piece, piece.index_select(2, index.to(shape.device))))
+                for kept in self.apart(shape):
+                    piece = kept[:, :, :, full, :begun]
+                    moves.append((piece, piece.index_select(2, index.to(shape.device))))
         for device, place in self.places.items():
             kept = [place.table[:, :full]]
             if place.valid is not None:
@@ -176,17 +216,28 @@ class Blocks:
         if self.shared:
             raise TypeError("blocks that rows share do not pickle; packed ones do")
         valid = self.places[self.shapes[0].device].valid
-        state = {name: vars(self)[name] for name in ("shapes", "rows", "columns", "kept")}
-        return state | {"valid": None if valid is None else valid[:, : self.masked].clone()}
+        state = {name: vars(self)[name] for name in ("shapes", "rows", "columns")}
+        # As bytes: torch pickles no 8-bit floats.
+        kept = {s: tuple(t.view(torch.uint8) if t.dtype == s.codes else t for t in k) for s, k in self.kept.items()}
+        return state | {"kept": kept, "valid": None if valid is None else valid[:, : self.masked].clone()}
 
     def __setstate__(self, state: dict) -> None:
-        kept = state["kept"]
-        layers = {shape: iter(tensor) for shape, tensor in kept.items()}
+        kept = {
+            s: tuple(t.view(s.codes) if t.dtype == torch.uint8 else t for t in several)
+            for s, several in state["kept"].items()
+        }
+        old = _by_layer(state["shapes"], kept)
         shapes = tuple(
-            shape._replace(device=kept[shape].device) for shape in state["shapes"]
+            shape._replace(device=kept[shape][0].device) for shape in state["shapes"]
         )  # torch.load moves tensors
         self.__init__(shapes, state["rows"], state["columns"])
-        for shape, views in zip(state["shapes"], self.views, strict=True):
-            for view, source in zip(views, next(layers[shape]), strict=True):
+        for views, sources in zip(self.views, old, strict=True):
+            for view, source in zip(views, sources, strict=True):
                 view.copy_(source)
         self.set_valid(state["valid"])
+
+
+def _by_layer(shapes: Sequence[Shape], kept: dict[Shape, tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    """Keys and values of every layer, and the scales of both if it has any."""
+    layers = {shape: zip(*several, strict=True) for shape, several in kept.items()}
+    return [tuple(chain(*next(layers[shape]))) for shape in shapes]

@@ -16,7 +16,8 @@ class StoreLayer(DynamicLayer):
 
     `keys` and `values` are views into the store: right until the next call, and edits of them are edits of the cache.
     What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) makes
-    of this layer a stock one with the same content; `adopt` takes it in again.
+    of this layer a stock one with the same content; `adopt` takes it in again. So does whoever looks at the keys or
+    values of a store that rounds them: no view could show them, and an edit of a copy would be lost.
     """
 
     def __init__(self, store: Store, index: int):
@@ -58,7 +59,8 @@ class StoreLayer(DynamicLayer):
         self.values = values
 
     def _read(self, which: int) -> torch.Tensor | None:
-        if self.index in self.store.asked:  # an edit of what is shown must not be lost
+        if self.index in self.store.asked or (self.shape.codes is not None and self.get_seq_length()):
+            # an edit of what is shown must not be lost
             self.leave()
             return (self.keys, self.values)[which]
         return self.store.read(self.index)[which] if self.is_initialized else None
@@ -82,7 +84,7 @@ class StoreLayer(DynamicLayer):
             not torch.is_grad_enabled()  # what is kept in place cannot be what a backward pass saved
             and values.shape == keys.shape
             and keys.dtype == values.dtype
-            and Shape(heads, dim, keys.dtype, keys.device) == self.shape
+            and Shape(heads, dim, keys.dtype, keys.device) == self.shape.exact
             and (rows == self.store.rows or not self.store.length)
             and self.index not in self.store.asked
         )
@@ -189,15 +191,15 @@ def _foreign(cache, shapes: Sequence[Shape]) -> str | None:
         return None
     if len(set(lengths)) > 1 or len(layers) < len(shapes):
         return "cache layers of different lengths"
-    if len({layer.keys.shape[0] for layer in layers}) > 1:
+    if len({_held(layer)[0].shape[0] for layer in layers}) > 1:
         return "cache layers of different batch sizes"
     for layer, shape in zip(layers, shapes, strict=True):
-        keys, values = layer.keys, layer.values
+        keys, values = _held(layer)
         if keys.shape[2] != layer.get_seq_length():
             return "a sliding window has dropped tokens of the cache"
         if keys.shape != values.shape or keys.dtype != values.dtype or keys.device != values.device:
             return "keys and values of different shapes"
-        if Shape(keys.shape[1], keys.shape[3], keys.dtype, keys.device) != shape:
+        if Shape(keys.shape[1], keys.shape[3], keys.dtype, keys.device) != shape.exact:
             return "a cache of other heads, another dtype or device"
         if keys.requires_grad or values.requires_grad:
             return "a cache with gradients"
@@ -207,7 +209,14 @@ def _foreign(cache, shapes: Sequence[Shape]) -> str | None:
 def _fill(store: Store, cache: DynamicCache) -> None:
     tokens = cache.get_seq_length()
     if tokens:
-        store.reserve(cache.layers[0].keys.shape[0], tokens)
+        store.reserve(_held(cache.layers[0])[0].shape[0], tokens)
         with torch.no_grad():
             for index, layer in enumerate(cache.layers):
-                store.write(index, layer.keys, layer.values)
+                store.write(index, *_held(layer))
+
+
+def _held(layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer, not to be edited: a look at them that makes no stock layer of one that rounds."""
+    if type(layer) is StoreLayer and layer.shape.codes is not None:
+        return layer.store.read(layer.index)
+    return layer.keys, layer.values

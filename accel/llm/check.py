@@ -165,6 +165,13 @@ def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
     return torch.cat(found, dim=1)[:, PADDING:]
 
 
+def rehearse(forward: DecoderForward) -> None:
+    """Compiles what a forward launches that has been tried, but over another kind of store."""
+    with resting(forward.module), _layers(forward):
+        _rehearse(forward, (PROMPT, *STEPS))
+    forward.seen = None
+
+
 def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
     """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
     if forward.shapes()[0].device.type != "cuda":

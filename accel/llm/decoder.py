@@ -57,6 +57,7 @@ class DecoderForward(FastForward):
         self.manner: Manner | None = None
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
+        self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
         self.__setstate__(vars(self))
 
     def __getstate__(self):
@@ -169,9 +170,16 @@ class DecoderForward(FastForward):
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
             specs = sorted((layer.spec.attention for layer in self.layers), key=lambda spec: spec.index)
-            shapes = tuple(Shape(spec.kv_heads, spec.dim, weight.dtype, weight.device) for spec in specs)
+            shapes = tuple(
+                Shape(spec.kv_heads, spec.dim, weight.dtype, weight.device, codes)
+                for spec, codes in zip(specs, self.codes, strict=True)
+            )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
+
+    def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
+        """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
+        self.codes, self.stored = codes, (None, None, ())
 
     def run(self, store: Store, tokens, positions, mask, keep: int) -> torch.Tensor:
         """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""

@@ -5,7 +5,8 @@ import inspect
 from torch import nn
 
 from accel.graphs import GraphRunner
-from accel.llm.check import find_manner
+from accel.llm.cache_rounding import choose, described
+from accel.llm.check import find_manner, rehearse
 from accel.llm.decoder import DecoderForward
 from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
@@ -50,25 +51,26 @@ def match_decoder(site, context) -> Match | Skip | None:
     except NotUnderstood as reason:
         if (quantisation := _quantisation(site.module, context)) is not None:
             quantisation.run(site.module)
-        return _not_whole(layers, reason)
+        return _not_whole(layers, reason, context.options)
     # After the model was understood in its own precision, before anything is bound to its weights.
     if (quantisation := _quantisation(site.module, context)) is not None:
         quantisation.run()
     try:
-        forward, patches = _bind(site.module, context, specs)
+        forward, patches, rounding = _bind(site.module, context, specs)
     except NotUnderstood as reason:
-        return _not_whole(layers, reason)
+        return _not_whole(layers, reason, context.options)
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(site.module.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
-    return Match(forward, patches, (), f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
+    notes = (rounding, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
+    return Match(forward, patches, (), "; ".join(filter(None, notes)))
 
 
-def _not_whole(layers: dict, reason: NotUnderstood) -> Skip:
+def _not_whole(layers: dict, reason: NotUnderstood, options) -> Skip:
     for path, found in layers.items():
         if not isinstance(found, str):
             layers[path] = "understood, but not the whole model"
-    return Skip(str(reason))
+    return Skip(f"{reason}{'' if options.kv_cache is None else '; kv_cache changes nothing'}")
 
 
 def _quantisation(model: nn.Module, context) -> Quantisation | None:
@@ -90,14 +92,18 @@ def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, Layer
     return formulas(model, layers)
 
 
-def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple]:
-    """The forward that computes by these formulas, tried as a whole, and its patches. Raises NotUnderstood."""
+def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple, str]:
+    """The forward that computes by these formulas, tried as a whole; its patches; what the report says of its cache.
+
+    Raises NotUnderstood.
+    """
     stack, _ = decoder_layers(model)
     steps = Steps()
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.manner = find_manner(forward)
+    rounding = "" if context.options.kv_cache is None else _round(forward, specs, context.options)
     if context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.pool, context.ledger, obstacle, keep)
@@ -106,7 +112,19 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
             forward.prompts = Prompts(GraphRunner(model, *graphs))
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, *seams(model, forward))
+    return forward, (*patches, *seams(model, forward)), rounding
+
+
+def _round(forward: DecoderForward, specs: list, options) -> str:
+    """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
+    kind, device = options.kv_cache, forward.shapes()[0].device
+    codes, told = choose(kind, device, ((layer, spec.attention) for layer, spec in specs))
+    forward.round(codes)
+    note = described(kind, forward.shapes(), told)
+    if told and options.strict:
+        raise ValueError(f"strict=True: kv_cache={kind!r}: {note}")
+    rehearse(forward)
+    return note
 
 
 def match_layer(site, context) -> Match | Skip | None:

@@ -114,10 +114,11 @@ class Store:
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
 
-        Of a layer that waits for the others to change rows with it: copies, with the rows it was asked for.
+        Where the store rounds them: copies of what it holds, in the dtype of the model. Of a layer that waits for the
+        others to change rows with it: copies, with the rows it was asked for.
         """
         self.blocks.own(0, self.length)
-        kept = [t[:, : self.lengths[layer]] for t in self.blocks.tokens(layer)]
+        kept = self.blocks.read(layer, self.lengths[layer])
         for rows in self.asked.get(layer, ()):
             kept = [t.index_select(0, rows.index(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
@@ -165,8 +166,7 @@ class Store:
         start = self.lengths[layer]
         end = start + keys.shape[2]
         self.reserve(keys.shape[0], end)
-        for kept, new in zip(self.blocks.tokens(layer), (keys, values), strict=True):
-            kept[:, start:end].copy_(new.transpose(1, 2))
+        self.blocks.write(layer, start, keys.transpose(1, 2), values.transpose(1, 2))
         self.lengths[layer] = end
 
     def advance(self, new: int) -> None:

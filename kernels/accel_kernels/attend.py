@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from accel_kernels import norm as norms
 from accel_kernels.kv import KV
 from accel_kernels.norm import Norm
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.rounding import rounded
+
+FLOAT8 = (8, 9)  # the compute capability from which on GPUs convert to and from float8_e4m3fn
 
 
 def reference(
@@ -24,7 +27,8 @@ def reference(
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.valid forbids are
     not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share, for prompts
-    without past.
+    without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own token's too:
+    what comes out does not depend on how many tokens come at once.
     """
     if q_norm is not None:
         q = norms.reference(q, q_norm)
@@ -35,7 +39,7 @@ def reference(
     start = kv.stored()
     end = start + q.shape[1]
     kv.write(start, k, v)
-    keys, values = kv.read(end)
+    keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.valid is None and q.shape[1] == 1
         seen = None if all_seen else _seen(q, end, start, kv.valid, window)
@@ -109,8 +113,10 @@ def supports(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             return f"{name}: channels not next to each other"
-    if kv.keys.dtype != q.dtype or k.dtype != q.dtype or v.dtype != q.dtype:
+    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
         return "queries and stored keys of different dtypes"
+    if kv.keys.dtype == torch.float8_e4m3fn and q.is_cuda and capability(q.device) < FLOAT8:
+        return "8-bit floats below compute capability 8.9"
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centred or norm.bias is not None):
             return "a query or key norm with a mean or bias"
@@ -118,7 +124,7 @@ def supports(
 
 
 def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None, valid=False,
-          shuffled=False, qk_norm=False, small=False, **more):  # fmt: skip
+          shuffled=False, qk_norm=False, small=False, codes=None, **more):  # fmt: skip
     def make(device, dtype):
         g = torch.Generator("cpu").manual_seed(0)
 
@@ -130,14 +136,19 @@ def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=1
         order = torch.randperm(blocks, generator=g) if shuffled else torch.arange(blocks)
         table = order.view(rows, columns).to(device, torch.int32)
         keys, values = rand(blocks, block, kv_heads, dim), rand(blocks, block, kv_heads, dim)
+        stores, scales = (keys, values), (None, None)
+        if codes is not None:
+            turned = (rounded(t, codes) for t in stores)
+            stores, scales = zip(*((c, s.mT.contiguous().mT) for c, s in turned), strict=True)
         mask = None
         if valid:  # left padding of row r by r tokens, and a hole
             mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
             mask[0, 1] = stored + new < 3
             mask = mask.to(device)
-        addresses = [t.data_ptr() for t in (keys, values)]
+        addresses = [0 if t is None else t.data_ptr() for t in (*stores, *scales)]
         where = [stored, table.data_ptr(), 0 if mask is None else mask.data_ptr(), columns, *addresses]
-        kv = KV(keys, values, table, mask, torch.tensor(where, device=device), 0, fresh=stored == 0)
+        kv = KV(*stores, table, mask, torch.tensor(where, device=device), 0, fresh=stored == 0)
+        kv = kv._replace(key_scales=scales[0], value_scales=scales[1])
         both = rand(rows, new, (heads + 2 * kv_heads) * dim)
         q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         given = dict(more)
@@ -171,9 +182,19 @@ CASES = (
     _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
     _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
     _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, valid=True, small=True),
+    _case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, valid=True, shuffled=True, codes=torch.int8, small=True),
+    _case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8, small=True),
+    _case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
+    _case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
+    _case("int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, valid=True, codes=torch.int8, small=True),
+    _case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    _case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
     _case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
     _case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
     _case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    _case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
+    _case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
     _case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
     _case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
     _case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),

@@ -9,23 +9,29 @@ from typing import NamedTuple
 
 import torch
 
-LENGTH, TABLE, VALID, COLUMNS, LAYERS = range(5)  # places in `where`; keys and values of layer i at LAYERS + 2 i
+from accel_kernels.rounding import restored, rounded
+
+LENGTH, TABLE, VALID, COLUMNS, LAYERS = range(5)  # places in `where`; what layer i has begins at LAYERS + EACH i
+EACH = 4  # keys, values, the scales of keys, the scales of values
 
 
 class KV(NamedTuple):
     """The store of one layer, as the attention operations take it.
 
-    keys, values: (blocks, block, kv heads, head dimension); a block is a run of tokens of one row.
+    keys, values: (blocks, block, kv heads, head dimension); a block is a run of tokens of one row. In the dtype of the
+        model, or codes in 8 bits with the scales below, see `accel_kernels.rounding`.
     table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
     valid: (rows, columns * block) bool, which tokens may be attended to (a padding mask), or None for all.
     where: int64 [tokens stored in every row, address of table, address of valid or 0, columns, then for every layer
-        the addresses of its keys and values]. The one truth about the number of tokens.
+        the addresses of its keys, its values, and the scales of both or 0]. The one truth about the number of tokens.
     layer: which layer.
     fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     tickets: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
         zeros; without it every call makes its own.
     ordered: the host knows that row r's blocks lie in order from r * columns on.
     by_address: the blocks are found through `where` alone, as the work may go on in a graph over another store.
+    key_scales, value_scales: (blocks, block, kv heads) float32, the tokens of a block and head next to each other in
+        memory, so that a program reads them in one go; None where keys and values are stored as they are.
     """
 
     keys: torch.Tensor
@@ -38,6 +44,8 @@ class KV(NamedTuple):
     tickets: torch.Tensor | None = None
     ordered: bool = False
     by_address: bool = False
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @property
     def block(self) -> int:
@@ -55,19 +63,34 @@ class KV(NamedTuple):
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores (rows, new, kv heads, D) each as the tokens from `start` on."""
         end, whole = start + keys.shape[1], self._in_order()
+        if self.key_scales is not None:
+            place, pairs = self.slots(start, end), self._pairs()
+            for (kept, kept_scales), new in zip(pairs, (keys, values), strict=True):
+                codes, scales = rounded(new, kept.dtype)
+                kept[place], kept_scales[place] = codes, scales.to(kept_scales.dtype)
+            return
         if whole is not None:
             whole[0][:, start:end], whole[1][:, start:end] = keys, values
             return
         place = self.slots(start, end)
         self.keys[place], self.values[place] = keys.to(self.keys.dtype), values.to(self.values.dtype)
 
-    def read(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order."""
+    def read(self, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order.
+
+        dtype: in which rounded ones are restored; others are given as they are stored.
+        """
+        if self.key_scales is not None:
+            place = self.slots(0, end)
+            return tuple(restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
         whole = self._in_order()
         if whole is None:
             rows, blocks = self.table.shape[0], self.table.flatten().long()
             whole = tuple(t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
         return whole[0][:, :end], whole[1][:, :end]
+
+    def _pairs(self) -> tuple:
+        return (self.keys, self.key_scales), (self.values, self.value_scales)
 
     def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both as (rows, tokens, kv heads, D), where no table is needed."""

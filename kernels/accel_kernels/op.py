@@ -22,6 +22,12 @@ def _by_name(name: str) -> "Op":
     return getattr(importlib.import_module("accel_kernels"), name)
 
 
+def launcher(kernel: str) -> Callable[..., Any]:
+    """The function of "module:function", imported now: what needs triton is imported where it is used."""
+    module, function = kernel.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
 @dataclass(frozen=True)
 class Op:
     """A callable operation: Triton kernel where it is supported, `reference` elsewhere.
@@ -43,8 +49,7 @@ class Op:
 
     @cached_property
     def triton(self) -> Callable[..., Any]:
-        module, function = self.kernel.split(":")
-        return getattr(importlib.import_module(module), function)
+        return launcher(self.kernel)
 
     def __reduce__(self):
         return _by_name, (self.name,)  # copies and pickles refer to the one op

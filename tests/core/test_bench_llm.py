@@ -163,7 +163,7 @@ def test_one_that_fails_leaves_the_others(failing):
         return sample
 
     failures = []
-    case = turns.Case("part", {"batch": 1}, prepare, lambda median: median)
+    case = turns.Case("part", {"batch": 1}, prepare, lambda median, variant: median)
     variants = [turns.Variant("bad", None), turns.Variant("good", None)]
     found = turns.take_turns(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
     assert list(found) == ["good"] and failures == [("bad", "too bad")]
@@ -212,6 +212,23 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert figures["skipped"] == []
 
 
+def test_quantised_weights_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "PROMPTS", (64,))
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4-g32")
+    result = bench(tmp_path, *more)
+    assert result.exit_code == 0, result.output
+    assert "quantised weights" in result.output and "accel int8" in result.output
+    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
+        assert {"stock", "accel", "accel int8", "accel int4-g32"} <= set(row)
+    told = figures["weights"]
+    assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
+    assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
+    assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
+    assert figures["parts"]["decode"][0]["accel int8"]["share_of_bandwidth"] > 0
+
+
 def test_out_of_time_nothing_new_is_begun(tmp_path):
     result = bench(tmp_path, "--context", "32", "--seconds", "0.1")
     assert result.exit_code == 0, result.output
@@ -257,6 +274,7 @@ def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
         (("--model", "llama-9b"), "'llama-9b' is neither a folder nor one of llama-8b"),
         (("--model", "tiny", "--parts", "decode,encode"), "'encode' is none of decode"),
         (("--model", "tiny", "--batch", "1,x"), "give numbers with commas"),
+        (("--model", "tiny", "--weights", "int8,int3"), "'int3' is none of int8"),
         (("--model", ROOT / "examples/models/tiny-sd-digits/text_encoder"), "no causal language model"),
     ],
     ids=str,

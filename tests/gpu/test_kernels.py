@@ -6,7 +6,12 @@ from accel_kernels import OPS
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
 from accel_kernels.linear import LinearChooser
 
-CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
+NUMBERS = ("fp8_linear", "quantise_rows")  # neither rounds once what it is given: test_int8_linear.py
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases
+]
+# These leave float32 to torch.
+LEFT = ("attention", "int8_linear", "linear_geglu", "projection", "quantised_projection")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -16,7 +21,7 @@ def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch, monkeypat
     args, kwargs = case.make(torch.device("cuda"), dtype)
     reason = op.supports(*args, **kwargs)
     if reason is not None:
-        assert op.name in ("attention", "linear_geglu", "projection") and dtype == torch.float32, reason
+        assert op.name in LEFT and dtype == torch.float32, reason
         pytest.skip(reason)
     if sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)) > 3e8:
         pytest.skip("its float64 reference takes too much memory")

@@ -19,7 +19,8 @@ target = GPUTarget("cuda", int(sys.argv[1]), 32)
 count = 0
 for info in pkgutil.iter_modules(package.__path__):
     module = importlib.import_module(f"{package.__name__}.{info.name}")
-    for kernel, types, constants, warps, *stages in getattr(module, "SPECIMENS", ()):
+    float8 = getattr(module, "FLOAT8_SPECIMENS", ()) if target.arch >= 89 else ()
+    for kernel, types, constants, warps, *stages in (*getattr(module, "SPECIMENS", ()), *float8):
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
         options = {"num_warps": warps} | ({"num_stages": stages[0]} if stages else {})

@@ -4,11 +4,18 @@ import pickle
 
 import pytest
 import torch
-from accel_kernels import OPS
+from accel_kernels import OPS, Quantised
 
 pytest.importorskip("triton")
 
-SMALL = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases if case.small]
+NUMBERS = ("quantise_rows",)  # what it gives is no rounding of what it is given: tests of its own
+SMALL = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}")
+    for op in OPS
+    if op.name not in NUMBERS
+    for case in op.cases
+    if case.small
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -17,8 +24,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("op, case", SMALL)
 def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cpu"), dtype)
-    if dtype == torch.float32 and op.supports(*args, **kwargs) is not None:
-        assert "float32" in refused(op, *args, **kwargs)  # some leave it to cuBLAS
+    if dtype != torch.bfloat16 and op.supports(*args, **kwargs) is not None:
+        assert str(dtype).split(".")[1] in refused(op, *args, **kwargs)  # some leave float32 to cuBLAS
+        assert dtype == torch.float32 or op.name == "fp8_linear"
         return
     assert op.supports(*args, **kwargs) is None
     as_good_as_torch(op, args, kwargs, dtype)
@@ -27,7 +35,16 @@ def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_on_cpu_an_op_is_its_reference(op):
     args, kwargs = next(case for case in op.cases if case.small).make(torch.device("cpu"), torch.float32)
-    torch.testing.assert_close(op(*args, **kwargs), op.reference(*args, **kwargs), rtol=0, atol=0)
+    found, wanted = op(*args, **kwargs), op.reference(*args, **kwargs)
+    for ours, theirs in zip(many(found), many(wanted), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        else:
+            assert ours == theirs
+
+
+def many(output) -> tuple:
+    return output if isinstance(output, tuple) else (output,)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -60,6 +77,51 @@ def test_unsupported_inputs_are_named():
     assert "keys" in refused(
         ops["attention"], torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
     )
+
+
+def test_quantised_weights_the_kernel_cannot_read_are_named():
+    op = next(op for op in OPS if op.name == "quantised_projection")
+    case = next(case for case in op.cases if case.name == "int4-32")
+    (x, weight, _), more = case.make(torch.device("cpu"), torch.float16)
+    assert op.supports(x, weight) is None
+    assert "float32" in refused(op, x.float(), weight)
+    assert "rows" in refused(op, x.expand(65, -1).contiguous(), weight)
+    assert "gate" in refused(op, x, weight, up=more["up"])
+    assert "gate" in refused(op, x, weight, up=more["up"]._replace(scales=weight.scales.float()), activation="silu")
+    assert "inputs" in refused(op, x[:, :64].contiguous(), weight)
+    assert "contiguous" in refused(op, x, weight._replace(data=weight.data.t().contiguous().t()))
+    assert "contiguous" in refused(op, x.expand(2, -1), weight)
+    assert "16 columns" in refused(op, x, weight._replace(scales=weight.scales.repeat(1, 2)))
+    assert "4 bytes" in refused(op, *at_odd_bytes(x, weight.numbers()))
+
+
+def at_odd_bytes(x, numbers):
+    data = torch.empty(numbers.numel() + 1, dtype=torch.int8)[1:].view(numbers.shape).copy_(numbers)
+    return x, Quantised(data, torch.ones(len(data), 1, dtype=x.dtype))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"])
+def test_the_norm_before_a_quantised_weight_may_be_of_float32(name, as_good_as_torch):
+    op = next(op for op in OPS if op.name == "quantised_projection")
+    args, more = next(case for case in op.cases if case.name == name).make(torch.device("cpu"), torch.float16)
+    norm = more["norm"]
+    bias = None if norm.bias is None else norm.bias.float()
+    more["norm"] = norm._replace(weight=norm.weight.float(), bias=bias)
+    assert op.supports(*args, **more) is None
+    as_good_as_torch(op, args, more, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["int8-gate-bias", "int4-64-zeros", "fp8"])
+def test_more_rows_than_the_kernel_takes_are_the_same_product(name):
+    op = next(op for op in OPS if op.name == "quantised_projection")
+    (x, weight, bias), more = next(case for case in op.cases if case.name == name).make(
+        torch.device("cpu"), torch.float32
+    )
+    x = torch.randn(70, x.shape[1])
+    if "residual" in more:
+        more["residual"] = torch.randn(70, weight.shape[0])
+    torch.testing.assert_close(op.instead(x, weight, bias, **more), op.reference(x, weight, bias, **more))
 
 
 def test_group_norm_keeps_its_digits_far_from_zero():

@@ -438,7 +438,7 @@ def test_a_dropped_cache_frees_everything_at_once():
         ours, stock = pair()
         feed(ours, stock, 2, 70)
         store = store_of(ours)
-        held = [weakref.ref(store), weakref.ref(store.where), *map(weakref.ref, store.blocks.kept.values())]
+        held = [weakref.ref(store), *map(weakref.ref, store.tensors())]
         del store
         copied = copy.deepcopy(ours)
         del ours

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from accel_kernels import attend
+from accel_kernels.rounding import restored, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,21 +17,30 @@ from accel.llm.store import AHEAD, Store
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, as far as torch is concerned
 SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, OTHER), Shape(2, 4, torch.float32, CPU))
+STORED = {
+    "exact": SHAPES,
+    "int8": tuple(shape._replace(codes=torch.int8) for shape in SHAPES),
+    "fp8": tuple(shape._replace(codes=torch.float8_e4m3fn, dtype=torch.bfloat16) for shape in SHAPES),
+    "some": (SHAPES[0]._replace(codes=torch.int8), SHAPES[1], SHAPES[2]),
+}
 
 
 class Lists:
     """rows[r][layer]: keys and values of row r, each (tokens, heads, dim). seen[r]: bools of its first tokens."""
 
-    def __init__(self, rows: int):
-        empty = [[torch.empty(2, 0, s.heads, s.dim, dtype=s.dtype) for s in SHAPES] for _ in range(rows)]
+    def __init__(self, rows: int, shapes=SHAPES):
+        empty = [[torch.empty(2, 0, s.heads, s.dim, dtype=s.dtype) for s in shapes] for _ in range(rows)]
         self.rows, self.seen = empty, [torch.ones(0, dtype=torch.bool) for _ in range(rows)]
+        self.shapes = shapes
 
     @property
     def length(self) -> int:
         return self.rows[0][0].shape[1]
 
     def append(self, new: list[torch.Tensor]) -> None:
-        """new: one a layer, (2, rows, tokens, heads, dim)."""
+        """new: one a layer, (2, rows, tokens, heads, dim), rounded as the layer says."""
+        pairs = zip(new, self.shapes, strict=True)
+        new = [t if s.codes is None else restored(*rounded(t, s.codes), s.dtype) for t, s in pairs]
         for r, row in enumerate(self.rows):
             self.rows[r] = [torch.cat([held, more[:, r]], 1) for held, more in zip(row, new, strict=True)]
 
@@ -49,8 +59,8 @@ class Lists:
         return torch.stack([torch.cat([seen, torch.ones(tokens - len(seen)).bool()]) for seen in self.seen])
 
 
-def fresh(rows: int, tokens: int) -> list[torch.Tensor]:
-    return [torch.randn(2, rows, tokens, s.heads, s.dim, dtype=s.dtype) for s in SHAPES]
+def fresh(rows: int, tokens: int, shapes=SHAPES) -> list[torch.Tensor]:
+    return [torch.randn(2, rows, tokens, s.heads, s.dim, dtype=s.dtype) for s in shapes]
 
 
 def append(store: Store, new: list[torch.Tensor]) -> None:
@@ -61,8 +71,7 @@ def append(store: Store, new: list[torch.Tensor]) -> None:
     for layer, (keys, values) in enumerate(new):
         kv = store.kv(layer)
         assert kv.fresh == (start == 0) and kv.layer == layer
-        where = kv.slots(start, start + tokens)
-        kv.keys[where], kv.values[where] = keys, values
+        kv.write(start, keys, values)
     store.advance(tokens)
 
 
@@ -82,16 +91,20 @@ def check(store: Store, lists: Lists) -> None:
     own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
     assert torch.equal(store.table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
     head = [length, store.table.data_ptr(), 0 if store.valid is None else store.valid.data_ptr(), store.blocks.columns]
-    kvs = [store.kv(layer) for layer in range(len(SHAPES))]
-    assert store.where.tolist() == head + [t.data_ptr() for kv in kvs for t in (kv.keys, kv.values)]
-    assert kvs[0].keys._base is kvs[2].values._base and kvs[1].keys._base is not kvs[0].keys._base
+    kvs = [store.kv(layer) for layer in range(len(store.shapes))]
+    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales)]
+    assert store.where.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
+    alike = store.shapes[0] == store.shapes[2]
+    assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base
     if not length:
         return
     assert store.rows == rows
     for layer, kv in enumerate(kvs):
         assert kv.stored() == length
-        stored = torch.stack([kept[kv.slots(0, length)] for kept in (kv.keys, kv.values)])
+        stored = torch.stack(kv.read(length, store.shapes[layer].dtype))
         assert torch.equal(stored, lists.stacked(layer))
+        if kv.key_scales is not None:  # as kernels find them
+            assert kv.key_scales.stride() == kv.value_scales.stride() == (BLOCK * kv.keys.shape[2], 1, BLOCK)
     if store.valid is None:
         assert lists.valid(store.capacity).all()
     else:
@@ -111,15 +124,17 @@ step = st.one_of(
 )
 
 
+@pytest.mark.parametrize("stored", STORED)
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(rows=st.integers(1, 4), wanted=st.sampled_from([0, 90, 500]), steps=st.lists(step, min_size=3, max_size=14))
-def test_a_store_is_a_list_of_tensors_a_row(rows, wanted, steps):
+def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
     torch.manual_seed(0)
-    store, lists, forked = Store(SHAPES, wanted), Lists(rows), []
+    shapes = STORED[stored]
+    store, lists, forked = Store(shapes, wanted), Lists(rows, shapes), []
     for name, what in [("append", 5), *steps]:
         rows = len(lists.rows)
         if name in ("append", "stock"):
-            new = fresh(rows, what)
+            new = fresh(rows, what, shapes)
             (append if name == "append" else append_as_stock)(store, new)
             lists.append(new)
         elif name == "crop":
@@ -154,7 +169,7 @@ def test_a_store_is_a_list_of_tensors_a_row(rows, wanted, steps):
         elif name == "pickle":
             store = pickle.loads(pickle.dumps(store))
         elif name == "read" and store.blocks:
-            for layer in range(len(SHAPES)):
+            for layer in range(len(shapes)):
                 kept = torch.stack(store.read(layer))
                 assert torch.equal(kept.transpose(2, 3), lists.stacked(layer)) or not lists.length
         check(store, lists)
@@ -180,9 +195,10 @@ def test_beams_share_full_blocks_and_copy_the_one_being_written():
 
 def test_nothing_is_copied_where_a_block_ends():
     store, _ = filled(tokens=2 * BLOCK)
-    before = [tensor.clone() for tensor in store.blocks.kept.values()]
+    before = [tensor.clone() for kept in store.blocks.kept.values() for tensor in kept]
     store.reorder(torch.tensor([1, 1, 3, 0]))
-    assert all(torch.equal(a, b) for a, b in zip(before, store.blocks.kept.values(), strict=True))
+    after = [tensor for kept in store.blocks.kept.values() for tensor in kept]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_cropping_into_shared_blocks_keeps_what_each_row_read():
@@ -265,7 +281,7 @@ def memory(monkeypatch):
 
 def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
     store, lists = filled(tokens=100)
-    memory(store.blocks.kept[SHAPES[1]].nbytes * 2)  # the larger shape fails second
+    memory(store.blocks.kept[SHAPES[1]][0].nbytes * 2)  # the larger shape fails second
     store.reorder(torch.tensor([1, 1, 0, 2]))
     lists.choose([1, 1, 0, 2])
     with pytest.raises(torch.OutOfMemoryError, match=r"10000 tokens in 4 rows: .* GiB wanted; the 100 stored are kept"):
@@ -345,12 +361,20 @@ def test_a_copy_is_no_larger_than_what_it_holds():
     assert copy.deepcopy(store).capacity == 2 * BLOCK
 
 
+def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
+    shape = Shape(8, 128, torch.bfloat16, CPU, torch.int8)
+    assert shape.size == 2 * 8 * (128 + 4) and shape.exact.size == 2 * 8 * 128 * 2
+    store = Store((shape,) * 3)
+    store.reserve(2, 2 * BLOCK)
+    assert sum(kept.nbytes for kept in store.blocks.kept[shape]) == 3 * shape.size * 2 * 2 * BLOCK
+
+
 def test_a_dropped_store_is_gone_at_once():
     gc.disable()
     try:
         store, _ = filled()
         store.reorder(torch.tensor([1, 1, 3, 0]))
-        held = [weakref.ref(tensor) for tensor in (*store.blocks.kept.values(), store.where, store.table)]
+        held = [weakref.ref(tensor) for tensor in store.tensors()]
         del store
         assert all(one() is None for one in held)
     finally:

@@ -65,10 +65,10 @@ class Work:
         )
         return {"call": many, "step": (many - few) / self.new_tokens}
 
-    def rate(self, rows: int, context: int, median: dict[str, float]) -> dict:
+    def rate(self, rows: int, context: int, median: dict[str, float], variant: Variant) -> dict:
         """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
         step = median["step"]
-        moved = self.traffic.step_bytes(rows, context + (self.few + self.many) // 2)
+        moved = self.traffic.step_bytes(rows, context + (self.few + self.many) // 2) - variant.saved
         return {
             "ms_step": round(step * 1e3, 4),
             "tok_s": round(rows / step, 1),
@@ -86,8 +86,8 @@ def decode(work: Work) -> Iterator[Case]:
             inputs = prompt(work.stock, rows, _room(work, context, work.many))
             return lambda: work.steps(variant, inputs)
 
-        def figures(median, rows=rows, context=context):
-            return work.rate(rows, context, median)
+        def figures(median, variant, rows=rows, context=context):
+            return work.rate(rows, context, median, variant)
 
         about = {"batch": rows, "context": context, "new tokens": work.new_tokens}
         compiled = ("stock", "accel", "compile") if context == first and rows in work.batches[:2] else None
@@ -113,7 +113,7 @@ def prefill(work: Work) -> Iterator[Case]:
 
             return sample
 
-        def figures(median, tokens=tokens):
+        def figures(median, variant, tokens=tokens):
             flops = work.traffic.flops(tokens, width, itemsize)
             return {
                 "ms": round(median["forward"] * 1e3, 3),
@@ -140,7 +140,7 @@ def modes(work: Work) -> Iterator[Case]:
 
             return sample
 
-        def figures(median, mode=mode):
+        def figures(median, variant, mode=mode):
             step, rows = median["step"], 4 if mode.startswith("4 ") else 1
             call_ms = round(median["call"] * 1e3, 2)
             return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
@@ -180,8 +180,8 @@ def long(work: Work) -> Iterator[Case]:
 
         return sample
 
-    def figures(median):
-        return work.rate(1, past, median) | {"prefill_s": round(median["prefill"], 3)}
+    def figures(median, variant):
+        return work.rate(1, past, median, variant) | {"prefill_s": round(median["prefill"], 3)}
 
     yield Case("long", {"context": past, "new tokens": work.new_tokens}, prepare, figures)
 

@@ -6,7 +6,6 @@ from rich.table import Table
 
 from accel.bench.llm.cases import Case
 
-NAMES = ("stock", "compile", "accel")
 HEADINGS = {
     "ms_step": ("ms/token", "{:.2f}"),
     "tok_s": ("tok/s", "{:,.0f}"),
@@ -28,6 +27,8 @@ def tables(result: dict) -> Iterator[Table]:
         yield _stalls(result["parts"]["stalls"])
     if result["parts"].get("ready"):
         yield _ready(result["parts"]["ready"])
+    if result.get("weights"):
+        yield _weights(result["weights"])
 
 
 def _table(title: str, *headings: str, left: int = 1) -> Table:
@@ -39,20 +40,26 @@ def _table(title: str, *headings: str, left: int = 1) -> Table:
 
 def _in_turns(part: str, rows: list[dict]) -> Table:
     # of bound: the least time of its bytes by its time. first s: the first call of this shape.
-    present = [key for key in HEADINGS if any(key in row[name] for row in rows for name in NAMES if name in row)]
+    present = [key for key in HEADINGS if any(key in row[name] for row in rows for name in _names(row))]
     shown = _table(part, "", "variant", *(HEADINGS[key][0] for key in present), "speed-up", left=2)
     main = "ms" if part == "prefill" else "ms_step"
     for row in rows:
-        about = {key: value for key, value in row.items() if key not in (*NAMES, "new tokens")}
+        about = {key: value for key, value in row.items() if key not in (*_names(row), "new tokens")}
         about = {"mode": about["mode"]} if "mode" in about else about
-        names = [name for name in NAMES if name in row]
+        names = _names(row)
         for name in names:
             cells = [HEADINGS[key][1].format(row[name][key]) if key in row[name] else "-" for key in present]
             ratio = f"{row['stock'][main] / row[name][main]:.2f}x" if "stock" in row else "-"
             label = Case(part, about, None, None).name if name == names[0] else ""
-            style = "bold" if name == "accel" else None
+            style = "bold" if name.startswith("accel") else None
             shown.add_row(label, name, *cells, ratio, style=style, end_section=name == names[-1])
     return shown
+
+
+def _names(row: dict) -> list[str]:
+    """Of the variants that were measured, the compiler behind stock."""
+    names = [name for name, value in row.items() if isinstance(value, dict)]
+    return sorted(names, key=lambda name: ("stock", "compile").index(name) if name in ("stock", "compile") else 2)
 
 
 def _memory(rows: list[dict]) -> Table:
@@ -76,4 +83,12 @@ def _ready(rows: dict[str, dict]) -> Table:
     shown = _table("time to ready in a fresh process, s", "", "ready", "optimize", "first call", "a later call")
     for name, row in rows.items():
         shown.add_row(name, *(f"{row[key]:.2f}" for key in ("ready_s", "optimize_s", "first_call_s", "steady_call_s")))
+    return shown
+
+
+def _weights(rows: dict[str, dict]) -> Table:
+    shown = _table("quantised weights", "", "s to quantise", "MiB", "SQNR dB", "KL", "same top token")
+    for name, row in rows.items():
+        cells = (f"{row['quantise_s']:.1f}", f"{row['mb']:,.0f}", f"{row['sqnr_db']:.1f}", f"{row['kl']:.1e}")
+        shown.add_row(name, *cells, f"{row['top1']:.1%}")
     return shown

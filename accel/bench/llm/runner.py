@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench.llm import cases, memory, ready, stalls
+from accel.bench.llm import cases, memory, quantised, ready, stalls
 from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import assistant, beside, build
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
@@ -34,7 +34,8 @@ SHARE = 40  # of the whole time, for the rounds of one case
 class Request:
     """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
 
-    compiled: beside them the stock model with its static cache, which generate() then compiles.
+    compiled: beside them the stock model with its static cache, which generate() then compiles. weights: schemes of
+    quantised weights, each a variant of its own in what is timed in turns.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Request:
     long: int = 32768
     compiled: bool = False
     seconds: float = 280.0
+    weights: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> d
     stage("building")
     model = build(request.model, device, request.dtype)
     result = {
-        "case": f"llm-{request.name}",
+        "case": f"quantised-{request.name}" if request.weights else f"llm-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
         "date": now(),
         "commit": commit(),
@@ -142,6 +144,11 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
         Variant("stock", stock, assistant=lambda: assistant(stock)),
         Variant("accel", model, assistant=lambda: accel.optimize(assistant(stock))),
     ]
+    for scheme in request.weights:
+        stage(f"quantising to {scheme}")
+        one, told = quantised.variant(stock, scheme, device)
+        variants.append(one)
+        result.setdefault("weights", {})[scheme] = told
     for part in (part for part in IN_TURNS if part in request.parts):
         if not going.out_of_time(part):
             stage(part)

@@ -15,12 +15,16 @@ LEAST_ROUNDS, MOST_ROUNDS = 2, 7
 
 @dataclass(frozen=True)
 class Variant:
-    """A model under a name, and what generate() is told besides; `assistant` gives its helper for assisted text."""
+    """A model under a name, and what generate() is told besides; `assistant` gives its helper for assisted text.
+
+    saved: bytes of weights that its step need not read, of those of the stock model.
+    """
 
     name: str
     model: nn.Module
     options: dict = field(default_factory=dict)
     assistant: Callable[[], nn.Module] | None = None
+    saved: int = 0
 
     def generate(self, inputs: dict, tokens: int, **options):
         """So many new tokens; what generate() returns. Raises ValueError where it stopped before."""
@@ -36,14 +40,15 @@ class Case:
     """One line of the results.
 
     about: what it is, as it stands in the result. prepare(variant): brings it to where timing starts and gives
-    `sample`, which runs the work once and returns {name: seconds}. figures(median): figures from the medians of those.
+    `sample`, which runs the work once and returns {name: seconds}. figures(median, variant): figures from the medians
+    of those.
     variants: names of those that take part; None for all but the compiler, which is slow to get ready.
     """
 
     part: str
     about: dict
     prepare: Callable[[Variant], Callable[[], dict[str, float]]]
-    figures: Callable[[dict[str, float]], dict]
+    figures: Callable[[dict[str, float], Variant], dict]
     variants: tuple[str, ...] | None = None
 
     @property
@@ -90,8 +95,9 @@ def take_turns(
                 except Exception as error:
                     del samples[name], found[name]
                     fail(name, error)
+    named = {variant.name: variant for variant in variants}
     return {
-        name: case.figures({key: statistics.median(row[key] for row in rows) for key in rows[0]})
+        name: case.figures({key: statistics.median(row[key] for row in rows) for key in rows[0]}, named[name])
         | {"first_s": round(first[name], 3), "rounds": len(rows)}
         for name, rows in found.items()
         if rows

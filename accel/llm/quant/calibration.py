@@ -1,62 +1,201 @@
-"""Weights quantised layer by layer, in the order of the model."""
+"""Weights quantised layer by layer, by methods that look at what the layers are given."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
 from accel_kernels import Quantised
-from torch import nn
+from torch import Tensor, nn
 
-from accel.llm.linear import weights
+from accel.llm.linear import Weights, weights
+from accel.llm.quant import awq, gptq, smooth
+from accel.llm.quant.folding import Group, layer_groups
+from accel.llm.quant.layer_inputs import LayerInputs
+from accel.llm.quant.layer_work import LayerWork, outputs
 from accel.llm.quant.linears import linears
-from accel.llm.quant.rounding import quantise
+from accel.llm.quant.matrices import matrix, put
 from accel.llm.quant.scheme import Scheme
-from accel.llm.recorder import decoder_layers
+from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.understanding import NotUnderstood
+from accel.patch import set_data
+from accel.structure import meta_weights, stock_method
 
-NONE_KNOWN: Mapping = MappingProxyType({})
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+FOLDING = ("awq", "smoothquant")
 
 
 class LayerResult(NamedTuple):
-    """path: of a decoder layer. weights: by the full path of a linear in it. changed: other parameters that are to have
-    other values, by their full path.
+    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that are not what
+    they were, by full path: norms, biases, the weight of a linear that a scale was folded into.
     """
 
     path: str
     weights: dict[str, Quantised]
-    changed: dict[str, torch.Tensor]
+    changed: dict[str, Tensor]
+
+
+class CalibratedLayer(LayerResult):
+    """A result with what there is to say of it. notes: what was not done as asked for, and why. sqnr_db: what the layer
+    adds to its hidden states, on the calibration, to the error of that; the int8 activations of smoothquant included.
+    None where nothing was run.
+    """
+
+    notes: tuple[str, ...] = ()
+    sqnr_db: float | None = None
 
 
 def quantise_layers(
     model: nn.Module,
     scheme: Scheme,
     method: str,
-    batches: Sequence[dict[str, torch.Tensor]],
-    known: Mapping[str, LayerResult] = NONE_KNOWN,
+    batches: Sequence[dict[str, Tensor]],
+    known: Mapping[str, LayerResult] = {},  # noqa: B006, nobody writes into it
 ) -> Iterator[LayerResult]:
-    """The layers that are not known yet, one by one; the model stays as it is.
+    """Quantises the linears inside the decoder layers (see `linears`), one layer after the other; yields each result.
 
-    method: "rtn", round to nearest, which looks at no batches. Raises ValueError for another, or for NaN or Inf in a
-    weight, naming the linear.
+    model: a causal language model in its own code, not optimised; its weights become the dequantised ones as layers are
+    done, so that later layers see the rounding of earlier ones. batches: arguments of its forward, such as input_ids
+    and attention_mask (rows, tokens), what the mask leaves out being left out; may be empty for "rtn" only. method:
+    "rtn" (to nearest), "gptq", "awq" or "smoothquant", see there. known: results to be applied and not computed again.
+    The same arguments give the same results.
+
+    Raises ValueError for an unknown method, for arguments that do not fit each other or the model, and for NaN or Inf
+    on the way, naming the layer.
     """
-    if method != "rtn":
-        raise ValueError(f"method={method!r} is not one of 'rtn'")
-    chosen, _ = linears(model, scheme)
+    _check(model, scheme, method, batches)
+    chosen = _chosen(model, scheme)
     try:
-        stack, layers = decoder_layers(model)
-        paths = [f"{stack}.{number}" for number in range(len(layers))]
-    except NotUnderstood:
-        paths = [""]
-    for path in paths:
-        if path not in known:
-            inside = {name: module for name, module in chosen.items() if not path or name.startswith(path + ".")}
-            yield LayerResult(path, {name: _rounded(name, module, scheme) for name, module in inside.items()}, {})
+        path, layers = decoder_layers(model)
+    except NotUnderstood as reason:
+        if batches:
+            raise ValueError(f"method={method!r}: {reason}") from None
+        path, layers = "", None
+    names = [""] if layers is None else [f"{path}.{number}" for number in range(len(layers))]
+    for name in known:
+        if name not in names:
+            raise ValueError(f"known: the model has no layer {name!r}; it has {names[0]!r} to {names[-1]!r}")
+    inputs = LayerInputs(model, path, layers, batches) if batches else None
+    return _layers(model, scheme, method, known, chosen, names, inputs)
 
 
-def _rounded(path: str, module: nn.Module, scheme: Scheme) -> Quantised:
-    weight = module.weight.t() if weights(module).turned else module.weight
+def apply(model: nn.Module, result: LayerResult) -> None:
+    """Gives a model the values of a result, its weights dequantised, wherever the result's tensors are.
+
+    Raises ValueError for a result of another model.
+    """
+    for path, tensor in result.changed.items():
+        parameter = _parameter(model, path)
+        if parameter is None or parameter.shape != tensor.shape:
+            raise ValueError(
+                f"{result.path}: {path} is {_shape(tensor)} in the result, {_shape(parameter)} in the model"
+            )
+        set_data(parameter, lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
+    for path, quantised in result.weights.items():
+        parameter = _parameter(model, f"{path}.weight")
+        module = None if parameter is None else model.get_submodule(path)
+        if module is None or type(weights(module)) is not Weights or matrix(module).shape != quantised.shape:
+            raise ValueError(
+                f"{result.path}: {path} is {quantised.shape} in the result, {_shape(parameter)} in the model"
+            )
+        here = Quantised(*(None if tensor is None else tensor.to(parameter.device) for tensor in quantised))
+        put(module, here.dequantised(parameter.dtype))
+
+
+def _layers(
+    model: nn.Module,
+    scheme: Scheme,
+    method: str,
+    known: Mapping[str, LayerResult],
+    chosen: dict[str, nn.Module],
+    names: list[str],
+    inputs: LayerInputs | None,
+) -> Iterator[LayerResult]:
+    groups, reason = _groups(model) if method in FOLDING and known.keys() < set(names) else ({}, "")
+    for name in names:
+        layer, calls = model.get_submodule(name), [] if inputs is None else inputs.now()
+        own = {path: module for path, module in chosen.items() if not name or path.startswith(f"{name}.")}
+        if name in known:
+            result = known[name]
+            apply(model, result)
+            after = list(outputs(layer, calls, own.values() if method == "smoothquant" else ()))
+        else:
+            work = LayerWork(layer, scheme, own, calls)
+            if reason:
+                work.notes.append(f"no scale is folded: {reason}")
+            _by(method, work, model, groups.get(name, ()))
+            after = work.outputs()
+            result = _result(name, work, after)
+        if inputs is not None:
+            inputs.next(after)
+        yield result
+
+
+def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[Group]) -> None:
+    if method == "gptq":
+        gptq.quantise_layer(work)
+    elif method == "awq":
+        awq.quantise_layer(work, model, groups)
+    elif method == "smoothquant":
+        smooth.quantise_layer(work, model, groups)
+    else:
+        work.round()
+
+
+def _result(name: str, work: LayerWork, after: list[Tensor]) -> CalibratedLayer:
+    own = {f"{path}.weight" for path in work.quantised}
+    changed = {path: tensor.detach().clone() for path, tensor in work.changed.items() if path not in own}
+    quantised = {path: work.quantised[path] for path in work.linears}
+    result = CalibratedLayer(name, quantised, changed)
+    result.notes = tuple(work.notes)
+    if after:
+        noise, signal = work.error(after), work.signal()
+        result.sqnr_db = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+    return result
+
+
+def _groups(model: nn.Module) -> tuple[dict[str, list[Group]], str]:
+    """The groups of every layer, and why there are none."""
     try:
-        return quantise(weight, scheme)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return layer_groups(model), ""
+    except NotUnderstood as reason:
+        return {}, str(reason)
+
+
+def _check(model: nn.Module, scheme: Scheme, method: str, batches: Sequence[dict[str, Tensor]]) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}")
+    if not batches and method != "rtn":
+        raise ValueError(f"method={method!r} needs batches of text to look at; only 'rtn' does without")
+    if method == "smoothquant" and (scheme.number, scheme.symmetric) != ("int8", True):
+        raise ValueError(f"method='smoothquant' is for weights='int8', not for {scheme}")
+    if meta_weights(model):
+        raise ValueError("some weights are not loaded; load the whole model on a CPU or one GPU")
+    reason = side_effects(model) or next(filter(None, map(_replaced, model.modules())), None)
+    if batches and reason is not None:
+        raise ValueError(f"{reason}: calibrate the model as it was loaded")
+
+
+def _replaced(module: nn.Module) -> str | None:
+    forward = vars(module).get("forward")
+    if forward is None or stock_method(module, forward):
+        return None
+    return f"the forward of a {type(module).__name__} was replaced ({type(forward).__name__})"
+
+
+def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, nn.Module]:
+    """The linears to be quantised: without those whose weight is another module's too, which would change with it."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {path: module for path, module in linears(model, scheme)[0].items() if owners[id(module.weight)] == 1}
+
+
+def _parameter(model: nn.Module, path: str) -> nn.Parameter | None:
+    owner, _, name = path.rpartition(".")
+    try:
+        return model.get_submodule(owner)._parameters.get(name)
+    except AttributeError:
+        return None
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | str:
+    return "missing" if tensor is None else tuple(tensor.shape)

@@ -55,6 +55,16 @@ def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | None:
     """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16."""
     groups = rows.float().unflatten(1, (-1, scheme.group or rows.shape[1]))
+    found = grid(groups, scheme, dtype)
+    if found is None:
+        return None
+    scales, zeros = found
+    numbers = nearest(groups, scales[..., None], None if zeros is None else zeros[..., None], scheme).flatten(1)
+    return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
+
+
+def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Scales in dtype and zeros of groups (..., columns) in float32; None where a scale is too small for float16."""
     low, high = scheme.range
     if scheme.symmetric:
         span = groups.abs().amax(-1)
@@ -72,16 +82,20 @@ def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | 
     if dtype == torch.float16 and bool((small & (span > 0)).any()):
         return None
     scales = scales.masked_fill(small, 1)  # of zeros, or of what float32 can hardly tell from them
-    steps = groups / scales.float()[..., None]
+    if scheme.symmetric:
+        return scales, None
+    return scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)
+
+
+def nearest(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
+    """The numbers nearest to values in float32, int8 or float8; all of shapes that broadcast."""
+    low, high = scheme.range
+    steps = values / scales.float()
     if scheme.number == "fp8":
-        return steps.clamp(low, high).flatten(1).to(torch.float8_e4m3fn), scales, None
-    zeros = None
-    if not scheme.symmetric:
-        zeros = (low - least / scales.float()).round().clamp(low, high)
-        steps = steps + zeros[..., None]
-        zeros = zeros.to(torch.int8)
-    numbers = steps.round().clamp(low, high).flatten(1).to(torch.int8)
-    return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
+        return steps.clamp(low, high).to(torch.float8_e4m3fn)
+    if zeros is not None:
+        steps = steps + zeros.float()
+    return steps.round().clamp(low, high).to(torch.int8)
 
 
 def _not_below(rounded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,11 @@ from accel_kernels.triton_kernels.rotary_store import (
     AT_LAYERS,
     AT_LENGTH,
     AT_TABLE,
+    OF_EACH,
     rotary_store,
     stored_at,
 )
+from accel_kernels.triton_kernels.rounding import code_of
 from accel_kernels.triton_kernels.shares import (
     LEAST_BLOCKS,
     MOST_SPLITS,
@@ -42,9 +44,11 @@ def attend_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, CODE: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
+    stored_as: tl.constexpr = element if CODE is None else CODE
     tile = tl.program_id(0)
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
     g = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -54,8 +58,10 @@ def attend_kernel(
     stored = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
     columns = tl.load(where_ptr + AT_COLUMNS)
     table = stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
-    k_ptr = stored_at(where_ptr, AT_LAYERS + 2 * layer, element) + g * DIM
-    v_ptr = stored_at(where_ptr, AT_LAYERS + 2 * layer + 1, element) + g * DIM
+    k_ptr = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, stored_as) + g * DIM
+    v_ptr = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, stored_as) + g * DIM
+    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
+    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
     valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
     m_idx = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
@@ -91,13 +97,29 @@ def attend_kernel(
             row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
             row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    odd = 0.0  # see `attend_block`
     for i in range(start, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
-        k, v = load_block(k_ptr, v_ptr, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK)
-        row_max, row_sum, acc = attend_block(
-            q, k, v, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope, valid_ptr,
-            HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, UPCAST,
+        k, v, k_scale, v_scale = load_block(
+            k_ptr,
+            v_ptr,
+            k_scales,
+            v_scales,
+            table,
+            n_idx,
+            n_mask,
+            d_idx,
+            d_mask,
+            kv_heads,
+            DIM,
+            STORE_BLOCK,
+            CODE,
+            None,
+        )
+        row_max, row_sum, acc, odd = attend_block(
+            q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
+            valid_ptr, HAS_VALID, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     finish(
@@ -116,13 +138,13 @@ def attend(
             q, k, v, kv, scale, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window, softcap=softcap,
             sinks=sinks, slopes=slopes,
         )  # fmt: skip
-    q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[2]
     extras = (kv.valid, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
     if kv.fresh and not kv.by_address and new > 1 and q.is_cuda and plain:
-        return _fresh(q, kv, scale, dense or PromptAttention())
+        return _fresh(q, k, v, kv, scale, dense or PromptAttention(), cos, sin, interleaved, q_norm, k_norm)
+    q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
     group = heads // kv_heads
     tile = tile_of(new * group, kv.block, dim, q.dtype)
     tiles = triton.cdiv(new * group, tile.queries)
@@ -139,20 +161,25 @@ def attend(
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
         STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS,
         MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group * new), SPLIT=splits > 1,
-        UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
+        CODE=code_of(kv.key_scales, kv.keys), UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps,
+        num_stages=tile.stages, **pdl,
     )  # fmt: skip
     return out
 
 
-def _fresh(q, kv, scale: float, dense):
-    """A prompt without past: torch's own causal attention, over the keys as they lie in the store."""
+def _fresh(q, k, v, kv, scale: float, dense, *turning):
+    """A prompt without past: torch's own causal attention, over the keys as they lie in the store, or are rounded."""
     rows, new = q.shape[:2]
-    keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new].transpose(1, 2) for t in (kv.keys, kv.values))
-    out = dense(q.transpose(1, 2), keys, values, scale, kv.layer == 0)
+    if kv.key_scales is None:
+        q = rotary_store(q, k, v, kv, *turning)
+        keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new] for t in (kv.keys, kv.values))
+    else:
+        q, keys, values = rotary_store(q, k, v, kv, *turning, shown=True)
+    out = dense(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), scale, kv.layer == 0)
     return out.transpose(1, 2).reshape(rows, new, -1)
 
 
-def _specimen(dtype, queries, dim, **flags):
+def _specimen(dtype, queries, dim, code=None, **flags):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "o", "sink", "slope")}
     types |= {"part_ptr": "*fp32", "stat_ptr": "*fp32", "ticket_ptr": "*i32", "where_ptr": "*i64"}
     types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads", "window", "splits")}
@@ -161,7 +188,7 @@ def _specimen(dtype, queries, dim, **flags):
     constants = {f"HAS_{name}": flags.get(name, False) for name in ("VALID", "WINDOW", "SOFTCAP", "SINKS", "SLOPES")}
     constants |= {"GROUP": 4, "DIM": dim, "STORE_BLOCK": 64, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     constants |= {"BLOCK_D": tile.channels, "LEAST": LEAST_BLOCKS, "MOST_SPLITS": MOST_SPLITS, "COMBINE": 4}
-    constants |= {"SPLIT": queries <= 32, "UPCAST": False, "PDL": False}
+    constants |= {"SPLIT": queries <= 32, "CODE": code, "UPCAST": False, "PDL": False}
     return attend_kernel, types, constants, tile.warps, tile.stages
 
 
@@ -170,4 +197,7 @@ SPECIMENS = (
     _specimen("bf16", 128, 128, VALID=True, SINKS=True),
     _specimen("bf16", 128, 256, WINDOW=True, SOFTCAP=True),
     _specimen("fp32", 4, 80, SLOPES=True),
+    _specimen("bf16", 20, 128, tl.int8, VALID=True),
+    _specimen("bf16", 128, 128, tl.int8),
 )
+FLOAT8_SPECIMENS = (_specimen("bf16", 20, 128, tl.float8e4nv),)

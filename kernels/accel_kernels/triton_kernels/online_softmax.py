@@ -7,17 +7,46 @@ flash decoding (Dao et al. 2023): who finishes last puts them together.
 import triton
 import triton.language as tl
 
+from accel_kernels.triton_kernels.rounding import halves, low_and_high
+
 
 @triton.jit
 def load_block(
-    k_ptr, v_ptr, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr
+    k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys (D, N) and values (N, D) of the tokens n_idx, which lie in one block of the store."""
-    block = tl.load(table + tl.min(n_idx, axis=0) // STORE_BLOCK).to(tl.int64)
-    slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (kv_heads * DIM)
-    k = tl.load(k_ptr + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
-    v = tl.load(v_ptr + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
-    return k, v
+    """Keys (D, N) and values (N, D) of the tokens n_idx, which lie in one block of the store, and their scales.
+
+    PACKED: values as int16s of two channels each, (N, D / 2); shared memory turns those around for a product, no bytes.
+    """
+    start = tl.min(n_idx, axis=0)
+    block = tl.load(table + start // STORE_BLOCK).to(tl.int64)
+    k_scale = 1.0
+    v_scale = 1.0
+    if PACKED is None:
+        slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (kv_heads * DIM)
+        k = tl.load(k_ptr + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+        v = tl.load(v_ptr + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
+        if CODE is not None:
+            scale = block * (kv_heads * STORE_BLOCK) + n_idx % STORE_BLOCK
+            k_scale = tl.load(k_scales + scale, mask=n_mask, other=0.0)
+            v_scale = tl.load(v_scales + scale, mask=n_mask, other=0.0)
+    else:
+        # One address of 64 bits, offsets of 32 that are the same for every block: there is little time between loads.
+        in_block = tl.arange(0, n_idx.shape[0])
+        if n_idx.shape[0] != STORE_BLOCK:
+            in_block += start % STORE_BLOCK
+        first = block * STORE_BLOCK * kv_heads
+        pairs = tl.arange(0, d_idx.shape[0] // 2)
+        k_ptr += first * DIM
+        v_ptr += first * (DIM // 2)
+        k_place = (in_block * (kv_heads * DIM))[None, :] + d_idx[:, None]
+        v_place = (in_block * (kv_heads * (DIM // 2)))[:, None] + pairs[None, :]
+        k = tl.load(k_ptr + k_place, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+        v = tl.load(v_ptr + v_place, mask=n_mask[:, None] & (pairs < DIM // 2)[None, :], other=0)
+        k_scale = tl.load(k_scales + first + in_block, mask=n_mask, other=0.0)
+        v_scale = tl.load(v_scales + first + in_block, mask=n_mask, other=0.0)
+    return k, v, k_scale, v_scale
 
 
 @triton.jit
@@ -30,14 +59,27 @@ def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    q, k, v, n_idx, n_mask, at, row_max, row_sum, acc, scale, window, softcap, slope, valid_ptr,
+    q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope, valid_ptr,
     HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`."""
-    if UPCAST:
+    """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`.
+
+    Codes of 8 bits are exact in q's dtype. Their scales are no part of the products: that of a key multiplies its
+    column of the scores, that of a value the weights it gets. PACKED: q is fp16, acc are the even channels and odd
+    the others.
+    """
+    if PACKED is not None:
+        k = halves(k, CODE, PACKED)
+        v, v_odd = low_and_high(v, CODE, PACKED)
+    elif UPCAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    scores = capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
+    elif CODE is not None:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    products = tl.dot(q, k, input_precision="ieee") * scale
+    if CODE is not None:
+        products *= k_scale[None, :]
+    scores = capped(products, softcap, HAS_SOFTCAP)
     if HAS_SLOPES:
         scores += slope[:, None] * n_idx[None, :]
     seen = n_mask[None, :] & (n_idx[None, :] <= at[:, None])
@@ -51,8 +93,18 @@ def attend_block(
     p = tl.exp2(scores - top[:, None])
     shrink = tl.exp2(row_max - top)
     row_sum = row_sum * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new_max, row_sum, acc
+    if CODE is None:
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    elif q.dtype == tl.float16:  # whose range small scales would leave: those of a block are taken by the largest
+        top_scale = tl.max(v_scale, axis=0)
+        p *= (v_scale * (1.0 / tl.where(top_scale == 0.0, 1.0, top_scale)))[None, :]
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * top_scale
+        if PACKED is not None:
+            odd = odd * shrink[:, None] + tl.dot(p.to(v.dtype), v_odd, input_precision="ieee") * top_scale
+    else:
+        p *= v_scale[None, :]
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_max, row_sum, acc, odd
 
 
 @triton.jit

@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale,
+def epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale,
               HAS_BIAS: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Bias, activation, gate and scale of a block of outputs; n_idx broadcasts against y."""
     if HAS_BIAS:
@@ -114,7 +114,7 @@ def one_row_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
-    y = _epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
+    y = epilogue(y, other, n_idx, n_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
     if RESIDUAL:
         y += tl.load(r_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
@@ -161,7 +161,7 @@ def few_rows_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = _epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
+    y = epilogue(acc, acc_u, n_col, n_col_mask, b_ptr, c_ptr, scale, HAS_BIAS, GATE, KIND)
     place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
     if RESIDUAL:
         y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def projection(
     rows = x.numel() // k
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, pdl = up is not None, programmatic(x.device)
-    up_bias = _both_biases(bias, up_bias, gate)
+    up_bias = both_biases(bias, up_bias, gate)
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     flags = {"HAS_BIAS": bias is not None, "GATE": gate, "RESIDUAL": residual is not None, "KIND": activation}
@@ -214,7 +214,7 @@ def apply_norm(x, norm):
     return by_op(x, norm)
 
 
-def _both_biases(bias, up_bias, gate: bool):
+def both_biases(bias, up_bias, gate: bool):
     return torch.zeros_like(bias) if gate and bias is not None and up_bias is None else up_bias
 
 

@@ -7,15 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.kv import COLUMNS, LAYERS, LENGTH, TABLE
+from accel_kernels.kv import COLUMNS, EACH, LAYERS, LENGTH, TABLE
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
+from accel_kernels.triton_kernels.rounding import code_of, rounded
 
 MOST_HEADS = 32  # to a program
 
 # Places in `where`, as kernels may read them.
 AT_LENGTH, AT_TABLE, AT_COLUMNS, AT_LAYERS = (tl.constexpr(i) for i in (LENGTH, TABLE, COLUMNS, LAYERS))
+OF_EACH = tl.constexpr(EACH)
 
 
 @triton.jit
@@ -26,11 +28,12 @@ def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr, shown_k_ptr, shown_v_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads, q_eps, q_offset, k_eps, k_offset,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
@@ -78,15 +81,44 @@ def rotary_store_kernel(
         mask = (h < kv_heads)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
         k = turned(heads_ptr, kn_ptr, mask, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM)
-        keys = stored_at(where_ptr, AT_LAYERS + 2 * layer, element)
-        tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
+        if CODE is None:
+            keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, element)
+            tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
+        else:
+            put(
+                k.to(element), where_ptr, layer, 0, block, token, h, d_idx, mask, kv_heads, b * new + s,
+                shown_k_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
+            )  # fmt: skip
     else:
         h = (part - q_blocks - k_blocks) * BLOCK_H + h_idx
         mask = (h < kv_heads)[:, None] & d_mask[None, :]
         heads_ptr = v_ptr + b * stride_vb + s * stride_vs + h[:, None] * stride_vh
         v = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0)
-        values = stored_at(where_ptr, AT_LAYERS + 2 * layer + 1, element)
-        tl.store(values + (slot + h[:, None]) * DIM + d_idx[None, :], v, mask=mask)
+        if CODE is None:
+            values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, element)
+            tl.store(values + (slot + h[:, None]) * DIM + d_idx[None, :], v, mask=mask)
+        else:
+            put(
+                v, where_ptr, layer, 1, block, token, h, d_idx, mask, kv_heads, b * new + s,
+                shown_v_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
+            )  # fmt: skip
+
+
+@triton.jit
+def put(
+    x, where_ptr, layer, which, block, token, h, d_idx, mask, kv_heads, row, shown_ptr,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
+):  # fmt: skip
+    """Rounds and stores a token's heads h of keys (which = 0) or values (1); what was rounded is shown besides."""
+    codes, scale = rounded(x.to(tl.float32), CODE)
+    place = AT_LAYERS + OF_EACH * layer + which
+    head = block * STORE_BLOCK * kv_heads + (token % STORE_BLOCK) * kv_heads + h
+    tl.store(stored_at(where_ptr, place, CODE) + head[:, None] * DIM + d_idx[None, :], codes, mask=mask)
+    scales = stored_at(where_ptr, place + 2, tl.float32)
+    tl.store(scales + (block * kv_heads + h) * STORE_BLOCK + token % STORE_BLOCK, scale, mask=h < kv_heads)
+    if SHOWN:
+        shown = codes.to(tl.float32) * scale[:, None]
+        tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown.to(x.dtype), mask=mask)
 
 
 @triton.jit
@@ -108,11 +140,15 @@ def turned(
     return x
 
 
-def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None):
-    """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous. Arguments as `attend`."""
+def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False):
+    """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous. Arguments as `attend`.
+
+    shown: returns (queries, keys, values), the last two as a store that rounds them has them, (rows, new, kv heads, D).
+    """
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[2]
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    keys, values = (torch.empty(k.shape, device=q.device, dtype=q.dtype) if shown else None for _ in range(2))
     pairs = 0 if cos is None else cos.shape[-1]
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
@@ -122,23 +158,26 @@ def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None
     _, _, k_eps, _, k_offset = k_norm or (None, None, 0.0, False, 0.0)
     launch(
         rotary_store_kernel, grid,
-        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.where,
+        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.where, keys, values,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         q_eps, q_offset, k_eps, k_offset,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), PDL=bool(pdl), num_warps=4, **pdl,
+        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
+        CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, PDL=bool(pdl), num_warps=4, **pdl,
     )  # fmt: skip
-    return out
+    return (out, keys, values) if shown else out
 
 
-def _specimen(dtype, interleaved):
+def _specimen(dtype, interleaved, code=None):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn")}
     types |= {"where_ptr": "*i64"} | {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bsh"}
-    types |= {f"stride_c{axis}": "i32" for axis in "bsp"}
+    types |= {f"shown_{t}_ptr": f"*{dtype}" for t in "kv"} | {f"stride_c{axis}": "i32" for axis in "bsp"}
     types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads")}
     types |= {name: "fp32" for name in ("q_eps", "q_offset", "k_eps", "k_offset")}
     sizes = {"DIM": 128, "PAIRS": 64, "INTERLEAVED": interleaved, "Q_NORM": True, "K_NORM": True}
-    return rotary_store_kernel, types, sizes | {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "PDL": False}, 4
+    sizes |= {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "CODE": code, "SHOWN": code is not None, "PDL": False}
+    return rotary_store_kernel, types, sizes, 4
 
 
-SPECIMENS = tuple(_specimen("bf16", interleaved) for interleaved in (False, True))
+SPECIMENS = (_specimen("bf16", False), _specimen("bf16", True), _specimen("bf16", False, tl.int8))
+FLOAT8_SPECIMENS = (_specimen("bf16", False, tl.float8e4nv),)

@@ -10,6 +10,11 @@ from accel_kernels.triton_kernels.launch import power_of_two
 
 MOST_SPLITS = 32
 LEAST_BLOCKS = 1  # of keys to a share
+# Codes of 8 bits are turned into numbers while the next are on their way: more programs to a multiprocessor, if their
+# shares are long enough.
+FILL, CODES_FILL = 2, 4
+CODES_REGISTERS = 128  # to a thread: what lets so many programs of 4 warps share one
+CODES_BLOCKS = 8  # of keys to a share, from which on there are more shares than fill the GPU FILL times
 
 
 class Tile(NamedTuple):
@@ -34,9 +39,9 @@ def tile_of(queries: int, store_block: int, dim: int, dtype: torch.dtype) -> Til
     return Tile(64 if channels > 128 else 128, keys, channels, 8 if channels > 64 else 4, 2)
 
 
-def splits_of(units: int, device: torch.device) -> int:
-    """Shares that fill the GPU twice, where `units` programs do not."""
-    return min(MOST_SPLITS, max(1, 2 * multiprocessors(device) // units))
+def splits_of(units: int, device: torch.device, fill: int = FILL) -> int:
+    """Shares that fill the GPU `fill` times, where `units` programs do not."""
+    return min(MOST_SPLITS, max(1, fill * multiprocessors(device) // units))
 
 
 def combined_rows(rows: int) -> int:

@@ -1,0 +1,150 @@
+"""One decoder layer while its weights are being quantised."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+
+import torch
+from accel_kernels import Quantised
+from torch import Tensor, nn
+
+from accel.llm.quant.emulated import rounding_inputs
+from accel.llm.quant.folding import Group
+from accel.llm.quant.layer_inputs import Call, first
+from accel.llm.quant.matrices import matrix, put
+from accel.llm.quant.rounding import quantise
+from accel.llm.quant.scheme import Scheme
+from accel.llm.recorder import resting
+
+
+class LayerWork:
+    """linears: those to be quantised, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs.
+
+    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantised and
+    changed are what is found, by full path; notes: what there is to say of it. Raises ValueError for NaN or Inf among
+    the weights.
+    """
+
+    def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, nn.Module], calls: list[Call]):
+        self.layer, self.scheme, self.linears, self.calls = layer, scheme, linears, calls
+        self.emulated = False
+        self.quantised: dict[str, Quantised] = {}
+        self.changed: dict[str, nn.Parameter] = {}
+        self.notes: list[str] = []
+        for path, module in linears.items():
+            if not bool(module.weight.isfinite().all()):
+                raise ValueError(f"{path}: NaN or Inf among the weights")
+        self.wanted = self.outputs()
+
+    def outputs(self) -> list[Tensor]:
+        """What the layer gives as it is now, call by call."""
+        return list(outputs(self.layer, self.calls, self._rounding()))
+
+    def error(self, given: list[Tensor] | None = None) -> float:
+        """Mean square of what these outputs are off, or those of the layer as it is now."""
+        given = outputs(self.layer, self.calls, self._rounding()) if given is None else given
+        calls = zip(self.calls, given, self.wanted, strict=True)
+        return _mean_square(call.rows(got).float() - call.rows(wanted).float() for call, got, wanted in calls)
+
+    def signal(self) -> float:
+        """Mean square of what the stock layer adds to its hidden states; these themselves are often much larger."""
+        calls = zip(self.calls, self.wanted, strict=True)
+        return _mean_square(call.rows(wanted).float() - call.rows(call.hidden).float() for call, wanted in calls)
+
+    def observe(self, watchers: dict[str, Callable[[Tensor], None]]) -> None:
+        """Calls watchers, by path of a linear, with the inputs (tokens, K) it is given, without those of padding.
+
+        Raises ValueError for NaN or Inf among them.
+        """
+
+        def watched(path: str) -> Callable[[int, Tensor], None]:
+            def watch(number, given):
+                rows = self.calls[number].rows(given)
+                if not bool(rows.isfinite().all()):
+                    raise ValueError(f"{path}: NaN or Inf among its inputs, for batch {number} of the calibration")
+                watchers[path](rows)
+
+            return watch
+
+        self._listen({path: watched(path) for path in watchers})
+
+    def inputs(self, groups: Iterable[Group], make: Callable[[], Callable[[Tensor], None]]) -> dict[Group, Callable]:
+        """make() for each of these groups, after it was called with all that the group is given, see `observe`."""
+        first = {group: next((path for path in group.paths if path in self.linears), None) for group in groups}
+        watchers = {group: make() for group, path in first.items() if path is not None}
+        self.observe({first[group]: watcher for group, watcher in watchers.items()})
+        return watchers
+
+    def stages(self) -> list[list[str]]:
+        """The linears that are called, in that order, those together that are given the same tensor."""
+        stages: dict[tuple[int, int], list[str]] = {}
+        held: list[Tensor] = []  # or another tensor could get the place, and the id, of one that is gone
+        found: set[str] = set()
+
+        def watched(path: str) -> Callable[[int, Tensor], None]:
+            def watch(number, given):
+                if path not in found:
+                    found.add(path)
+                    held.append(given)
+                    stages.setdefault((number, id(given)), []).append(path)
+
+            return watch
+
+        self._listen({path: watched(path) for path in self.linears})
+        return list(stages.values())
+
+    def _listen(self, listeners: dict[str, Callable[[int, Tensor], None]]) -> None:
+        """Runs all calls; listeners get a call's number and the tensor a linear is given."""
+        number = 0
+
+        def hook(listener: Callable) -> Callable:
+            def given(module, args, kwargs):
+                listener(number, next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)))
+
+            return given
+
+        with ExitStack() as undo, resting(self.layer):
+            for path, listener in listeners.items():
+                module = self.linears[path]
+                undo.callback(module.register_forward_pre_hook(hook(listener), with_kwargs=True).remove)
+            for number, call in enumerate(self.calls):  # noqa: B007, which the hooks read
+                self.layer(*call.args, **call.kwargs)
+
+    def nearest(self, path: str) -> Quantised:
+        """A linear's weight as it is now, rounded to nearest."""
+        return quantise(matrix(self.linears[path]), self.scheme)
+
+    def _rounding(self) -> Iterable[nn.Module]:
+        return self.linears.values() if self.emulated else ()
+
+    def keep(self, path: str, quantised: Quantised) -> None:
+        """A linear's weight is this from now on."""
+        self.quantised[path] = quantised
+        module = self.linears[path]
+        put(module, quantised.dequantised(module.weight.dtype))
+
+    def round(self) -> None:
+        """Keeps all weights rounded to nearest."""
+        for path in self.linears:
+            self.keep(path, self.nearest(path))
+
+    def round_rest(self) -> None:
+        """Keeps those rounded to nearest that are not quantised yet, for want of inputs."""
+        for path in self.linears:
+            if path not in self.quantised:
+                self.notes.append(f"{path}: rounded to nearest, no token of the calibration reaches it")
+                self.keep(path, self.nearest(path))
+
+
+def outputs(layer: nn.Module, calls: Iterable[Call], rounding: Iterable[nn.Module] = ()) -> Iterator[Tensor]:
+    """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, see `emulated`."""
+    with resting(layer), rounding_inputs(rounding):
+        for call in calls:
+            yield first(layer(*call.args, **call.kwargs))
+
+
+def _mean_square(parts: Iterable[Tensor]) -> float:
+    total = count = 0.0
+    for part in parts:
+        total += float(part.square().sum(dtype=torch.float64))
+        count += part.numel()
+    return total / max(count, 1.0)

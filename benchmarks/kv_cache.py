@@ -1,0 +1,97 @@
+"""Attention of a decode step over keys and values in bf16 and in 8 bits, in one CUDA graph: time, and speed of memory.
+
+python benchmarks/kv_cache.py OUT.json [--sweep]: the heads of Llama-3.1-8B, several numbers of rows and of stored
+tokens. --sweep: also other numbers of shares and registers of the kernel for 8 bits. What a whole token gains depends
+on the weights that it reads besides: `accel bench llm`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accel_kernels import KV, attend
+from accel_kernels.rounding import rounded
+from accel_kernels.triton_kernels import decode
+from decode_chain import BLOCK, DEVICE, DIM, DTYPE, HEADS, KV_HEADS, milliseconds, rand
+
+from accel.bench.machine import commit, machine, now
+
+ROWS, STORED = (1, 8, 32), (8192, 32768)
+KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+MOST = 24 * 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
+LEAST = 2**30
+SWEEP = [(fill, registers) for fill in (2, 4, 8) for registers in (96, 128, 168, None)]
+
+
+def size(rows: int, stored: int, codes: torch.dtype | None) -> int:
+    """Bytes that the attention of one layer reads."""
+    head = DIM * DTYPE.itemsize if codes is None else DIM * codes.itemsize + 4
+    return rows * stored * 2 * KV_HEADS * head
+
+
+def store(rows: int, stored: int, codes: torch.dtype | None, layers: int) -> list[KV]:
+    columns = stored // BLOCK + 1
+    table = torch.arange(rows * columns, device=DEVICE, dtype=torch.int32).view(rows, columns)
+    kept = []
+    for _ in range(layers):
+        pair = [rand(rows * columns, BLOCK, KV_HEADS, DIM) for _ in range(2)]
+        scales = [None, None]
+        if codes is not None:
+            turned = [rounded(t, codes) for t in pair]
+            pair, scales = [c for c, _ in turned], [s.mT.contiguous().mT for _, s in turned]
+        kept.append((*pair, *scales))
+    addresses = [0 if tensor is None else tensor.data_ptr() for layer in kept for tensor in layer]
+    where = torch.tensor([stored, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
+    tickets = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
+    return [
+        KV(k, v, table, None, where, layer, False, tickets, key_scales=ks, value_scales=vs)
+        for layer, (k, v, ks, vs) in enumerate(kept)
+    ]
+
+
+def measured(rows: int, stored: int, codes: torch.dtype | None) -> float:
+    """Microseconds a layer."""
+    each = size(rows, stored, None)
+    layers = max(1, min(MOST // each, -(-LEAST // each)))
+    kvs = store(rows, stored, codes, layers)
+    qkv, angles = rand(rows, 1, HEADS + 2 * KV_HEADS, DIM), rand(rows, 1, DIM // 2)
+    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+
+    def step() -> None:
+        for kv in kvs:
+            attend(q, k, v, kv, DIM**-0.5, cos=angles, sin=angles)
+
+    return round(1000 * milliseconds(step) / layers, 2)
+
+
+def main(path: Path, sweep: bool) -> None:
+    results = []
+    for rows in ROWS:
+        for stored in STORED:
+            row = {"rows": rows, "stored": stored}
+            for name, codes in KINDS.items():
+                us = measured(rows, stored, codes)
+                row |= {f"{name}_us": us, f"{name}_tb_s": round(size(rows, stored, codes) / us / 1e6, 2)}
+            row |= {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)}
+            if sweep:
+                row["sweep"] = swept(rows, stored)
+            results.append(row)
+            print(row, flush=True)
+    about = "attention of a decode step, heads of Llama-3.1-8B, one CUDA graph, microseconds a layer"
+    result = {"case": "kv-cache", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
+    path.write_text(json.dumps(result | {"rows": results}, indent=2) + "\n")
+
+
+def swept(rows: int, stored: int) -> list[dict]:
+    before, found = (decode.CODES_FILL, decode.CODES_REGISTERS), []
+    for fill, registers in SWEEP:
+        decode.CODES_FILL, decode.CODES_REGISTERS = fill, registers
+        found.append({"fill": fill, "registers": registers, "int8_us": measured(rows, stored, torch.int8)})
+    decode.CODES_FILL, decode.CODES_REGISTERS = before
+    return found
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(Path(sys.argv[1]), "--sweep" in sys.argv)

@@ -1,0 +1,235 @@
+"""The products of one token of a Llama-3.1-8B shape with weights in fewer bits, in one CUDA graph, without a model.
+
+python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS]: every kernel against float32 first, then what the 129
+products take for several numbers of rows beside bf16's, whose head all of them share. --sweep: other block shapes too.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from accel_kernels import Norm, Quantised, projection, quantised_projection
+from accel_kernels.quantised_projection import FP8, INT4, INT8
+from accel_kernels.rehearsal import rehearsal
+from accel_kernels.triton_kernels.projection import Shape
+
+from accel.bench.machine import commit, machine, now
+
+LAYERS, HIDDEN, INNER, QKV, WORDS = 32, 4096, 14336, 6144, 128256
+ROWS = (1, 2, 8, 32, 64)
+FORMATS = {"int8": (INT8, 1), "int4": (INT4, 128), "fp8": (FP8, 1)}
+SIZES = {"qkv": (QKV, HIDDEN), "out": (HIDDEN, HIDDEN), "gate": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+
+
+def rand(*shape: int, spread: float = 1.0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.empty(shape, device=DEVICE, dtype=dtype).normal_(0, spread)
+
+
+def weight(name: str, n: int, k: int, zeros: bool = False, dtype: torch.dtype = DTYPE) -> torch.Tensor | Quantised:
+    """Random numbers of the format, scaled so that a product of a row of ones' spread has that spread too."""
+    if name == "bf16":
+        return rand(n, k, spread=k**-0.5)
+    kind, group = FORMATS[name]
+    groups = k // group if group > 1 else 1
+    spread = {"int8": 74.0, "int4": 4.6, "fp8": 1.0}[name]
+    scales = (0.5 + torch.rand(n, groups, device=DEVICE)) * (k**-0.5 / spread)
+    if name == "fp8":
+        data = rand(n, k).to(FP8)
+    elif name == "int8":
+        data = torch.randint(-127, 128, (n, k), device=DEVICE, dtype=torch.int8)
+    else:
+        data = torch.randint(-(2**31), 2**31, (n, k // 8), device=DEVICE, dtype=torch.int32)
+    middle = torch.randint(-8, 8, (n, groups), device=DEVICE, dtype=torch.int8) if zeros else None
+    return Quantised(data, scales.to(dtype), middle)
+
+
+def nbytes(given: torch.Tensor | Quantised) -> int:
+    return given.nbytes
+
+
+class Token:
+    """The products of one step; `layers` hold weights of one format, distinct for each of them."""
+
+    def __init__(self, name: str, head: torch.Tensor, norm: Norm):
+        self.name, self.head, self.norm = name, head, norm
+        self.op = projection if name == "bf16" else quantised_projection.triton
+        self.layers = [{k: weight(name, *SIZES[k[:4] if k != "up" else "gate"]) for k in (*SIZES, "up")}
+                       for _ in range(LAYERS)]  # fmt: skip
+        self.bytes = {part: sum(nbytes(layer[part]) for layer in self.layers) for part in self.layers[0]}
+        self.bytes["gate"] += self.bytes.pop("up")
+
+    def product(self, part: str, layer: dict, x: torch.Tensor, residual: torch.Tensor, **more) -> torch.Tensor:
+        if part == "gate":
+            more |= {"up": layer["up"], "activation": "silu"}
+        if part in ("qkv", "gate"):
+            return self.op(x, layer[part], norm=self.norm, **more)
+        return self.op(x, layer[part], residual=residual, **more)
+
+    def step(self, x: torch.Tensor) -> None:
+        for layer in self.layers:
+            qkv = self.product("qkv", layer, x, x)
+            x = self.product("out", layer, qkv.view(-1)[: x.numel()].view(x.shape), x)
+            x = self.product("down", layer, self.product("gate", layer, x, x), x)
+        projection(x, self.head)
+
+    def only(self, part: str, x: torch.Tensor, residual: torch.Tensor, **more) -> None:
+        for layer in self.layers:
+            self.product(part, layer, x, residual, **more)
+
+
+def milliseconds(run) -> float:
+    """Least of several replays of its graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return round(min(times), 4)
+
+
+def error(op, args: tuple, more: dict) -> dict[str, float]:
+    """Largest error against float32 as a share of torch's with the weight in the dtype of x. NaN never passes."""
+    wide = {k: Norm(*(t.float() if isinstance(t, torch.Tensor) else t for t in v)) if isinstance(v, Norm) else
+            v.float() if isinstance(v, torch.Tensor) else v for k, v in more.items()}  # fmt: skip
+    truth = op.reference(args[0].float(), args[1], None if args[2] is None else args[2].float(), **wide)
+    theirs = (op.reference(*args, **more).float() - truth).abs().max()
+    empty = torch.empty
+    torch.empty = lambda *a, **k: empty(*a, **k).fill_(float("nan"))
+    try:
+        ours = (op.triton(*args, **more).float() - truth).abs().max()
+    finally:
+        torch.empty = empty
+    return {"ours": float(ours / truth.abs().max()), "torch": float(theirs / truth.abs().max())}
+
+
+def checks(report: bool = True) -> list[dict]:
+    found = []
+    for name in FORMATS:
+        for dtype in (torch.bfloat16, torch.float16):
+            norm = Norm(rand(HIDDEN, dtype=dtype), None, 1e-5)
+            for rows, part, zeros in ((1, "qkv", False), (1, "gate", True), (1, "down", False), (3, "gate", True),
+                                      (8, "down", False), (33, "qkv", False)):  # fmt: skip
+                n, k = SIZES[part]
+                zeros = zeros and name == "int4"
+                given = [weight(name, n - 3, k, zeros, dtype) for _ in range(2 if part == "gate" else 1)]
+                more = {"norm": norm} if part != "down" else {"residual": rand(rows, n - 3, dtype=dtype)}
+                if part == "gate":
+                    more |= {"up": given[1], "activation": "silu"}
+                x = rand(rows, k, dtype=dtype)
+                about = {"format": name, "dtype": str(dtype)[6:], "rows": rows, "part": part, "zeros": zeros}
+                found.append(about | error(quantised_projection, (x, given[0], None), more))
+                one = found[-1]
+                if report and not one["ours"] <= 2 * one["torch"] + 1e-6:
+                    print("WRONG", one, flush=True)
+    return found
+
+
+def shapes(name: str, part: str, rows: int) -> list[Shape]:
+    """Others than what the kernel chooses, few enough to compile within a minute."""
+    gate = part == "gate"
+    if rows > 1:
+        found = ((16, 128, 4, 3), (32, 128, 4, 3), (64, 128, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3), (64, 64, 8, 3))
+        factors, width = 2 if gate else 1, 0.5 if name == "int4" else 1
+        return [
+            Shape(block, columns, warps, stages)
+            for block, columns, warps, stages in found
+            if warps * columns * ((stages - 1) * (block * factors * width + 2 * max(16, rows)) + 2 * block) < 200_000
+        ]
+    if part == "down":
+        found = [(4, 2048, 2, 4), (2, 2048, 2, 4), (4, 4096, 4, 4), (2, 16384, 8, 2), (4, 2048, 4, 4)]
+    elif name == "int4":
+        found = [(4, 4096, 4, 5), (2, 4096, 2, 8), (4, 4096, 2, 3), (1, 4096, 2, 10), (8, 4096, 4, 2)]
+    else:
+        found = [(4, 4096, 8, 2), (2, 4096, 4, 4), (2, 4096, 4, 6), (1, 4096, 4, 8), (4, 4096, 4, 2)]
+    return [Shape(*one) for one in found]
+
+
+def swept_rows(name: str, rows: int) -> bool:
+    return name in ("int8", "int4") and rows in (1, 8)
+
+
+def sweep(token: Token, rows: int, until: float) -> list[dict]:
+    """Each product by itself, 32 times, for other block shapes."""
+    found = []
+    for part, (n, k) in SIZES.items():
+        x, residual = rand(rows, k), rand(rows, n)
+        for shape in [None, *shapes(token.name, part, rows)]:
+            if time.monotonic() > until:
+                return found
+            try:
+                ms = milliseconds(lambda: token.only(part, x, residual, shape=shape))  # noqa: B023 (run at once)
+            except Exception as failure:  # a shape that needs more than the card has
+                print(token.name, rows, part, shape, str(failure)[:80], flush=True)
+                continue
+            us, tbs = ms / LAYERS * 1e3, token.bytes[part] / ms / 1e9
+            found.append({"format": token.name, "rows": rows, "part": part, "shape": shape, "us": round(us, 2),
+                          "tb_per_s": round(tbs, 2)})  # fmt: skip
+    best = {}
+    for one in found:
+        best.setdefault(one["part"], []).append((one["us"], one["tb_per_s"], tuple(one["shape"] or ())))
+    for part, several in best.items():
+        default = next(one for one in several if not one[2])
+        print(token.name, rows, part, "default", default[:2], "best", sorted(several)[:3], flush=True)
+    return found
+
+
+def main(path: Path, seconds: float, formats: list[str], rows: list[int]) -> None:
+    begun = time.monotonic()
+    with rehearsal():
+        checks(report=False)
+    torch.cuda.synchronize()
+    print("compiled", round(time.monotonic() - begun, 1), flush=True)
+    torch.manual_seed(0)
+    checked = checks()
+    worst = max(checked, key=lambda one: one["ours"] / max(one["torch"], 1e-9))
+    print("checked", len(checked), "worst", worst, round(time.monotonic() - begun, 1), flush=True)
+    head, norm = rand(WORDS, HIDDEN, spread=HIDDEN**-0.5), Norm(rand(HIDDEN), None, 1e-5)
+    tokens = {name: Token(name, head, norm) for name in ("bf16", *formats)}
+    found, swept = [], []
+    with rehearsal():
+        for token in tokens.values():
+            for count in rows:
+                every, token.layers = token.layers, token.layers[:1]
+                token.step(rand(count, HIDDEN))
+                if seconds and swept_rows(token.name, count):
+                    for part, (n, k) in SIZES.items():
+                        for shape in shapes(token.name, part, count):
+                            token.only(part, rand(count, k), rand(count, n), shape=shape)
+                token.layers = every
+    print("compiled", round(time.monotonic() - begun, 1), flush=True)
+    for token in tokens.values():
+        for count in rows:
+            x = rand(count, HIDDEN)
+            ms = milliseconds(lambda: token.step(x))  # noqa: B023 (run at once)
+            tbs = (sum(token.bytes.values()) + nbytes(head)) / ms / 1e9
+            found.append({"format": token.name, "rows": count, "products_ms": ms, "tb_per_s": round(tbs, 2)})
+            print(found[-1], flush=True)
+    for token in tokens.values():
+        for count in [count for count in rows if seconds and swept_rows(token.name, count)]:
+            swept += sweep(token, count, begun + seconds)
+    print("done", round(time.monotonic() - begun, 1), flush=True)
+    about = "the 129 products of a token, Llama-3.1-8B shape, head in bf16, one CUDA graph; int4: groups of 128"
+    result = {"case": "quantised-chain", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
+    path.write_text(json.dumps(result | {"checks": checked, "rows": found, "sweep": swept}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sweep", type=float, default=0.0)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    given = parser.parse_args()
+    with torch.no_grad():
+        main(given.out, given.sweep, given.formats, given.rows)

@@ -1,0 +1,131 @@
+"""A linear layer of float8 rows and a float8 weight, by torch's scaled product, and what follows it.
+
+y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). The format, e4m3: Micikevicius et
+al., "FP8 formats for deep learning", 2022; the product, scales by row, is cuBLAS's or CUTLASS's, as torch has it.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.gated import gated
+from accel_kernels.norm import ACTIVATIONS
+from accel_kernels.op import Case, Op, capability
+from accel_kernels.quantise_rows import reference as quantise
+from accel_kernels.quantised import Quantised
+
+FP8 = torch.float8_e4m3fn
+
+
+def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
+    """x: QuantisedRows (..., K) of float8_e4m3fn; weight, up: Quantised of it (N, K), scales (N, 1). Returns (..., N).
+
+    bias, up_bias: (N,); residual: (..., N), in x.dtype as the result. activation: a name of ACTIVATIONS or None; needed
+    with `up`. Products of float8 are exact in the float32 in which they are summed. Raises ValueError for numbers that
+    are not float8_e4m3fn, scales that are not by row, and outliers.
+    """
+    for one in (weight, up):
+        if one is not None and (one.data.dtype != FP8 or one.scales.numel() != one.data.shape[0]):
+            raise ValueError(f"a weight of {one.data.dtype}, {one.scales.shape[1]} scales to a row: not float8 by row")
+    if x.data.dtype != FP8 or x.outliers is not None:
+        raise ValueError(f"rows of {x.data.dtype}, outliers {x.outliers is not None}: not float8 without them")
+    kind = torch.float64 if x.scales.dtype == torch.float64 else torch.float32
+
+    def product(one: Quantised, shift):
+        y = F.linear(x.data.to(kind), one.data.to(kind)) * x.scales.to(kind) * one.scales.to(kind).view(-1)
+        return y if shift is None else y + shift.to(kind)
+
+    y = product(weight, bias)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if up is not None:
+        y = y * product(up, up_bias)
+    y = y * scale
+    if residual is not None:
+        y = residual.to(kind) + y
+    return y if kind == torch.float64 else y.to(x.dtype)
+
+
+def in_passes(
+    x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0, fast=False
+):  # fmt: skip
+    """Same arguments and result as the reference, rounded to x.dtype after each product.
+
+    fast: sums in the tensor cores' own, shorter accumulators throughout (`use_fast_accum` of torch).
+    """
+    rows = x.data.flatten(0, -2)
+    by_row = x.scales.reshape(-1, 1)
+
+    def product(one: Quantised, shift):
+        y = torch._scaled_mm(
+            rows, one.data.t(), scale_a=by_row, scale_b=one.scales.float().view(1, -1), bias=shift, out_dtype=x.dtype,
+            use_fast_accum=fast,
+        )  # fmt: skip
+        return y.view(*x.data.shape[:-1], -1)
+
+    y = product(weight, bias)
+    if up is not None:
+        y = gated(y, product(up, up_bias), activation)
+    elif activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if residual is None:
+        return y if scale == 1.0 else y * scale
+    return torch.add(residual, y, alpha=scale)
+
+
+def supports(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0) -> str | None:
+    given = [one for one in (weight, up) if one is not None]
+    if x.data.numel() == 0 or weight.data.numel() == 0:
+        return "empty"
+    if x.data.dtype != FP8 or x.outliers is not None or any(one.data.dtype != FP8 for one in given):
+        return "numbers that are not float8, or outliers"
+    if x.dtype != torch.bfloat16:
+        return f"x of {x.dtype}: with scales by row torch's product gives bfloat16, not float32 or float16"
+    if any(one.scales.numel() != one.data.shape[0] or one.zeros is not None for one in given):
+        return "scales that are not by row of the weight, or zeros"
+    if x.data.shape[-1] != weight.data.shape[1] or any(size % 16 for size in weight.data.shape):
+        return f"{x.data.shape[-1]} inputs and a weight {tuple(weight.data.shape)}, not multiples of 16"
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"activation {activation!r}"
+    if up is not None and (activation is None or up.data.shape != weight.data.shape):
+        return "a gate without activation, or of another shape"
+    if not all(tensor.is_contiguous() for tensor in (x.data, x.scales, *(one.data for one in given))):
+        return "not contiguous"
+    if any(shift is not None and shift.dtype != x.dtype for shift in (bias, up_bias, residual)):
+        return "bias or residual of another dtype than x"
+    if x.is_cuda and capability(x.data.device) < (8, 9):
+        return "compute capability below 8.9"
+    return None
+
+
+def _case(name, *shape, n, bias=False, gate=False, activation=None, residual=False, small=False):
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+        k = shape[-1]
+
+        def rand(*size, spread=1.0):
+            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
+
+        def weight():
+            rows = quantise(rand(n, k, spread=k**-0.5), dtype=FP8)
+            return Quantised(rows.data, rows.scales)
+
+        given = {"activation": activation}
+        if gate:
+            given |= {"up": weight(), "up_bias": rand(n) if bias else None}
+        if residual:
+            given["residual"] = rand(*shape[:-1], n)
+        return (quantise(rand(*shape), dtype=FP8), weight(), rand(n) if bias else None), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("tiny", 3, 32, n=16, small=True),
+    _case("bias-residual", 2, 17, 144, n=48, bias=True, residual=True, small=True),
+    _case("gate", 5, 64, n=32, gate=True, bias=True, activation="silu", small=True),
+    _case("llama-qkv", 2048, 4096, n=6144),
+    _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
+    _case("llama-down", 2048, 14336, n=4096, residual=True),
+)
+
+fp8_linear = Op("fp8_linear", reference, "accel_kernels.fp8_linear:in_passes", supports, CASES)

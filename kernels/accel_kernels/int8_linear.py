@@ -1,0 +1,172 @@
+"""A linear layer of 8-bit rows and an 8-bit weight, multiplied as integers, with its neighbours in the same pass.
+
+y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). Sums of integers are exact; scales
+of rows and of weights, the columns of x that stayed in 16 bits (Dettmers et al., "LLM.int8()", 2022), bias, activation
+and residual follow in fp32 before anything is written.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.norm import ACTIVATIONS
+from accel_kernels.op import Case, Op, capability, dtype_reason, launcher
+from accel_kernels.quantise_rows import QuantisedRows
+from accel_kernels.quantise_rows import reference as quantise
+from accel_kernels.quantised import Quantised
+
+AFTER_PRODUCT = "accel_kernels.triton_kernels.int8_linear:after_product"
+MOST_COLUMNS = 131072  # 128 * 127 times as many still fits an int32
+
+
+def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
+    """x: QuantisedRows (..., K) of int8; weight, up: Quantised int8 (N, K), scales (N, 1). Returns (..., N) of x.dtype.
+
+    bias, up_bias: (N,); residual: (..., N). activation: a name of ACTIVATIONS or None; needed with `up`. scale: a
+    float. Integers are summed exactly, all else is float32 and rounded once. Raises ValueError for numbers that are not
+    int8 or scales that are not by row.
+    """
+    for one in (weight, up):
+        if one is not None and _format_reason(one) is not None:
+            raise ValueError(_format_reason(one))
+    if x.data.dtype != torch.int8:
+        raise ValueError(f"rows of {x.data.dtype}, not int8")
+    kind = torch.float64 if x.scales.dtype == torch.float64 else torch.float32
+    y = _product(x, weight, bias, kind)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if up is not None:
+        y = y * _product(x, up, up_bias, kind)
+    y = y * scale
+    if residual is not None:
+        y = residual.to(kind) + y
+    return y if kind == torch.float64 else y.to(x.dtype)
+
+
+def _product(x: QuantisedRows, weight: Quantised, bias, kind: torch.dtype) -> torch.Tensor:
+    y = integer_product(x.data.flatten(0, -2), weight.data).to(kind).view(*x.data.shape[:-1], -1)
+    y = y * x.scales.to(kind)
+    if x.outliers is not None:
+        taken, columns = x.taken(kind)
+        y = y + taken @ weight.data.index_select(1, columns).to(kind).t()
+    y = y * weight.scales.to(kind).view(-1)
+    return y if bias is None else y + bias.to(kind)
+
+
+def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T as int32 (M, N), exact, of int8 (M, K) and (N, K).
+
+    Made up with zeros to sizes that cuBLAS takes; on a CPU too, where torch 2.13 gets a single column wrong.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    if k % 16 or n % 16 or m < 32:
+        x, weight = F.pad(x, (0, -k % 16, 0, max(0, 32 - m))), F.pad(weight, (0, -k % 16, 0, -n % 16))
+    return torch._int_mm(x.contiguous(), weight.contiguous().t())[:m, :n]
+
+
+def in_passes(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
+    """The same with cuBLAS's integer product and a pass for all that follows it."""
+    given = {"up": up, "up_bias": up_bias, "activation": activation, "residual": residual, "scale": scale}
+    reason = _reason(x, weight, bias, **given)
+    if reason is not None or x.data.numel() == 0:
+        return reference(x, weight, bias, **given)
+    sums = [integer_product(x.data.flatten(0, -2), one.data) for one in (weight, up) if one is not None]
+    return launcher(AFTER_PRODUCT)(x, weight, bias, sums, **given)
+
+
+def supports(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0) -> str | None:
+    if x.data.numel() == 0 or weight.data.numel() == 0:
+        return "empty"
+    if x.data.shape[-1] % 16:
+        return f"{x.data.shape[-1]} inputs, not a multiple of 16, as the tensor memory accelerator needs"
+    if any(t.data_ptr() % 16 for t in (x.data, weight.data, *(() if up is None else (up.data,)))):
+        return "numbers not at a multiple of 16 bytes"
+    if x.is_cuda and capability(x.data.device) < (9, 0):
+        return "a GPU without a tensor memory accelerator (compute capability below 9.0)"
+    return _reason(x, weight, bias, up=up, up_bias=up_bias, activation=activation, residual=residual, scale=scale)
+
+
+def _reason(x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0) -> str | None:
+    """Why neither the one kernel nor the pass after a product takes this call."""
+    k = x.data.shape[-1]
+    if x.data.dtype != torch.int8:
+        return f"rows of {x.data.dtype}, not int8"
+    if x.dtype == torch.float32:
+        return "x of float32, which numbers of fewer bits do not pay for"
+    for one in (weight, up):
+        if one is not None and (reason := _format_reason(one)) is not None:
+            return reason
+    if weight.data.shape[1] != k or k > MOST_COLUMNS:
+        return f"{k} inputs, and a weight of {weight.data.shape[1]}; at most {MOST_COLUMNS}"
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"activation {activation!r}"
+    if up is not None and (activation is None or up.data.shape != weight.data.shape):
+        return "a gate without activation, or of another shape"
+    if up is not None and up.scales.dtype != weight.scales.dtype:
+        return "a gate whose scales have another dtype"
+    tensors = {"x": x.data, "its scales": x.scales, "outliers": x.outliers, "weight": weight.data, "residual": residual}
+    tensors |= {"scales": weight.scales} | ({} if up is None else {"up": up.data, "scales of up": up.scales})
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} not contiguous"
+    n = weight.data.shape[0]
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.data.shape[:-1], n)):
+        return "residual of another shape or dtype than the result"
+    if any(shift is not None and shift.shape != (n,) for shift in (bias, up_bias)):
+        return f"a bias that is not of {n} outputs"
+    return dtype_reason(x.scales, weight.scales, x.outliers, bias, up_bias, residual)
+
+
+def _format_reason(weight: Quantised) -> str | None:
+    if weight.data.dtype != torch.int8 or weight.zeros is not None:
+        return f"a weight of {weight.data.dtype}{' with zeros' if weight.zeros is not None else ''}, not int8 around 0"
+    if weight.scales.numel() != weight.data.shape[0]:
+        return f"{weight.scales.shape[1]} scales to a row of the weight, not one"
+    return None
+
+
+def _case(name, *shape, n, bias=False, gate=False, activation=None, residual=False, scale=1.0, planted=(),
+          outliers=None, small=False):  # fmt: skip
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+        k = shape[-1]
+
+        def rand(*size, spread=1.0):
+            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
+
+        def weight():
+            rows = quantise(rand(n, k, spread=k**-0.5))
+            return Quantised(rows.data, rows.scales.to(dtype))
+
+        x = rand(*shape)
+        x[..., list(planted)] *= 20
+        given = {"activation": activation, "scale": scale}
+        if gate:
+            given |= {"up": weight(), "up_bias": rand(n) if bias else None}
+        if residual:
+            given["residual"] = rand(*shape[:-1], n)
+        taken = torch.tensor(outliers, device=device) if isinstance(outliers, tuple) else outliers
+        return (quantise(x, outliers=taken), weight(), rand(n) if bias else None), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("tiny", 3, 32, n=16, small=True),
+    _case("odd", 2, 35, 144, n=37, bias=True, residual=True, scale=0.5, small=True),
+    _case("several-tiles", 70, 272, n=150, bias=True, activation="gelu_tanh", small=True),
+    _case("gate", 33, 160, n=41, gate=True, activation="silu", small=True),
+    _case("gate-bias", 5, 64, n=24, gate=True, bias=True, activation="gelu", residual=True, small=True),
+    _case("columns", 20, 128, n=48, planted=(5, 99), outliers=(99, 5), small=True),
+    _case("threshold", 35, 96, n=40, planted=(0, 17, 95), outliers=6.0, bias=True, small=True),
+    _case("threshold-gate", 9, 96, n=40, planted=(2,), outliers=6.0, gate=True, activation="silu", small=True),
+    _case("many-outliers", 9, 64, n=24, planted=tuple(range(0, 64, 2)), outliers=6.0, residual=True, small=True),
+    _case("llama-qkv", 2048, 4096, n=6144),
+    _case("llama-out", 2048, 4096, n=4096, residual=True),
+    _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
+    _case("llama-down", 2048, 14336, n=4096, residual=True, planted=(1, 77, 9000), outliers=6.0),
+    _case("llama-qkv-130", 130, 4096, n=6144, bias=True, planted=(7,), outliers=6.0),
+)
+
+int8_linear = Op(
+    "int8_linear", reference, "accel_kernels.triton_kernels.int8_linear:int8_linear", supports, CASES, instead=in_passes
+)

@@ -1,0 +1,158 @@
+"""Rows rounded to 8 bits as they come, each by a scale of its own, after the norm in front of them.
+
+Scales by row at run time: Yao et al., "ZeroQuant", 2022; Xiao et al., "SmoothQuant", 2023. Columns kept in 16 bits,
+those with a value beyond a threshold: Dettmers et al., "LLM.int8()", 2022.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from accel_kernels import norm as norms
+from accel_kernels.norm import Norm
+from accel_kernels.op import Case, Op, capability, dtype_reason
+
+MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
+
+
+class QuantisedRows(NamedTuple):
+    """x (..., K) = data * scales, and the columns taken out of it, where data holds zeros.
+
+    data: (..., K) int8 or float8_e4m3fn. scales: (..., 1) float32; NaN where a row held something not finite. dtype:
+    of x. outliers: (..., capacity) in that dtype, of which the first `count` are meant. columns: (capacity,) int64,
+    ascending: where they were. count: (1,) int32, on the device, so that nobody waits for it.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+    outliers: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.data.is_cuda
+
+    def taken(self, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outliers in this dtype and their columns; what is beyond `count` as zeros of column 0."""
+        meant = torch.arange(self.columns.numel(), device=self.columns.device) < self.count
+        return self.outliers.to(kind).masked_fill(~meant, 0), self.columns.masked_fill(~meant, 0)
+
+    def dequantised(self, kind: torch.dtype) -> torch.Tensor:
+        """(..., K) in this dtype, rounded once, from float32."""
+        wide = self.data.float() * self.scales.float()
+        if self.outliers is not None:
+            taken, columns = self.taken(torch.float32)
+            wide = wide.index_add(-1, columns, taken)
+        return wide.to(kind)
+
+
+def reference(x, *, norm=None, dtype=torch.int8, outliers=None):
+    """x: (..., K). Returns QuantisedRows; nothing waits for the device.
+
+    norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-127..127) or float8_e4m3fn.
+    outliers: None; or int64 columns, all of them taken out; or a threshold: columns in which any absolute value is
+    above it. Then there is room for all of them, so that none is lost however many there are. Raises ValueError for
+    another dtype, a threshold that is not above 0, and outliers besides float8.
+    """
+    if dtype not in MOST:
+        raise ValueError(f"rows are rounded to int8 or float8_e4m3fn, not {dtype}")
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    h = x.to(kind) if norm is None else norms.reference(x.to(kind), norm)
+    taken = columns = count = None
+    if outliers is not None:
+        if dtype != torch.int8:
+            raise ValueError(f"outliers are taken out of int8, not of {dtype}")
+        if isinstance(outliers, torch.Tensor):
+            mask = column_mask(outliers, h.shape[-1])
+        else:
+            mask = (h.abs() > _threshold(outliers)).flatten(0, -2).any(0)
+        capacity = room(outliers, h.shape[-1])
+        columns = mask.to(torch.uint8).argsort(descending=True, stable=True)[:capacity]
+        count = mask.sum(dtype=torch.int32).view(1)
+        taken = h.index_select(-1, columns).to(x.dtype)
+        h = h.masked_fill(mask, 0)
+    most = MOST[dtype]
+    peak = h.abs().masked_fill(h.isnan(), torch.inf).amax(-1, keepdim=True).clamp_min(LEAST_PEAK)
+    whole = torch.full_like(peak, most)  # of a plain number torch takes the reciprocal, which rounds once more
+    numbers = h * (whole / peak)
+    numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
+    scales = (peak / whole).masked_fill(peak.isinf(), torch.nan)
+    return QuantisedRows(numbers.clamp(-most, most).to(dtype), scales, x.dtype, taken, columns, count)
+
+
+def _threshold(value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"a threshold of {value}: outliers are above one that is greater than 0")
+    return value
+
+
+def column_mask(columns: torch.Tensor, k: int) -> torch.Tensor:
+    """(K,) bool: whether a column is one of these. Raises IndexError for one that does not exist, on a CPU."""
+    return torch.zeros(k, dtype=torch.bool, device=columns.device).index_fill_(0, columns, True)
+
+
+def room(outliers: torch.Tensor | float, k: int) -> int:
+    """How many columns may be taken out."""
+    return outliers.numel() if isinstance(outliers, torch.Tensor) else k
+
+
+def supports(x, *, norm=None, dtype=torch.int8, outliers=None) -> str | None:
+    if x.numel() == 0:
+        return "empty"
+    if dtype not in MOST or (outliers is not None and dtype != torch.int8):
+        return f"rows of {dtype}"
+    if isinstance(outliers, torch.Tensor):
+        if outliers.dtype != torch.int64 or outliers.dim() != 1 or outliers.device != x.device:
+            return "outliers that are not a line of int64 on the device of x"
+    elif outliers is not None and not outliers > 0:
+        return f"a threshold of {outliers}"
+    if x.shape[-1] > 16384:
+        return f"{x.shape[-1]} columns, more than 16384"
+    if not x.is_contiguous():
+        return "not contiguous"
+    if norm is not None and norm.bias is not None and not norm.centred:
+        return "a norm with a bias and no mean"
+    if dtype == torch.float8_e4m3fn and x.is_cuda and capability(x.device) < (8, 9):
+        return "float8 below compute capability 8.9"
+    return dtype_reason(x, *((norm.weight, norm.bias) if norm else ()))
+
+
+def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, small=False):
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+        k = shape[-1]
+        x = torch.randn(*shape, generator=g)
+        x[..., list(planted)] *= 20
+        given = {"dtype": to, "outliers": outliers}
+        if norm == "rms":
+            given["norm"] = Norm(torch.randn(k, generator=g).to(device, dtype), None, 1e-5)
+        elif norm == "layer":
+            weight, bias = (torch.randn(k, generator=g).to(device, dtype) for _ in range(2))
+            given["norm"] = Norm(weight, bias, 1e-5, centred=True)
+        if isinstance(outliers, tuple):
+            given["outliers"] = torch.tensor(outliers, device=device)
+        return (x.to(device, dtype),), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("plain", 3, 64, small=True),
+    _case("odd", 2, 3, 77, small=True),
+    _case("rms", 5, 136, norm="rms", small=True),
+    _case("layer", 4, 100, norm="layer", small=True),
+    _case("fp8", 3, 80, to=torch.float8_e4m3fn, small=True),
+    _case("columns", 5, 96, planted=(3, 50), outliers=(50, 3, 70), small=True),
+    _case("threshold", 19, 96, planted=(0, 41, 95), outliers=6.0, small=True),
+    _case("llama", 2048, 4096, norm="rms"),
+    _case("llama-down", 2048, 14336),
+    _case("llama-threshold", 2048, 4096, norm="rms", planted=(7, 100, 2048), outliers=20.0),
+    _case("llama-fp8", 2048, 4096, norm="rms", to=torch.float8_e4m3fn),
+)
+
+quantise_rows = Op(
+    "quantise_rows", reference, "accel_kernels.triton_kernels.quantise_rows:quantise_rows", supports, CASES
+)

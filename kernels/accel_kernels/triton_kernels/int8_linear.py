@@ -1,0 +1,271 @@
+"""Integer matrix product with everything that follows it, of 8-bit rows and weights, for many rows.
+
+Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
+tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
+neighbours share their weights in the L2 cache. The sums become floats in place; outlier columns are added by a product
+of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from accel_kernels.op import multiprocessors, shared_memory
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.activations import activate
+from accel_kernels.triton_kernels.dependents import programmatic
+
+
+class Shape(NamedTuple):
+    """A tile's rows, columns and steps of K, and launch shape."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8  # rows of tiles that walk along the columns together
+    flatten: bool = False  # whether a tile's first loads are under way while the one before it is written
+
+
+OUTLIERS = 16  # outlier columns to a step, the least that tensor cores take
+
+
+@triton.jit
+def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity,
+                  BLOCK_O: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """y plus the product of outliers and the weight's whole numbers in their columns, which 16 bits hold exactly."""
+    for start in range(0, count, BLOCK_O):
+        at = start + tl.arange(0, BLOCK_O)
+        meant = at < count
+        column = tl.load(columns_ptr + at, mask=meant, other=0)
+        place = m_idx.to(tl.int64)[:, None] * capacity + at[None, :]
+        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & meant[None, :], other=0.0)
+        place = n_idx.to(tl.int64)[None, :] * depth + column[:, None]
+        numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & meant[:, None], other=0)
+        if UPCAST:
+            y = tl.dot(taken.to(tl.float32), numbers.to(tl.float32), y, input_precision="ieee")
+        else:
+            y = tl.dot(taken, numbers.to(taken.dtype), y)
+    return y
+
+
+@triton.jit
+def _finish(y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale,
+            HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Scales of the weight, bias, activation, gate and residual of a block of outputs, and its store."""
+    n_mask = n_idx < n
+    y *= tl.load(sw_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(b_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    y = activate(y, KIND)
+    if GATE:
+        other *= tl.load(su_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        if HAS_BIAS:
+            other += tl.load(c_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        y *= other
+    y *= scale
+    place = m_idx.to(tl.int64)[:, None] * n + n_idx[None, :]
+    mask = (m_idx < rows)[:, None] & n_mask[None, :]
+    if RESIDUAL:
+        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "capacity"))
+def int8_linear_kernel(
+    x_desc, w_desc, u_desc, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr,
+    w_ptr, u_ptr, rows, n, depth, capacity, scale,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
+        n_first = tile % (GROUP * tiles_n) // height * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        if GATE:
+            acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        for k in range(0, depth, BLOCK_K):
+            x = x_desc.load([m, k])
+            acc = tl.dot(x, w_desc.load([n_first, k]).T, acc, out_dtype=tl.int32)
+            if GATE:
+                acc_u = tl.dot(x, u_desc.load([n_first, k]).T, acc_u, out_dtype=tl.int32)
+        m_idx, n_idx = m + tl.arange(0, BLOCK_M), n_first + tl.arange(0, BLOCK_N)
+        row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+        y = acc.to(tl.float32) * row_scale
+        other = y
+        if GATE:
+            other = acc_u.to(tl.float32) * row_scale
+        if OUTLIERS > 0:
+            y = _add_outliers(
+                y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+            )
+            if GATE:
+                other = _add_outliers(
+                    other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+                )
+        _finish(
+            y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE,
+            RESIDUAL, KIND,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rows", "capacity"))
+def after_product_kernel(
+    acc_ptr, acc_u_ptr, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr, w_ptr,
+    u_ptr, rows, n, depth, capacity, stride, scale,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    m_idx = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_idx = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (m_idx < rows)[:, None] & (n_idx < n)[None, :]
+    place = m_idx.to(tl.int64)[:, None] * stride + n_idx[None, :]
+    row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+    y = tl.load(acc_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
+    other = y
+    if GATE:
+        other = tl.load(acc_u_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+        y = _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST)
+        if GATE:
+            other = _add_outliers(
+                other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+            )
+    _finish(
+        y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE, RESIDUAL,
+        KIND,
+    )  # fmt: skip
+
+
+def both_biases(bias, up_bias, gate: bool):
+    """The two as the kernels want them: none, or both."""
+    if not gate or (bias is None) == (up_bias is None):
+        return bias, up_bias if gate else None
+    return (torch.zeros_like(up_bias), up_bias) if bias is None else (bias, torch.zeros_like(bias))
+
+
+def int8_linear(
+    x, weight, bias=None, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0, shape=None
+):  # fmt: skip
+    """Same arguments and result as the reference; K a multiple of 16. shape: a Shape, else chosen by size."""
+    n, depth = weight.data.shape
+    rows, gate = x.data.numel() // depth, up is not None
+    y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
+    shape = shape or tile_shape(rows, n, gate, y.device)
+    bias, up_bias = both_biases(bias, up_bias, gate)
+    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
+    programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
+    described = [
+        TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
+        for data, height in (
+            (x.data.view(rows, depth), shape.rows),
+            (weight.data, shape.columns),
+            ((up or weight).data, shape.columns),
+        )
+    ]
+    pdl = programmatic(y.device)
+    launch(
+        int8_linear_kernel, (min(tiles, programs),),
+        *described, x.scales, weight.scales, up.scales if gate else None, bias, up_bias, residual, y, x.outliers,
+        x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
+        0 if x.outliers is None else x.columns.numel(), float(scale),
+        HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND=activation,
+        OUTLIERS=0 if x.outliers is None else OUTLIERS, BLOCK_M=shape.rows, BLOCK_N=shape.columns,
+        BLOCK_K=shape.depth, GROUP=shape.group, FLATTEN=shape.flatten, UPCAST=interpreted(), PDL=bool(pdl),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def after_product(x, weight, bias, sums, *, up=None, up_bias=None, activation=None, residual=None, scale=1.0):
+    """What follows the integer sums (M, N), one or with a gate two; outliers included."""
+    n, depth = weight.data.shape
+    rows, gate = x.data.numel() // depth, up is not None
+    y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
+    bias, up_bias = both_biases(bias, up_bias, gate)
+    height, width = 32, 128
+    launch(
+        after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
+        sums[0], sums[-1], x.scales, weight.scales, up.scales if gate else None, bias, up_bias, residual, y, x.outliers,
+        x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
+        0 if x.outliers is None else x.columns.numel(), sums[0].stride(0), float(scale), HAS_BIAS=bias is not None,
+        GATE=gate, RESIDUAL=residual is not None, KIND=activation, OUTLIERS=0 if x.outliers is None else OUTLIERS,
+        BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
+    )  # fmt: skip
+    return y
+
+
+def interpreted() -> bool:
+    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def stage_bytes(shape: Shape, gate: bool) -> int:
+    return shape.depth * (shape.rows + shape.columns * (2 if gate else 1))
+
+
+def tile_shape(rows: int, n: int, gate: bool, device: torch.device) -> Shape:
+    """The tile that leaves multiprocessors idle least, larger ones preferred: they read less for what they compute.
+
+    By counting: a tile takes as long as its products, or as what it reads from the L2 cache where that is more.
+    """
+    candidates = [(128, 128), (128, 64), (64, 64)] if gate else [(128, 256), (128, 128), (64, 128), (64, 64)]
+    if interpreted():
+        candidates = [(32, 32)]
+
+    def time(tile: tuple[int, int]) -> float:
+        height, width = tile[0], tile[1] * (2 if gate else 1)
+        rounds = -(-(-(-rows // tile[0]) * -(-n // tile[1])) // multiprocessors(device))
+        return rounds * max(height * width / 128, (height + width) * 2.0)
+
+    height, width = min(candidates, key=time)
+    warps = 8 if height * width * (2 if gate else 1) >= 128 * 256 else 4
+    shape = Shape(height, width, 128, warps, 1)
+    return shape._replace(stages=max(2, min(4, (shared_memory(device) - 32 * 1024) // stage_bytes(shape, gate))))
+
+
+def specimen(shape: Shape, gate: bool, outliers: bool, residual: bool):
+    """What the compile check builds: kernel, argument types, constants, warps, stages."""
+    types = {f"{name}_desc": f"tensordesc<i8[{shape.columns}, {shape.depth}]>" for name in ("w", "u")}
+    types |= {"x_desc": f"tensordesc<i8[{shape.rows}, {shape.depth}]>", "sx_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
+    types |= {"columns_ptr": "*i64", "count_ptr": "*i32", "w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "n", "depth", "capacity"), "i32")
+    constants = {
+        "HAS_BIAS": False, "GATE": gate, "RESIDUAL": residual, "KIND": "silu" if gate else None,
+        "OUTLIERS": OUTLIERS if outliers else 0, "BLOCK_M": shape.rows, "BLOCK_N": shape.columns,
+        "BLOCK_K": shape.depth, "GROUP": shape.group, "FLATTEN": shape.flatten, "UPCAST": False, "PDL": False,
+    }  # fmt: skip
+    return int8_linear_kernel, types, constants, shape.warps, shape.stages
+
+
+def after_specimen():
+    """The pass after a product, with all there is to it."""
+    types = {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
+    types |= {"acc_ptr": "*i32", "acc_u_ptr": "*i32", "sx_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "n", "depth", "capacity", "stride"), "i32")
+    constants = {"HAS_BIAS": True, "GATE": True, "RESIDUAL": True, "KIND": "silu", "OUTLIERS": OUTLIERS}
+    return after_product_kernel, types, constants | {"BLOCK_M": 32, "BLOCK_N": 128, "UPCAST": False}, 4
+
+
+SPECIMENS = (
+    after_specimen(),
+    specimen(Shape(128, 256, 128, 8, 3), False, False, True),
+    specimen(Shape(64, 128, 128, 4, 4), False, True, False),
+    specimen(Shape(128, 128, 128, 8, 3), True, False, False),
+)

@@ -1,0 +1,146 @@
+"""Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
+
+Columns to be taken out come as a mask over all columns. For a threshold a pass in front makes it, over blocks of rows;
+their count never leaves the device, since the running sum of the mask says where in the row of outliers each goes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, column_mask, room
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.launch import power_of_two
+
+MASK_ROWS = 8  # rows to a program that looks for outliers
+
+
+@triton.jit
+def _normed(x_ptr, k_idx, mask, weight, bias, k, eps, NORM: tl.constexpr):
+    """One row in fp32, its norm taken; zeros where mask is not set."""
+    x = tl.load(x_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+    if NORM == "layer":
+        x = tl.where(mask, x - tl.sum(x, axis=0) / k, 0.0)
+    if NORM != "none":
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / k + eps) * weight + bias
+    return x
+
+
+@triton.jit
+def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr):
+    """Weight and bias of the norm; 1 and 0 where it has none."""
+    weight = 1.0
+    bias = 0.0
+    if HAS_NW:
+        weight = tl.load(nw_ptr + k_idx, mask=mask, other=0.0).to(tl.float32) + offset
+    if HAS_NB:
+        bias = tl.load(nb_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit(do_not_specialize=("rows",))
+def outlier_mask_kernel(
+    x_ptr, nw_ptr, nb_ptr, out_ptr, rows, k, eps, offset, threshold,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sets out[c] where any of these rows is above the threshold in column c. All that set it write the same."""
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    peak = tl.zeros((BLOCK_K,), tl.float32)
+    for step in range(0, ROWS):
+        row = tl.minimum(tl.program_id(0) * ROWS + step, rows - 1).to(tl.int64)  # the last one again costs nothing
+        h = _normed(x_ptr + row * k, k_idx, mask, weight, bias, k, eps, NORM)
+        peak = tl.maximum(peak, tl.abs(h))
+    found = mask & (peak > threshold)
+    tl.store(out_ptr + k_idx, found.to(tl.int8), mask=found)
+
+
+@triton.jit(do_not_specialize=("capacity",))
+def quantise_rows_kernel(
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, q_ptr, s_ptr, o_ptr, columns_ptr, count_ptr, k, capacity, eps, offset,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, ROUND: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h = _normed(x_ptr + row * k, k_idx, mask, weight, bias, k, eps, NORM)
+    if OUTLIERS:
+        out = tl.load(mask_ptr + k_idx, mask=mask, other=0).to(tl.int32)
+        place = tl.cumsum(out, axis=0) - 1
+        tl.store(o_ptr + row * capacity + place, h.to(o_ptr.dtype.element_ty), mask=mask & (out != 0))
+        if row == 0:
+            tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
+            tl.store(count_ptr, tl.sum(out, axis=0))
+        h = tl.where(out != 0, 0.0, h)
+    h = tl.where(mask, h, 0.0)
+    # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
+    peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST)
+    y = h * tl.div_rn(MOST, peak)
+    y = tl.where(y == y, y, 0.0)
+    if ROUND:  # to even, as torch: the sum has no bits left for the fraction
+        y = (y + 12582912.0) - 12582912.0
+    y = tl.minimum(tl.maximum(y, -MOST), MOST)
+    tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(s_ptr + row, tl.where(peak < float("inf"), tl.div_rn(peak, MOST), float("nan")))
+
+
+def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
+    """Same arguments and result as the reference; what lies beyond `count` is not written."""
+    k = x.shape[-1]
+    rows, block = x.numel() // k, power_of_two(k)
+    nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+    flags = {"NORM": "none" if norm is None else "layer" if centred else "rms"}
+    flags |= {"HAS_NW": nw is not None, "HAS_NB": nb is not None, "BLOCK_K": block}
+    meta = {"num_warps": min(16, max(1, block // 512)), "enable_fp_fusion": False}  # rounds as torch does
+    data = torch.empty_like(x, dtype=dtype)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    mask = taken = columns = count = None
+    if outliers is not None:
+        capacity = room(outliers, k)
+        taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
+        columns = torch.empty(capacity, dtype=torch.int64, device=x.device)
+        count = torch.empty(1, dtype=torch.int32, device=x.device)
+        if isinstance(outliers, torch.Tensor):
+            mask = column_mask(outliers, k).view(torch.int8)
+        else:
+            mask = torch.zeros(k, dtype=torch.int8, device=x.device)
+            launch(
+                outlier_mask_kernel, (triton.cdiv(rows, MASK_ROWS),),
+                x, nw, nb, mask, rows, k, eps, offset, float(outliers), **flags, ROWS=MASK_ROWS, **meta,
+            )  # fmt: skip
+    pdl = programmatic(x.device) if mask is None else {}
+    launch(
+        quantise_rows_kernel, (rows,),
+        x, nw, nb, mask, data, scales, taken, columns, count, k, 0 if mask is None else capacity, eps, offset, **flags,
+        OUTLIERS=mask is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype], LEAST=LEAST_PEAK, PDL=bool(pdl),
+        **meta, **pdl,
+    )  # fmt: skip
+    return QuantisedRows(data, scales, x.dtype, taken, columns, count)
+
+
+def specimen(q: str, outliers: bool, k: int = 4096):
+    """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
+    types |= {"mask_ptr": "*i8", "q_ptr": f"*{q}", "s_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k), "OUTLIERS": outliers}
+    constants |= {"ROUND": q == "i8", "MOST": 127.0 if q == "i8" else 448.0, "LEAST": LEAST_PEAK, "PDL": False}
+    return quantise_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
+
+
+def _mask_specimen():
+    types = {"x_ptr": "*bf16", "nw_ptr": "*bf16", "nb_ptr": "*bf16", "out_ptr": "*i8", "rows": "i32", "k": "i32"}
+    types |= {"eps": "fp32", "offset": "fp32", "threshold": "fp32"}
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": MASK_ROWS, "BLOCK_K": 4096}
+    return outlier_mask_kernel, types, constants, 8
+
+
+SPECIMENS = (specimen("i8", False), specimen("i8", True), specimen("i8", False, 14336), _mask_specimen())

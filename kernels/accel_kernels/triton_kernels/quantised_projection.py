@@ -1,0 +1,137 @@
+"""Launches the kernels of `quantised_projection`: which one, and in what shape."""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.op import multiprocessors
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.launch import power_of_two
+from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_biases
+from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
+from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
+from accel_kernels.triton_kernels.shares import upcast
+from accel_kernels.triton_kernels.unpacking import manner
+
+NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
+
+
+def quantised_projection(
+    x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0, shape=None
+):  # fmt: skip
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size.
+
+    One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
+    """
+    n, k = weight.shape
+    rows = x.numel() // k
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
+    gate, pdl = up is not None, programmatic(x.device)
+    up_bias = both_biases(bias, up_bias, gate)
+    if gate and bias is None and up_bias is not None:
+        bias = torch.zeros_like(up_bias)
+    format = FORMATS[weight.data.dtype]
+    words = (*_tensors(weight), *(_tensors(up) if gate else (None, None, None)))
+    flags = {
+        "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "ZEROS": weight.zeros is not None,
+        "HAS_BIAS": bias is not None, "GATE": gate, "RESIDUAL": residual is not None, "KIND": activation,
+        "MANNER": manner(x.dtype),
+    }  # fmt: skip
+    if rows == 1:
+        shape = shape or one_row_shape(n, k, format, gate)
+        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        packed = all(t is None or (t.dtype == x.dtype and t.data_ptr() % 8 == 0) for t in (nw, nb))
+        if packed:
+            nw, nb = (None if t is None else t.view(torch.int64) for t in (nw, nb))
+        dtype = NAMES[x.dtype]
+        block_q = power_of_two(shape.columns * weight.bits // 128)
+        launch(
+            one_row_kernel, (programs(n, k, shape, x.device),),
+            x.view(-1).view(torch.int64), *words, bias, up_bias, nw, nb, residual, y, n, 1 << 16, eps, offset,
+            float(scale),
+            **flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None,
+            NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
+            HAS_NB=nb is not None, BLOCK_N=shape.rows, BLOCK_Q=block_q,
+            PDL=bool(pdl), num_warps=shape.warps, **pdl,
+        )  # fmt: skip
+        return y
+    if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
+        x = apply_norm(x, norm)
+    shape = shape or few_rows_shape(rows, n, format, gate)
+    columns = min(shape.columns, weight.group & -weight.group) if weight.scales.shape[1] > 1 else shape.columns
+    pdl = pdl if rows > 16 else {}  # as measured
+    launch(
+        few_rows_kernel, (triton.cdiv(n, shape.rows),),
+        x, *words, bias, up_bias, residual, y, rows, n, float(scale),
+        **flags, SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns,
+        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps,
+        num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def _tensors(weight):
+    return weight.data.view(torch.int32), weight.scales, weight.zeros
+
+
+def one_row_shape(n: int, k: int, format: str, gate: bool) -> Shape:
+    """Whole rows where x fits the registers, else columns that divide them.
+
+    By counting instructions: a thread with fewer weights of a row spends more of them on adding up and writing it.
+    """
+    columns = power_of_two(k) if k <= 4096 else 1024 if k % 1024 == 0 and k % 2048 else 2048
+    rows = 2 if gate else 4
+    while rows > 1 and n // rows < 256:
+        rows //= 2
+    quads = columns // (32 if format == "int4" else 16)
+    if format == "int4":
+        return Shape(rows, columns, max(1, min(2, quads // 32)), 6)
+    return Shape(rows, columns, max(1, min(4, quads // 32)), 5 if gate else 4)
+
+
+def programs(n: int, k: int, shape: Shape, device: torch.device) -> int:
+    """One for each block of rows; where blocks have whole rows, as many as run at once, with equal work."""
+    blocks = triton.cdiv(n, shape.rows)
+    if shape.columns < k:
+        return blocks
+    room = shape.stages * multiprocessors(device)
+    return triton.cdiv(blocks, triton.cdiv(blocks, room))
+
+
+def few_rows_shape(rows: int, n: int, format: str, gate: bool) -> Shape:
+    """A program of 32 rows reads x as often as 64 do, twice in all; worth it only while x is small."""
+    wide = max(16, power_of_two(rows))
+    block = 64 if wide > 16 and not gate and n // 64 >= 60 else 32 if n // 32 >= 60 else 16
+    return Shape(block, 64 if wide > 32 else 128, 4, 3)
+
+
+def _types(**groups):
+    return {f"{name}_ptr": f"*{dtype}" for dtype, names in groups.items() for name in names.split()}
+
+
+def _specimens(formats=("int8", "int4")):
+    vectors = "s us b c r y"
+    numbers = {"n": "i32", "two16": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
+    one = _types(i64="x nw nb", i32="w u", bf16=vectors, i8="z uz") | numbers
+    few = _types(i32="w u", bf16="x " + vectors, i8="z uz") | numbers | {"m": "i32"}
+    for format in formats:
+        for gate in (False, True):
+            flags = {
+                "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format,
+                "ZEROS": gate and format == "int4", "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate,
+                "KIND": "silu" if gate else None, "MANNER": "rough", "PDL": False,
+            }  # fmt: skip
+            shape = one_row_shape(4096, 4096, format, gate)
+            names = {"DTYPE": tl.bfloat16, "NORM_DTYPE": tl.bfloat16, "NORM": "rms", "HAS_NW": True, "HAS_NB": False}
+            sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (32 if format == "int4" else 16)}
+            yield one_row_kernel, one, flags | names | sizes, shape.warps
+            for rows in (8, 64):
+                shape = few_rows_shape(rows, 4096, format, gate)
+                sizes = {"SHARES": shape.warps, "BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "UPCAST": False}
+                sizes["BLOCK_K"] = shape.columns
+                yield few_rows_kernel, few, flags | sizes, shape.warps, shape.stages
+
+
+SPECIMENS = tuple(_specimens())

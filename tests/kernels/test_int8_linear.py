@@ -1,0 +1,358 @@
+"""Rows in 8 bits and their products: exact sums, every epilogue, outliers, and how much of the signal is left."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows
+from accel_kernels.int8_linear import in_passes, integer_product
+from accel_kernels.quantise_rows import QuantisedRows
+
+pytest.importorskip("triton")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+
+NORMS = {
+    "none": None,
+    "rms": Norm(torch.randn(80), None, 1e-5),
+    "gemma": Norm(torch.randn(80), None, 1e-6, offset=1.0),
+    "layer": Norm(torch.randn(80), torch.randn(80), 1e-5, centred=True),
+    "plain-layer": Norm(None, None, 1e-5, centred=True),
+}
+FLAGS = {
+    "plain": {},
+    "bias": {"bias": True, "scale": 0.5},
+    "residual": {"residual": True, "scale": 2.0},
+    "gelu": {"bias": True, "activation": "gelu"},
+    "gate": {"gate": True, "activation": "silu", "residual": True},
+    "gate-bias": {"gate": True, "bias": True, "activation": "gelu_tanh"},
+    "gate-one-bias": {"gate": True, "bias": "up", "activation": "relu2"},
+}
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN, or a number that no kernel writes, so that an element no program wrote shows."""
+    for name in ("empty", "empty_like"):
+
+        def poison(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -128)
+
+        monkeypatch.setattr(torch, name, poison)
+
+
+def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
+    rows = quantise_rows.reference(torch.randn(n, k) * k**-0.5, dtype=to)
+    return Quantised(rows.data, rows.scales.to(dtype))
+
+
+def integers(*shape):
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def cast(norm, dtype):
+    """The norm with its weights in this dtype."""
+    return norm and Norm(*(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in norm))
+
+
+def sqnr(found, exact) -> float:
+    """Signal to quantisation noise, dB."""
+    exact = exact.double()
+    return float(10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum()))
+
+
+@interpreted
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 80), (3, 5, 80)], ids=str)
+def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poisoned):
+    x = (torch.randn(shape) * 3).to(dtype)
+    norm = cast(norm, dtype)
+    theirs, ours = quantise_rows.reference(x, norm=norm), quantise_rows.triton(x, norm=norm)
+    exact = quantise_rows.reference(x.double(), norm=cast(norm, torch.float64))
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=5e-7, atol=0)
+    apart = (ours.data.int() - theirs.data.int()).abs()
+    if norm is None:
+        assert not apart.any() and torch.equal(ours.scales, theirs.scales)
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01  # sums in another order, next to a half
+    assert ours.data.abs().max() == 127 and ours.data.min() >= -127
+    # Within half a step of the float64 values, and every row's largest is met exactly.
+    wide = exact.data.double() * exact.scales
+    assert float(((ours.data.double() * ours.scales.double() - wide).abs() / exact.scales).max()) < 1.001
+
+
+@interpreted
+def test_rounding_is_to_the_nearest_and_ties_to_even(poisoned):
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.49, -127.0, 0.0]])
+    ours = quantise_rows.triton(x)
+    assert ours.data.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, -127, 0]]
+    assert torch.equal(ours.data, quantise_rows.reference(x).data) and ours.scales.item() == 1.0
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_zeros_of_the_least_and_of_the_greatest(dtype, poisoned):
+    most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    x = torch.tensor([[0.0, -0.0, 0.0], [most, -most, most / 4], [least, -least, 0.0]], dtype=dtype)
+    for rows in (quantise_rows.triton(x), quantise_rows.reference(x)):
+        assert rows.data[0].tolist() == [0, 0, 0] and rows.data[1].tolist() == [127, -127, 32]
+        assert rows.scales.isfinite().all() and (rows.scales > 0).all()
+        step = rows.scales.double()
+        assert ((rows.data.double() * step - x.double()).abs() <= 0.5001 * step + 1e-32).all()
+
+
+@interpreted
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_its_row_and_no_other(value, poisoned):
+    x = torch.randn(3, 64)
+    x[1, 7] = value
+    weight = weight_of(16, 64)
+    for rows in (quantise_rows.triton(x.bfloat16()), quantise_rows.reference(x.bfloat16())):
+        for y in (int8_linear.triton(rows, weight), int8_linear.reference(rows, weight), in_passes(rows, weight)):
+            assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+def test_numbers_of_float8_against_float64():
+    x = torch.randn(7, 96) * torch.logspace(-3, 3, 7)[:, None]
+    rows = quantise_rows.reference(x, dtype=torch.float8_e4m3fn)
+    assert rows.data.float().abs().amax(1).eq(448).all()
+    error = (rows.data.double() * rows.scales.double() - x.double()).abs()
+    # Half of the last of 3 bits, and half of the least subnormal, 2^-9.
+    assert (error <= x.double().abs() / 16 * 1.0001 + rows.scales.double() * 2**-10).all()
+
+
+@interpreted
+def test_float8_numbers_that_need_no_rounding_are_kept(poisoned):
+    """Triton's interpreter loses the carry where rounding reaches a power of two, hence numbers of float8."""
+    x = (torch.randn(5, 80) * 50).to(torch.float8_e4m3fn).float()
+    x[:, 3] = 448.0
+    ours = quantise_rows.triton(x, dtype=torch.float8_e4m3fn)
+    assert torch.equal(ours.data.float(), x) and (ours.scales == 1).all()
+
+
+@interpreted
+@pytest.mark.parametrize("outliers", [6.0, torch.tensor([90, 3, 50]), torch.tensor([3, 3, 90, 50, 17])], ids=repr)
+@pytest.mark.parametrize("norm", [None, Norm(torch.ones(97), None, 1e-5)], ids=["none", "rms"])
+def test_outliers_are_taken_out(norm, outliers, poisoned):
+    x = torch.randn(21, 97).clamp(-2, 2)
+    x[2, 3], x[20, 50], x[0, 90] = 40.0, -40.0, 40.0  # of a single row each, beyond 6 after the norm as well
+    ours = quantise_rows.triton(x, norm=norm, outliers=outliers)
+    theirs = quantise_rows.reference(x, norm=norm, outliers=outliers)
+    wanted = [3, 50, 90] if isinstance(outliers, float) else sorted(set(outliers.tolist()))
+    for rows in (ours, theirs):
+        assert rows.count.item() == len(wanted) and rows.columns[: len(wanted)].tolist() == wanted
+        assert not rows.data[:, wanted].any() and rows.data.abs().amax(1).eq(127).all()
+        assert rows.outliers.shape == (21, 97 if isinstance(outliers, float) else outliers.numel())
+    count = len(wanted)
+    torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
+    h = x if norm is None else torch.nn.functional.rms_norm(x, (97,), eps=1e-5)
+    assert float((ours.dequantised(torch.float32) - h).abs().max()) <= 0.51 * float(ours.scales.max())
+
+
+@interpreted
+def test_no_outliers_and_all_outliers(poisoned):
+    """Room for every column: nothing is lost however many there are, and nothing is read where there are none."""
+    x, weight = torch.randn(5, 64).half(), weight_of(24, 64, torch.float16)
+    for threshold, count in ((100.0, 0), (1e-9, 64)):
+        rows = quantise_rows.triton(x, outliers=threshold)
+        assert rows.count.item() == count
+        y = int8_linear.triton(rows, weight)
+        torch.testing.assert_close(y, int8_linear.reference(rows, weight), rtol=1e-3, atol=1e-3)
+        exact = x.double() @ weight.dequantised(torch.float64).t()
+        assert sqnr(y, exact) > (60 if count else 38)
+
+
+def test_bad_requests_are_named():
+    x = torch.randn(2, 32)
+    with pytest.raises(ValueError, match="int4|int32"):
+        quantise_rows(x, dtype=torch.int32)
+    with pytest.raises(ValueError, match="threshold of 0"):
+        quantise_rows(x, outliers=0.0)
+    with pytest.raises(ValueError, match="taken out of int8"):
+        quantise_rows(x, dtype=torch.float8_e4m3fn, outliers=6.0)
+    with pytest.raises(IndexError):
+        quantise_rows(x, outliers=torch.tensor([32]))
+    rows, weight = quantise_rows(x.half()), weight_of(16, 32)
+    with pytest.raises(ValueError, match="not int8"):
+        int8_linear(quantise_rows(x, dtype=torch.float8_e4m3fn), weight)
+    with pytest.raises(ValueError, match="2 scales to a row"):
+        int8_linear(rows, weight._replace(scales=torch.ones(16, 2)))
+    with pytest.raises(ValueError, match="not float8"):
+        fp8_linear(rows, weight)
+    for given in ({"residual": torch.zeros(1, 16).half()}, {"bias": torch.zeros(1).half()}, {"up": weight}):
+        wide = {name: value for name, value in given.items() if name != "up"}
+        assert int8_linear.supports(rows, weight, **given) is not None
+        torch.testing.assert_close(int8_linear(rows, weight, **wide), int8_linear(rows, weight), rtol=0, atol=0)
+    assert "16384" in quantise_rows.supports(torch.empty(1, 16385))
+    assert "contiguous" in quantise_rows.supports(torch.empty(8, 4).t())
+    assert "int64" in quantise_rows.supports(x, outliers=torch.tensor([1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("k", [1, 8, 24, 40, 100])
+def test_inputs_that_tiles_cannot_load_are_refused_with_the_reason(k):
+    rows, weight = quantise_rows(torch.randn(3, k).half()), weight_of(16, k)
+    assert "multiple of 16" in int8_linear.supports(rows, weight)
+    fp8 = quantise_rows(torch.randn(3, k).bfloat16(), dtype=torch.float8_e4m3fn)
+    assert "multiples of 16" in fp8_linear.supports(fp8, weight_of(16, k, to=torch.float8_e4m3fn))
+    exact = rows.dequantised(torch.float64) @ weight.dequantised(torch.float64).t()
+    torch.testing.assert_close(int8_linear(rows, weight).double(), exact, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 16), (3, 7, 5), (33, 100, 37), (64, 1040, 48)], ids=str)
+def test_sums_of_integers_are_exact(sizes):
+    m, k, n = sizes
+    x, weight = integers(m, k), integers(n, k)
+    assert torch.equal(integer_product(x, weight), (x.double() @ weight.double().t()).int())
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [(1, 16, 1), (33, 144, 37), (65, 256, 70)], ids=str)
+def test_the_kernel_sums_integers_exactly(sizes, poisoned):
+    """With scales that are powers of two, and its upper half taken away as the residual, a sum shows its lower half."""
+    m, k, n = sizes
+    x, weight = integers(m, k), integers(n, k)
+    x[0], weight[0] = 127, -127  # the largest sum there is
+    exact = x.double() @ weight.double().t()
+    upper = (exact / 2048).round() * 2048  # 11 bits, which float16 holds, and as many below them
+    rows, weight = QuantisedRows(x, torch.ones(m, 1), torch.float16), Quantised(weight, torch.full((n, 1), 2.0**-11))
+    y = int8_linear.triton(rows, weight, residual=(-upper / 2048).half())
+    assert torch.equal(y.double(), (exact - upper) / 2048)
+
+
+def call(flags, m, k, n, dtype, outliers=None):
+    x = torch.randn(m, k)
+    if outliers is not None:
+        x[:, [1, k - 1]] *= 30
+    flags = dict(flags)
+    gate, bias = flags.pop("gate", False), flags.pop("bias", None)
+    given = {name: value for name, value in flags.items() if name != "residual"}
+    if flags.get("residual"):
+        given["residual"] = torch.randn(m, n).to(dtype)
+    if gate:
+        given["up"] = weight_of(n, k, dtype)
+        given["up_bias"] = torch.randn(n).to(dtype) if bias else None
+    shift = torch.randn(n).to(dtype) if bias and bias != "up" else None
+    return (quantise_rows.reference(x.to(dtype), outliers=outliers), weight_of(n, k, dtype), shift), given
+
+
+@interpreted
+@pytest.mark.parametrize("outliers", [None, 6.0, torch.tensor([3, 1, 79])], ids=repr)
+@pytest.mark.parametrize("sizes", [(1, 80, 7), (35, 96, 41)], ids=str)
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_kernel_and_passes_are_the_reference_within_a_rounding(flags, sizes, outliers, poisoned):
+    args, given = call(flags, *sizes, torch.float16, outliers)
+    assert int8_linear.supports(*args, **given) is None
+    wanted = int8_linear.reference(*args, **given)
+    for found in (int8_linear.triton(*args, **given), in_passes(*args, **given)):
+        assert found.dtype == torch.float16 and found.shape == wanted.shape
+        step = torch.finfo(torch.float16).eps * wanted.double().abs() + 2e-6 * wanted.double().abs().max()
+        assert ((found.double() - wanted.double()).abs() <= step).all()
+    exact_args = (args[0]._replace(scales=args[0].scales.double()), *args[1:])
+    exact = int8_linear.reference(*exact_args, **given)
+    assert exact.dtype == torch.float64
+    assert (wanted.double() - exact).abs().max() <= 2**-11 * exact.abs().max() * 1.01
+
+
+@interpreted
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_every_tile_is_computed_in_any_order(group, poisoned):
+    from accel_kernels.triton_kernels.int8_linear import Shape
+
+    args, given = call({}, 75, 48, 133, torch.float16)
+    for shape in (Shape(32, 16, 32, 4, 2, group), Shape(16, 64, 16, 4, 2, group)):
+        found = int8_linear.triton(*args, **given, shape=shape)
+        torch.testing.assert_close(found, int8_linear.reference(*args, **given), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in fp8_linear.cases if case.small], ids=lambda case: case.name)
+def test_float8_through_torchs_scaled_product(case):
+    args, given = case.make(torch.device("cpu"), torch.bfloat16)
+    assert fp8_linear.supports(*args, **given) is None
+    exact = fp8_linear.reference(args[0]._replace(scales=args[0].scales.double()), *args[1:], **given)
+    found, wanted = fp8_linear.triton(*args, **given), fp8_linear.reference(*args, **given)
+    own = (wanted.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 4 * own  # rounded after the product, after the gate and at the end
+
+
+def linear_sqnr(x, weight, **how) -> float:
+    exact = x.double() @ weight.double().t()
+    if how.get("dtype") == torch.float8_e4m3fn:
+        rows = quantise_rows(weight, dtype=torch.float8_e4m3fn)
+        return sqnr(fp8_linear(quantise_rows(x, **how), Quantised(rows.data, rows.scales)), exact)
+    rows = quantise_rows(weight)
+    return sqnr(int8_linear(quantise_rows(x, **how), Quantised(rows.data, rows.scales)), exact)
+
+
+def test_how_much_of_the_signal_is_left():
+    """A layer of 512 inputs, bf16. Planted: 5 of them 60 times the others, as in language models."""
+    x, weight = torch.randn(64, 512), torch.randn(256, 512) * 512**-0.5
+    planted = x.clone()
+    planted[:, [3, 77, 200, 201, 511]] *= 60
+    x, planted, weight = (t.bfloat16() for t in (x, planted, weight))
+    light = weight.clone()
+    light[:, [3, 77, 200, 201, 511]] = 0.0  # what the other columns say, which planted ones must not drown
+    columns = torch.tensor([3, 77, 200, 201, 511])
+    assert 39 < linear_sqnr(x, weight) < 40
+    assert 28 < linear_sqnr(x, weight, dtype=torch.float8_e4m3fn) < 29
+    assert 28 < linear_sqnr(planted, light, dtype=torch.float8_e4m3fn) < 29  # an exponent each: planting costs nothing
+    assert linear_sqnr(planted, weight) < 29 and linear_sqnr(planted, light) < 14  # naive int8
+    for outliers in (6.0, columns):
+        assert linear_sqnr(planted, weight, outliers=outliers) > 41
+        assert linear_sqnr(planted, light, outliers=outliers) > 39
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from accel_kernels.triton_kernels import int8_linear, quantise_rows
+
+SHAPE = int8_linear.Shape(128, 256, 128, 8, 3)
+GATED = SHAPE._replace(columns=128)
+for kernel, types, constants, warps, *stages in (
+    int8_linear.specimen(SHAPE, False, False, True), int8_linear.specimen(SHAPE, False, True, True),
+    int8_linear.specimen(GATED, True, False, False), quantise_rows.specimen("fp8e4nv", False),
+):
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
+    options = {"num_warps": warps} | ({"num_stages": stages[0]} if stages else {})
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs), GPUTarget("cuda", 90, 32), options)
+    ptx = compiled.asm["ptx"]
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= 232448
+    if kernel is int8_linear.int8_linear_kernel:
+        assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        assert "mma.sync" not in ptx
+    else:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+print("wgmma")
+"""
+
+
+BY_HAND = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from accel_kernels.triton_kernels import int8_wgmma
+from accel_kernels.triton_kernels.int8_linear import Shape
+
+for shape, gate in ((Shape(128, 256, 128, 8, 4), False), (Shape(128, 128, 128, 8, 4), True)):
+    kernel, types, constants, warps = int8_wgmma.specimen(shape, gate, not gate)
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    options = {"num_warps": warps}
+    compiled = triton.compile(GluonASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+    ptx = compiled.asm["ptx"]
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= 232448
+    assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert f"wgmma.wait_group.sync.aligned {2 if gate else 1};" in ptx
+print("wgmma")
+"""
+
+
+@pytest.mark.parametrize("program", [COMPILE, BY_HAND], ids=["triton", "by hand"])
+def test_hopper_multiplies_bytes_in_its_own_tensor_cores(program, tmp_path):
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1")
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "wgmma", done.stderr[-2000:]

@@ -1,0 +1,119 @@
+"""Scales folded into what stands before linear layers: the model computes what it did, whatever its structure."""
+
+import copy
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, available, make, padded
+
+from accel.llm.compare import off
+from accel.llm.quant.folding import BeforeNorm, BeforeRows, layer_groups
+
+FAST = [family.name for family in FAMILIES if family.expected == "fast"]
+IN, OUT, UP, DOWN, ALL = "attention", "attention's output", "MLP", "MLP's output", "attention and MLP"
+# What takes a scale in every layer; of the others the reason says why not.
+FOLDS = {
+    "llama": {IN, OUT, UP, DOWN},
+    "llama-mqa": {IN, OUT, UP, DOWN},
+    "phi3": {IN, OUT, UP, DOWN},  # one matrix for queries, keys and values, one for gate and up
+    "gemma": {IN, OUT, UP, DOWN},  # 1 + w
+    "gemma2": {IN, OUT, UP, DOWN},
+    "olmo": {OUT, DOWN},  # norms without weights
+    "olmo2": {OUT, DOWN},  # norms only behind
+    "starcoder2": {IN, OUT, UP},  # GELU of a multiple
+    "gpt2": {IN, OUT, UP},
+    "gpt-neox": {IN, OUT, UP},
+    "bloom": {IN, OUT, UP},
+    "opt": {IN, OUT, UP, DOWN},  # ReLU
+    "phi": {ALL, OUT},
+    "cohere": {ALL, OUT, DOWN},
+    "falcon-one-key": {ALL, OUT},
+    "falcon-grouped": {IN, OUT, UP},
+    "mixtral": {IN, OUT},
+    "gpt-oss": {IN, OUT},
+}
+
+
+def model_of(name: str, **changes):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    return make(name, **changes)
+
+
+def fold_all(model, groups) -> set[str]:
+    """Random scales in all that can take one; the paths of what changed."""
+    generator, changed = torch.Generator().manual_seed(3), set()
+    for group in (group for layer in groups.values() for group in layer if group.before is not None):
+        inputs = model.get_submodule(group.paths[0])
+        count = inputs.weight.shape[0] if type(inputs).__name__ == "Conv1D" else inputs.weight.shape[1]
+        scales = group.before.tied(torch.rand(count, generator=generator) * 3.75 + 0.25)
+        changed |= group.fold(model, scales).keys()
+    return changed
+
+
+def logits(model) -> torch.Tensor:
+    ids, mask = padded()
+    torch.manual_seed(1)
+    return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_folded_model_computes_the_same(name):
+    stock = model_of(name)
+    model = copy.deepcopy(stock)
+    groups = layer_groups(model)
+    changed = fold_all(model, groups)
+    differ = {path for path, p in model.named_parameters() if not torch.equal(p, stock.get_parameter(path))}
+    assert differ == changed
+    for layer in groups.values():
+        if name in FOLDS:
+            assert {group.label for group in layer if group.before is not None} == FOLDS[name]
+        assert all(group.reason for group in layer if group.before is None)
+    assert differ and off(logits(model), logits(stock)) < 1e-5
+
+
+def test_heads_of_queries_that_share_values_share_their_scales():
+    model = model_of("llama")  # four on two
+    group = next(group for group in layer_groups(model)["model.layers.0"] if group.label == OUT)
+    assert isinstance(group.before, BeforeRows)
+    sizes = torch.arange(64.0)
+    tied = group.before.tied(sizes).unflatten(0, (2, 2, 16))
+    assert torch.equal(tied[:, 0], tied[:, 1])
+    assert torch.equal(tied[:, 0], sizes.unflatten(0, (2, 2, 16)).mean(1))
+
+
+def reason(model, label: str) -> str:
+    return next(group.reason for group in layer_groups(model)["model.layers.0"] if group.label == label)
+
+
+def test_what_belongs_to_two_modules_is_not_changed():
+    model = model_of("llama")
+    layers = model.model.layers
+    layers[0].input_layernorm.weight = layers[1].input_layernorm.weight
+    layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
+    assert "another module" in reason(model, IN)
+    assert "another module" in reason(model, UP)
+    assert "another module" in reason(model, DOWN)
+    assert reason(model, OUT) == ""
+
+
+def test_one_norm_at_two_places_is_not_changed():
+    model = model_of("llama")
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm = layer.input_layernorm
+    assert "another place" in reason(model, IN) and "another place" in reason(model, UP)
+
+
+def test_reasons():
+    assert "no norm stands before" in reason(model_of("olmo2"), IN)
+    assert "no norm with a weight" in reason(model_of("olmo"), IN)
+    assert "gelu" in reason(model_of("starcoder2"), DOWN)
+
+
+def test_an_offset_of_the_norm_is_kept():
+    model = model_of("gemma")
+    group = layer_groups(model)["model.layers.0"][0]
+    assert isinstance(group.before, BeforeNorm) and group.before.kind.offset == 1
+    before = group.before.module.weight.clone()
+    group.fold(model, torch.full((64,), 4.0))
+    torch.testing.assert_close(group.before.module.weight, (1 + before) / 4 - 1)

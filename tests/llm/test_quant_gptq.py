@@ -1,0 +1,128 @@
+"""GPTQ on matrices: the error of the products, against the best there is and against rounding to nearest."""
+
+import itertools
+
+import pytest
+import torch
+from accel_kernels.quantised import unpack
+
+from accel.llm.quant.gptq import Hessian, gptq
+from accel.llm.quant.rounding import quantise
+from accel.llm.quant.scheme import Scheme
+from accel.options import WEIGHTS
+
+SCHEMES = [Scheme.parse(name) for name in WEIGHTS]
+
+
+def normal(*shape, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def correlated(tokens: int, columns: int, seed: int, noise: float = 0.3) -> torch.Tensor:
+    """Inputs of a few directions, large ones and small ones, as layers have them."""
+    mixed = normal(tokens, columns // 4, seed=seed) @ normal(columns // 4, columns, seed=seed + 1)
+    return (mixed + noise * normal(tokens, columns, seed=seed + 2)) * (0.2 + torch.rand(columns))
+
+
+def hessian_of(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    hessian = Hessian()
+    for rows in x.chunk(parts):
+        hessian(rows)
+    return hessian.mean
+
+
+def error(x: torch.Tensor, weight: torch.Tensor, quantised) -> torch.Tensor:
+    """(N,) of the products with every row of the weight."""
+    return (x.double() @ (quantised.dequantised(torch.float64) - weight.double()).t()).square().sum(0)
+
+
+def test_a_hessian_of_parts_is_that_of_the_whole():
+    x = normal(37, 16, seed=0)
+    for parts in (1, 3, 37):
+        torch.testing.assert_close(hessian_of(x, parts), x.t() @ x / 37)
+
+
+def test_between_the_best_of_all_roundings_and_the_nearest():
+    """Of 8 columns, all 3^8 ways to choose one of the three numbers about the weight are tried."""
+    scheme, x = Scheme("int4", 8), correlated(64, 8, seed=1, noise=1.0)
+    weight = normal(24, 8, seed=5)
+    found, nearest = gptq(weight, hessian_of(x), scheme), quantise(weight, scheme)
+    torch.testing.assert_close(found.scales, nearest.scales)
+    ways = torch.tensor(list(itertools.product((-1, 0, 1), repeat=8)), dtype=torch.float64)
+    scales = nearest.scales.double()
+    best = []
+    for row, (weights, numbers) in enumerate(zip(weight.double(), unpack(nearest.data).double(), strict=True)):
+        off = (numbers + ways).clamp(*scheme.range) * scales[row] - weights
+        best.append((x.double() @ off.t()).square().sum(0).min())
+    best = torch.stack(best)
+    mine, plain = error(x, weight, found), error(x, weight, nearest)
+    assert bool((mine >= best * (1 - 1e-6)).all())
+    print(f"best {best.sum():.4f}, GPTQ {mine.sum():.4f}, nearest {plain.sum():.4f}")
+    assert mine.sum() < 1.5 * best.sum() and mine.sum() < 0.8 * plain.sum()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_better_than_the_nearest(scheme, ordered):
+    x, weight = correlated(512, 256, seed=2), normal(20, 256, seed=3)
+    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), quantise(weight, scheme)
+    for mine, plain in zip(found, nearest, strict=True):
+        assert (mine is None) == (plain is None)
+        assert mine is None or (mine.dtype == plain.dtype and mine.shape == plain.shape)
+    assert error(x, weight, found).sum() < 0.6 * error(x, weight, nearest).sum()
+    assert bool((found.numbers().float().abs() <= max(map(abs, scheme.range))).all())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_where_inputs_have_nothing_to_do_with_each_other_it_is_the_nearest(scheme):
+    weight = normal(12, 128, seed=4)
+    for ordered in (False, True):
+        found = gptq(weight, torch.diag(torch.rand(128) + 0.1), scheme, ordered)
+        assert torch.equal(found.dequantised(torch.float32), quantise(weight, scheme).dequantised(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_are_in_the_dtype_of_the_weight(dtype):
+    x, weight = correlated(256, 128, seed=2), normal(12, 128, seed=3).to(dtype)
+    found = gptq(weight, hessian_of(x), Scheme.parse("int4-g32"))
+    assert found.scales.dtype == dtype
+    tiny = gptq(weight * 1e-6, hessian_of(x), Scheme.parse("int4-g32"))
+    assert tiny.scales.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    assert bool(tiny.dequantised(torch.float32).isfinite().all())
+
+
+def test_columns_that_get_nothing_are_rounded_to_nearest_and_in_nobody_s_way():
+    scheme, x, weight = Scheme.parse("int4-g32"), correlated(512, 64, seed=2), normal(20, 64, seed=3)
+    x[:, 5:40] = 0
+    found, nearest = gptq(weight, hessian_of(x), scheme), quantise(weight, scheme)
+    # The first group's largest may lie among the others, whose values errors change: only what shares its scale.
+    same = (found.scales == nearest.scales).repeat_interleave(32, dim=1)
+    assert bool(same[:, 5:32].any())
+    off = (found.dequantised(torch.float32) - nearest.dequantised(torch.float32)).abs()
+    assert bool((off[:, 5:40][same[:, 5:40]] == 0).all())
+    assert error(x, weight, found).sum() < error(x, weight, nearest).sum()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_one_direction_only_and_nothing_at_all(scheme, ordered):
+    """A Hessian of rank 1, as of one token; and of rank 0."""
+    x, weight = normal(1, 256, seed=2), normal(20, 256, seed=3)
+    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), quantise(weight, scheme)
+    assert bool(found.dequantised(torch.float32).isfinite().all())
+    assert error(x, weight, found).sum() < 0.1 * error(x, weight, nearest).sum()
+    nothing = gptq(weight, torch.zeros(256, 256), scheme, ordered)
+    assert torch.equal(nothing.dequantised(torch.float32), nearest.dequantised(torch.float32))
+
+
+def test_inputs_of_very_different_size_have_an_inverse():
+    x = correlated(64, 128, seed=1) * torch.logspace(-8, 4, 128)
+    found = gptq(normal(8, 128, seed=2), hessian_of(x), Scheme.parse("int4"))
+    assert bool(found.dequantised(torch.float32).isfinite().all())
+
+
+def test_zeros_stay_zeros():
+    weight = normal(8, 128, seed=2)
+    weight[3] = 0
+    found = gptq(weight, hessian_of(correlated(64, 128, seed=1)), Scheme.parse("int4-asym"))
+    assert bool((found.dequantised(torch.float32)[3] == 0).all())
