@@ -67,12 +67,13 @@ def optimize(obj, **options):
 def quantize(model, scheme: str, calibration=None, tokenizer=None, method: str | None = None, out=None):
     """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
 
-    scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq" and "awq" look at calibration data, of
-    which the first 128 rows are read: texts (with their tokenizer), a data set with a column "text" or "input_ids", or
-    an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
+    scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" look at
+    calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data set with a column
+    "text" or "input_ids", or an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
     out: a folder where the model is saved, as `model.save_pretrained(out)` does, with the tokenizer if one is given.
     Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
-    It cannot be undone: load the model again to have its original weights. `accel.optimize(model)` then runs it fast.
+    It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to
+    have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
     """

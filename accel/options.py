@@ -9,7 +9,7 @@ LAYOUT = ("auto", "channels_last", "keep")
 WEIGHTS = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
-METHODS = ("rtn", "gptq", "awq")  # of `accel.quantize`; the first needs no calibration data
+METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 

@@ -261,7 +261,7 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
-for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "rounded_cache", "foreign"):
+for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from accel.llm.quant.saving import SAVE, Saving
 from accel.llm.quant.scheme import Scheme
 from accel.llm.quant.swap import exchange
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
+from accel.llm.recorder import decoder_layers
+from accel.llm.understanding import NotUnderstood
 from accel.options import METHODS, WEIGHTS
 from accel.patch import set_data
 from accel.plan import PLAN
@@ -73,28 +75,65 @@ def quantize(
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
     count = _linears(results)
     at(count, len(chosen))
-    start = time.perf_counter()
-    for result in quantise_layers(model, parsed, method, data, known):
-        if result.path in results:
-            continue
-        results[result.path] = _checked(result, model, chosen)
-        if unfinished is not None:
-            unfinished.add(result)
-        now = time.perf_counter()
-        done.seconds[result.path], start = now - start, now
-        count += len(result.weights)
-        at(count, len(chosen))
-    missing = chosen.keys() - {path for result in results.values() for path in result.weights}
-    if missing:
-        raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
+    originals = Originals(model)
+    with originals:
+        start = time.perf_counter()
+        for result in originals.ahead(quantise_layers(model, parsed, method, data, known)):
+            if result.path in results:
+                continue
+            results[result.path] = _checked(result, model, chosen)
+            if unfinished is not None:
+                unfinished.add(result)
+            now = time.perf_counter()
+            done.seconds[result.path], start = now - start, now
+            count += len(result.weights)
+            at(count, len(chosen))
+        missing = chosen.keys() - {path for result in results.values() for path in result.weights}
+        if missing:
+            raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
     with torch.inference_mode(False), torch.no_grad():
-        done.rows = _put(model, results, chosen, parsed)
+        done.rows = _put(model, results, chosen, parsed, originals)
     if unfinished is not None:
         model.save_pretrained(out)
         if tokenizer is not None:
             tokenizer.save_pretrained(out)
         unfinished.finish()
     return done
+
+
+class Originals:
+    """The weights of layers before methods write into them, on the CPU; put back where there is an error inside."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.held = model, {}
+        try:
+            stack, layers = decoder_layers(model)
+            self.paths = [f"{stack}.{number}." for number in range(len(layers))]
+        except NotUnderstood:
+            self.paths = [""]
+
+    def ahead(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
+        """The results, layer by layer; each layer's weights are kept before it is done."""
+        results = iter(results)
+        for path in self.paths:
+            for name, parameter in self.model.named_parameters():
+                if name.startswith(path):
+                    self.held[name] = parameter.detach().to("cpu", copy=True)
+            result = next(results, None)
+            if result is None:
+                return
+            yield result
+
+    def __enter__(self) -> "Originals":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for name, tensor in self.held.items():
+                    parameter = self.model.get_parameter(name)
+                    if not torch.equal(parameter.detach().cpu(), tensor):
+                        parameter.detach().copy_(tensor)
 
 
 def _choices(model: nn.Module, scheme: object, calibration: object, method: object) -> tuple[Scheme, str]:
@@ -133,7 +172,13 @@ def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]
     return result
 
 
-def _put(model: nn.Module, results: dict[str, LayerResult], chosen: dict[str, nn.Module], scheme: Scheme) -> list[dict]:
+def _put(
+    model: nn.Module,
+    results: dict[str, LayerResult],
+    chosen: dict[str, nn.Module],
+    scheme: Scheme,
+    originals: Originals,
+) -> list[dict]:
     """Takes results and chosen apart as it goes: what is replaced is freed at once."""
     if SAVE not in vars(model):
         vars(model)[SAVE] = Saving(model)
@@ -145,12 +190,14 @@ def _put(model: nn.Module, results: dict[str, LayerResult], chosen: dict[str, nn
             module = chosen.pop(where)
             turned = weights(module).turned
             weight = module.weight.t() if turned else module.weight
+            exact = originals.held.pop(f"{where}.weight", module.weight)
+            exact = exact.t() if turned else exact
             rows.append(
                 {
                     "path": where,
                     "scheme": str(scheme),
                     # Against a weight that others changed with, the ratio would mean nothing.
-                    "sqnr_db": None if result.changed else sqnr_db(weight, _on(quantised, weight.device)),
+                    "sqnr_db": None if result.changed else sqnr_db(exact, _on(quantised, exact.device)),
                     "bytes_before": weight.nbytes,
                     "bytes_after": quantised.nbytes,
                     "reversible": False,
