@@ -5,6 +5,7 @@ training_text.txt: the second chapter of each of Jane Austen's novels, as `train
 
 import copy
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,11 @@ def nearest(stock, own, tokenizer, windows):
     return found
 
 
-# How much of what rounding to nearest adds to the perplexity is left, at most; measured: 0.57, 0.53, 0.58.
+# How much of what rounding to nearest adds to the perplexity is left, at most; measured: 0.57, 0.58, 0.53.
 @pytest.mark.parametrize(
     ("name", "method", "texts", "left"),
-    [("int4-g64", "gptq", 8, 0.7), ("int4-g32", "gptq", 8, 0.7), ("int4-g64", "awq", 1, 0.7)],
+    [("int4-g64", "gptq", 8, 0.7), ("int4-g64", "awq", 1, 0.7)]
+    + ([("int4-g32", "gptq", 8, 0.7)] if os.environ.get("ACCEL_TEST_EVERYTHING") else []),
 )
 def test_four_bits(stock, own, tokenizer, windows, nearest, name, method, texts, left):
     plain, before = nearest(name)
