@@ -14,6 +14,7 @@ from accel_kernels import Norm, Quantised, projection, quantised_projection
 from accel_kernels.quantised_projection import FP8, INT4, INT8
 from accel_kernels.rehearsal import rehearsal
 from accel_kernels.triton_kernels.projection import Shape
+from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
 
@@ -78,24 +79,6 @@ class Token:
     def only(self, part: str, x: torch.Tensor, residual: torch.Tensor, **more) -> None:
         for layer in self.layers:
             self.product(part, layer, x, residual, **more)
-
-
-def milliseconds(run) -> float:
-    """Least of several replays of its graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(min(times), 4)
 
 
 def error(op, args: tuple, more: dict) -> dict[str, float]:

@@ -16,7 +16,7 @@ from accel.llm.layer import LayerForward
 from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.quant.module import dequantising
 from accel.llm.recorder import example_ids, resting
-from accel.llm.store import Store
+from accel.llm.store import Shape, Store
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch
 
@@ -198,9 +198,9 @@ def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
 def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     """Inside, a layer that launches what another does passes its input on."""
     forward.ready(stack=False)
-    kinds = set()
+    kinds, shapes = set(), forward.shapes()
     for layer in forward.layers:
-        kind = _kind(layer)
+        kind = _kind(layer, shapes[layer.spec.attention.index])
         if kind in kinds:
             layer.bound = _passed_on
         kinds.add(kind)
@@ -210,14 +210,14 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         forward.seen = None  # to be bound anew
 
 
-def _kind(layer: LayerForward) -> tuple:
-    """What decides which kernels a layer launches: its formula, but for its place, and the shapes of its weights."""
+def _kind(layer: LayerForward, kept: Shape) -> tuple:
+    """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
     attention = replace(spec.attention, index=0, settings=(), slopes=None)
     formula = replace(spec, attention=attention, mlp=replace(spec.mlp, settings=()), settings=())
     tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
     weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    return repr(formula), spec.attention.slopes is None, repr(weights)
+    return repr(formula), spec.attention.slopes is None, repr(weights), kept
 
 
 def _passed_on(kernels, step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Where generate() is met: attributes of one model that do what its class does, and a little more."""
 
 import inspect
-import threading
 import weakref
 
 from torch import nn
@@ -12,21 +11,13 @@ from accel.llm.cache import adopt, store_of
 from accel.llm.decoder import DecoderForward
 from accel.llm.store import Store
 from accel.patch import Patch
+from accel.per_thread import PerThread
 
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-class Request:
+class Request(PerThread):
     """What this thread's generate() call goes on with: the store, and whether its tokens come one by one."""
-
-    def __init__(self):
-        self._local = threading.local()
-
-    def __getstate__(self):
-        return {}
-
-    def __setstate__(self, state):
-        self.__init__()
 
     def put(self, store: Store | None) -> None:
         self._local.store = None if store is None else weakref.ref(store)

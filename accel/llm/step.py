@@ -1,11 +1,12 @@
 """What the layers of one forward share: where its keys and values go. One a thread: threads may run side by side."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from accel_kernels import KV
+
+from accel.per_thread import PerThread
 
 
 class Step:
@@ -32,17 +33,8 @@ class Step:
         return t if self.filling is None else t.masked_fill(self.filling, 0)
 
 
-class Steps:
+class Steps(PerThread):
     """The step that this thread is in, None outside of one."""
-
-    def __init__(self):
-        self._local = threading.local()
-
-    def __getstate__(self):
-        return {}
-
-    def __setstate__(self, state):
-        self.__init__()
 
     @property
     def current(self) -> Step | None:

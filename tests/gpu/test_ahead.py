@@ -16,14 +16,7 @@ from accel.llm.cache import store_of
 EXACT = 4e-5
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    """float32 is float32, and no gradients."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 @pytest.fixture

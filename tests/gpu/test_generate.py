@@ -25,17 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "phi-moe", "gpt-oss")
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    """float32 is float32, and no gradients."""
-    from transformers.utils import logging
-
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    logging.set_verbosity_error()
-    with torch.no_grad():
-        yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):

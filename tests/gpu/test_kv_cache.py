@@ -21,14 +21,7 @@ SOME = ("greedy", "greedy-padded", "greedy-long", "sample", "beam", "assisted", 
         "continued-padded", "cropped", "fanned-out")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    """float32 is float32, and no gradients."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 @pytest.fixture(params=CODES)

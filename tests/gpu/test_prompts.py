@@ -21,17 +21,7 @@ SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qw
 WAITS = ("llama-rope-dynamic", "phi3-longrope")  # stock reads the greatest position in every forward
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    """float32 is float32, and no gradients."""
-    from transformers.utils import logging
-
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    logging.set_verbosity_error()
-    with torch.no_grad():
-        yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):

@@ -16,13 +16,7 @@ FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "mixtral", "falcon-grouped
 USED = ("greedy", "greedy-padded", "sample-top", "beam", "assisted", "continued-padded")
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def on_gpu(*tensors):
