@@ -8,9 +8,9 @@ from accel.llm.attention_spec import AttentionSpec, understand_attention
 from accel.llm.compare import factor, is_sum, named_factor
 from accel.llm.mlp_spec import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.norm_spec import NormSpec, norm_spec
-from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood
+from accel.quant.module import QuantisedLinear
 from accel.settings import settings
 
 

@@ -9,7 +9,7 @@ from accel_kernels import Quantised
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from accel.llm.quant.module import QuantisedLinear
+from accel.quant.module import QuantisedLinear
 from accel.structure import tampered
 
 

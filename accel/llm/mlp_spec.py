@@ -8,9 +8,9 @@ from accel_kernels.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.compare import agree
-from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Call, LayerRecord
 from accel.llm.understanding import NotUnderstood
+from accel.quant.module import QuantisedLinear
 from accel.settings import settings
 
 ACTIVATION_LIMIT = 1e-6  # tanh and erf forms of GELU are 5e-4 apart

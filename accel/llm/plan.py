@@ -8,10 +8,10 @@ from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
 from accel.llm.quant.arrival import Arrival
-from accel.llm.quant.module import dequantising
 from accel.llm.quant.quantisation import RULE
-from accel.llm.quant.swap import Swap
 from accel.plan import Context, Plan, Row
+from accel.quant.module import dequantising
+from accel.quant.swap import Swap
 
 
 class LanguagePlan(Plan):

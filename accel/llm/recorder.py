@@ -16,9 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from accel.llm.quant.module import QuantisedLinear
 from accel.llm.record import Attended, Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood
+from accel.quant.module import QuantisedLinear
 from accel.structure import placement, transformers_hook
 
 NAME = "accel_recording"

@@ -12,7 +12,7 @@ import accel
 
 def held_by(model) -> list:
     """The model's quantised linears."""
-    from accel.llm.quant.module import QuantisedLinear
+    from accel.quant.module import QuantisedLinear
 
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 

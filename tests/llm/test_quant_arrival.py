@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import accel
 from accel.llm.quant.arrived import CompressedTensors
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.patch import PatchConflict
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")
 

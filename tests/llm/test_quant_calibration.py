@@ -12,9 +12,9 @@ from accel.llm.compare import off
 from accel.llm.quant.calibration import METHODS, LayerResult, apply, quantise_layers
 from accel.llm.quant.layer_inputs import LayerInputs, first
 from accel.llm.quant.linears import linears
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.llm.recorder import decoder_layers
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 INT4, INT8 = Scheme.parse("int4-g32"), Scheme.parse("int8")
 ALL = [(method, INT8 if method == "smoothquant" else INT4) for method in METHODS]

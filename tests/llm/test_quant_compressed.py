@@ -5,9 +5,9 @@ import torch
 from accel_kernels.quantised import Quantised, pack
 
 from accel.llm.quant import compressed
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.options import WEIGHTS
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in WEIGHTS] + [Scheme("int8", 32), Scheme("int4", None, False)]
 SHAPES = [(16, 128), (19, 384), (33, 256)]

@@ -7,9 +7,9 @@ import torch
 from accel_kernels.quantised import unpack
 
 from accel.llm.quant.gptq import Hessian, gptq
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.options import WEIGHTS
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in WEIGHTS]
 

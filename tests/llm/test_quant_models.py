@@ -11,7 +11,7 @@ from modes import MODES, generate, same
 from quantised import rounded
 
 import accel
-from accel.llm.quant.module import QuantisedLinear
+from accel.quant.module import QuantisedLinear
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"]

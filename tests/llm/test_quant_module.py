@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fingerprint import Fingerprint
-from accel.llm.quant.module import QuantisedLinear, dequantising
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.options import WEIGHTS
+from accel.quant.module import QuantisedLinear, dequantising
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 INPUTS, OUTPUTS = 128, 24
 

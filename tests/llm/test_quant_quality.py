@@ -18,7 +18,7 @@ from accel.llm.compare import off
 from accel.llm.quant.calibration import quantise_layers
 from accel.llm.quant.emulated import rounding_inputs
 from accel.llm.quant.linears import linears
-from accel.llm.quant.scheme import Scheme
+from accel.quant.scheme import Scheme
 
 TEXT = Path(__file__).with_name("training_text.txt")
 

@@ -8,10 +8,10 @@ from accel_kernels.quantised import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.llm.quant import rounding
-from accel.llm.quant.rounding import quantise, sqnr_db
-from accel.llm.quant.scheme import Scheme
 from accel.options import WEIGHTS
+from accel.quant import rounding
+from accel.quant.rounding import quantise, sqnr_db
+from accel.quant.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in WEIGHTS]
 GROUPED = 128  # columns that fit every scheme

@@ -11,8 +11,8 @@ from accel.llm.quant.calibration import quantise_layers
 from accel.llm.quant.clipping import LEAST, BlockHessian, clipped
 from accel.llm.quant.emulated import rounded_by_token, rounding_inputs
 from accel.llm.quant.folding import layer_groups
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 GROUPED = [Scheme.parse(name) for name in ("int4-g32", "int4-g32-asym", "int4-g64", "int4")]
 

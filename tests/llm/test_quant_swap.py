@@ -12,10 +12,10 @@ from quantised import held_by, logits, rounded
 from torch import nn
 
 import accel
-from accel.llm.quant import swap
-from accel.llm.quant.module import QuantisedLinear
 from accel.patch import PatchConflict
 from accel.plan import PLAN
+from accel.quant import swap
+from accel.quant.module import QuantisedLinear
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
 

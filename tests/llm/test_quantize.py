@@ -14,7 +14,7 @@ import accel
 from accel.llm.quant import run as running
 from accel.llm.quant.batches import batches, windows
 from accel.llm.quant.calibration import LayerResult
-from accel.llm.quant.module import QuantisedLinear
+from accel.quant.module import QuantisedLinear
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 TEXTS = ["abcdef", "hello there", "once more"]

@@ -1,1 +1,1 @@
-"""Weights of linear layers in fewer bits: rounding, the module that holds them, and putting it in place and back."""
+"""Quantised language models: calibration, saving, loading, and what arrives quantised."""

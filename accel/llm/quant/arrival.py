@@ -5,8 +5,8 @@ from torch import nn
 from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
 from accel.llm.quant.compressed import scheme_of
 from accel.llm.quant.foreign import Awq, Bitsandbytes8, Gptq
-from accel.llm.quant.module import QuantisedLinear
-from accel.llm.quant.swap import Swap, exchange
+from accel.quant.module import QuantisedLinear
+from accel.quant.swap import Swap, exchange
 from accel.structure import hooked, placement
 
 KINDS = (CompressedTensors, Gptq, Awq, Bitsandbytes8)

@@ -13,7 +13,7 @@ from accel.llm.quant.clipping import BlockHessian, clipped
 from accel.llm.quant.folding import Group, middle
 from accel.llm.quant.layer_work import LayerWork
 from accel.llm.quant.matrices import matrix, put, trial
-from accel.llm.quant.rounding import quantise
+from accel.quant.rounding import quantise
 
 STEPS = 20  # of the exponent, from 0, which is no scale at all, on
 SMALLEST = 1e-4  # a channel's size, relative to the largest one's

@@ -15,10 +15,10 @@ from accel.llm.quant.layer_inputs import LayerInputs
 from accel.llm.quant.layer_work import LayerWork, outputs
 from accel.llm.quant.linears import linears
 from accel.llm.quant.matrices import matrix, put
-from accel.llm.quant.scheme import Scheme
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.understanding import NotUnderstood
 from accel.patch import set_data
+from accel.quant.scheme import Scheme
 from accel.structure import meta_weights, stock_method
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")

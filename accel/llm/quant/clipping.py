@@ -7,8 +7,8 @@ import torch
 from accel_kernels.quantised import Quantised
 from torch import Tensor
 
-from accel.llm.quant.rounding import SCALES, grid, nearest, quantise
-from accel.llm.quant.scheme import Scheme
+from accel.quant.rounding import SCALES, grid, nearest, quantise
+from accel.quant.scheme import Scheme
 
 STEPS, LEAST = 10, 0.5  # ratios of the largest weight tried, from 1 down to this one
 AT_ONCE = 2**22  # weights in work

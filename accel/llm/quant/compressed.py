@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 
-from accel.llm.quant.scheme import Scheme
+from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
 FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from accel.llm.quant.layer_work import LayerWork
 from accel.llm.quant.matrices import matrix
-from accel.llm.quant.rounding import SCALES, grid, nearest, quantise
-from accel.llm.quant.scheme import Scheme
+from accel.quant.rounding import SCALES, grid, nearest, quantise
+from accel.quant.scheme import Scheme
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
 COLUMNS = 128  # whose errors the columns behind them get in one product

@@ -11,9 +11,9 @@ from accel.llm.quant.emulated import rounding_inputs
 from accel.llm.quant.folding import Group
 from accel.llm.quant.layer_inputs import Call, first
 from accel.llm.quant.matrices import matrix, put
-from accel.llm.quant.rounding import quantise
-from accel.llm.quant.scheme import Scheme
 from accel.llm.recorder import resting
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
 
 
 class LayerWork:

@@ -7,10 +7,10 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from accel.llm.linear import weights
-from accel.llm.quant.module import QuantisedLinear
-from accel.llm.quant.scheme import Scheme
 from accel.llm.recorder import decoder_layers
 from accel.llm.understanding import NotUnderstood
+from accel.quant.module import QuantisedLinear
+from accel.quant.scheme import Scheme
 from accel.structure import plain
 
 FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose

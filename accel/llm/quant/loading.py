@@ -15,9 +15,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accel.llm.quant import compressed
-from accel.llm.quant.module import QuantisedLinear
 from accel.llm.quant.saving import SAVE, Saving
-from accel.llm.quant.swap import exchange
+from accel.quant.module import QuantisedLinear
+from accel.quant.swap import exchange
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {

@@ -13,17 +13,17 @@ from accel.llm.linear import weights
 from accel.llm.quant.batches import batches
 from accel.llm.quant.calibration import LayerResult, quantise_layers
 from accel.llm.quant.linears import BASE, linears
-from accel.llm.quant.module import QuantisedLinear
-from accel.llm.quant.rounding import sqnr_db
 from accel.llm.quant.saving import SAVE, Saving
-from accel.llm.quant.scheme import Scheme
-from accel.llm.quant.swap import exchange
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
 from accel.llm.recorder import decoder_layers
 from accel.llm.understanding import NotUnderstood
 from accel.options import METHODS, WEIGHTS
 from accel.patch import set_data
 from accel.plan import PLAN
+from accel.quant.module import QuantisedLinear
+from accel.quant.rounding import sqnr_db
+from accel.quant.scheme import Scheme
+from accel.quant.swap import exchange
 from accel.structure import meta_weights
 
 BY_ITSELF = "rtn"  # the method that looks at no data

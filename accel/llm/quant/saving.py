@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
 from accel.llm.quant.linears import BASE
-from accel.llm.quant.module import QuantisedLinear
+from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
 PATTERN = "re:"

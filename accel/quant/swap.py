@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from accel.llm.quant.module import QuantisedLinear
-from accel.llm.quant.saving import SAVE, Saving
 from accel.patch import Patch, PatchConflict, set_data
+from accel.quant.module import QuantisedLinear
 from accel.structure import stock_method
 
 
@@ -16,14 +15,14 @@ class Swap:
 
     The weights of the originals wait on the CPU, so that the device holds either those or the quantised ones. They come
     back bit for bit, the same Parameters, to the device where the model then is. keep: without it `settle` drops them,
-    and `undo` leaves the quantised ones in place.
+    and `undo` leaves the quantised ones in place. guard: a patch that is there as long as quantised linears are.
     """
 
-    def __init__(self, root: nn.Module, keep: bool):
+    def __init__(self, root: nn.Module, keep: bool, guard: Patch | None = None):
         self.root, self.keep = root, keep
         self.pairs: list[tuple[nn.Module, QuantisedLinear]] = []
         self.there = self.final = False
-        self.guard = Patch(root, SAVE, Saving(root)) if SAVE not in vars(root) else None
+        self.guard = guard
 
     def put(self, originals: Iterable[nn.Module], make) -> None:
         """Exchanges the originals one by one for make(original): never more than one weight twice on the device."""

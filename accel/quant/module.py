@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from accel_kernels import Quantised, quantised_projection
 from torch import nn
 
-from accel.llm.quant.scheme import Scheme
-from accel.llm.quant.weight import Reading
+from accel.quant.scheme import Scheme
+from accel.quant.weight import Reading
 
 
 class QuantisedLinear(nn.Linear):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from accel_kernels.quantised import Quantised, pack
 
-from accel.llm.quant.scheme import Scheme
+from accel.quant.scheme import Scheme
 
 AT_ONCE = 2**22  # weights in work, in float32: the memory it takes besides the result
 SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the weight; float32 for all others
