@@ -14,12 +14,14 @@ from accel_kernels import Norm, Quantised, projection, quantised_projection
 from accel_kernels.quantised_projection import FP8, INT4, INT8
 from accel_kernels.rehearsal import rehearsal
 from accel_kernels.triton_kernels.projection import Shape
+from accel_kernels.triton_kernels.quantised_mma import Tile
+from accel_kernels.triton_kernels.quantised_projection import one_row_shape
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
 
 LAYERS, HIDDEN, INNER, QKV, WORDS = 32, 4096, 14336, 6144, 128256
-ROWS = (1, 2, 8, 32, 64)
+ROWS = (1, 2, 8, 16, 32, 64)
 FORMATS = {"int8": (INT8, 1), "int4": (INT4, 128), "fp8": (FP8, 1)}
 SIZES = {"qkv": (QKV, HIDDEN), "out": (HIDDEN, HIDDEN), "gate": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -102,7 +104,7 @@ def checks(report: bool = True) -> list[dict]:
         for dtype in (torch.bfloat16, torch.float16):
             norm = Norm(rand(HIDDEN, dtype=dtype), None, 1e-5)
             for rows, part, zeros in ((1, "qkv", False), (1, "gate", True), (1, "down", False), (3, "gate", True),
-                                      (8, "down", False), (33, "qkv", False)):  # fmt: skip
+                                      (8, "down", False), (33, "qkv", False), (17, "gate", True), (64, "down", False)):  # fmt: skip
                 n, k = SIZES[part]
                 zeros = zeros and name == "int4"
                 given = [weight(name, n - 3, k, zeros, dtype) for _ in range(2 if part == "gate" else 1)]
@@ -118,28 +120,18 @@ def checks(report: bool = True) -> list[dict]:
     return found
 
 
-def shapes(name: str, part: str, rows: int) -> list[Shape]:
-    """Others than what the kernel chooses, few enough to compile within a minute."""
+def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
+    """Others than what the kernel chooses, few enough to compile within a minute; for one row also the plain kernel."""
     gate = part == "gate"
-    if rows > 1:
-        found = ((16, 128, 4, 3), (32, 128, 4, 3), (64, 128, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3), (64, 64, 8, 3))
-        factors, width = 2 if gate else 1, 0.5 if name == "int4" else 1
-        return [
-            Shape(block, columns, warps, stages)
-            for block, columns, warps, stages in found
-            if warps * columns * ((stages - 1) * (block * factors * width + 2 * max(16, rows)) + 2 * block) < 200_000
-        ]
-    if part == "down":
-        found = [(4, 2048, 2, 4), (2, 2048, 2, 4), (4, 4096, 4, 4), (2, 16384, 8, 2), (4, 2048, 4, 4)]
-    elif name == "int4":
-        found = [(4, 4096, 4, 5), (2, 4096, 2, 8), (4, 4096, 2, 3), (1, 4096, 2, 10), (8, 4096, 4, 2)]
-    else:
-        found = [(4, 4096, 8, 2), (2, 4096, 4, 4), (2, 4096, 4, 6), (1, 4096, 4, 8), (4, 4096, 4, 2)]
-    return [Shape(*one) for one in found]
+    wide = (16, 32) if rows > 32 or (rows > 16 and gate) else (16, 32, 64)
+    found = [Tile(block, warps) for block in wide for warps in (4, 8)]
+    if rows <= 16 and not gate:
+        found += [Tile(128, 4), Tile(64, 2)]
+    return [*found, one_row_shape(*SIZES[part], name, gate)] if rows == 1 else found
 
 
 def swept_rows(name: str, rows: int) -> bool:
-    return name in ("int8", "int4") and rows in (1, 8)
+    return name in ("int8", "int4") and rows in (1, 8, 32, 64)
 
 
 def sweep(token: Token, rows: int, until: float) -> list[dict]:
@@ -156,14 +148,14 @@ def sweep(token: Token, rows: int, until: float) -> list[dict]:
                 print(token.name, rows, part, shape, str(failure)[:80], flush=True)
                 continue
             us, tbs = ms / LAYERS * 1e3, token.bytes[part] / ms / 1e9
-            found.append({"format": token.name, "rows": rows, "part": part, "shape": shape, "us": round(us, 2),
+            found.append({"format": token.name, "rows": rows, "part": part, "shape": shape and list(shape), "us": round(us, 2),
                           "tb_per_s": round(tbs, 2)})  # fmt: skip
     best = {}
     for one in found:
-        best.setdefault(one["part"], []).append((one["us"], one["tb_per_s"], tuple(one["shape"] or ())))
+        best.setdefault(one["part"], []).append((one["us"], one["tb_per_s"], str(one["shape"] or "")))
     for part, several in best.items():
         default = next(one for one in several if not one[2])
-        print(token.name, rows, part, "default", default[:2], "best", sorted(several)[:3], flush=True)
+        print(token.name, rows, part, "default", default[:2], "best", sorted(several)[:4], flush=True)
     return found
 
 

@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.op import multiprocessors
+from accel_kernels.op import capability, multiprocessors
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_biases
 from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
+from accel_kernels.triton_kernels.quantised_mma import Tile, columns, quantised_mma
 from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
 from accel_kernels.triton_kernels.shares import upcast
 from accel_kernels.triton_kernels.unpacking import manner
@@ -33,6 +34,10 @@ def quantised_projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
+    if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
+        tile = shape or mma_tile(rows, n, gate)
+        quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, tile, y)
+        return y
     words = (*_tensors(weight), *(_tensors(up) if gate else (None, None, None)))
     flags = {
         "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "ZEROS": weight.zeros is not None,
@@ -70,6 +75,19 @@ def quantised_projection(
         num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
+
+
+def in_registers(x, weight, up, format: str) -> bool:
+    """Whether `quantised_mma` takes these."""
+    if manner(x.dtype) == "plain" or (x.is_cuda and capability(x.device) < (8, 0)):
+        return False
+    k = weight.shape[1]
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight.data, up and up.data))
+    return k % columns(format, x.numel() // k) == 0 and aligned
+
+
+def mma_tile(rows: int, n: int, gate: bool) -> Tile:
+    return Tile(32 if rows <= 8 and n < 8192 else 64 if rows <= 8 and not gate else 32, 4)
 
 
 def _tensors(weight):
