@@ -122,12 +122,12 @@ def checks(report: bool = True) -> list[dict]:
 
 def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
     """Others than what the kernel chooses, few enough to compile within a minute; for one row also the plain kernel."""
-    gate = part == "gate"
-    wide = (16, 32) if rows > 32 or (rows > 16 and gate) else (16, 32, 64)
-    found = [Tile(block, warps) for block in wide for warps in (4, 8)]
-    if rows <= 16 and not gate:
-        found += [Tile(128, 4), Tile(64, 2)]
-    return [*found, one_row_shape(*SIZES[part], name, gate)] if rows == 1 else found
+    found = [(16, 4, 6), (16, 8, 4), (32, 4, 4), (32, 4, 6), (32, 8, 3), (64, 4, 3), (64, 4, 4)]
+    if part != "gate":
+        found += [(32, 8, 4), (32, 8, 6), (64, 8, 3)]
+    if rows > 32:
+        found = [(16, 4, 4), (16, 8, 3), (32, 4, 3), (32, 4, 6), (32, 8, 3), (16, 4, 8)]
+    return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
 
 
 def swept_rows(name: str, rows: int) -> bool:

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.activations import activate
@@ -22,6 +22,10 @@ from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.pairs import pairs
 from accel_kernels.triton_kernels.projection import apply_norm, both_biases
+
+# Names until Triton 3.6, and since.
+start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+wait_copies = async_copy.wait_group
 
 
 @constexpr_function
@@ -119,9 +123,11 @@ def _x_factor(x, J: gl.constexpr, FORMAT: gl.constexpr, NEIGHBOURS: gl.constexpr
 
 
 @gluon.jit
-def _numbers(ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
+def _numbers(ptr, z_ptr, row, column, start, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr,
+             SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
     """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
     scales, zeros = 0, 0
+    place, inside = row + (column + start) // (K // GROUPS), column + start < K
     if SCALED:
         scales = gl.load(ptr + place, mask=inside, other=0.0)
     if ZEROS:
@@ -129,12 +135,22 @@ def _numbers(ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constex
     return scales, zeros
 
 
+@gluon.jit
+def _copy(w_ptr, u_ptr, ws, us, slot, at, inside, GATE: gl.constexpr):
+    """Starts to copy a step's words into this slot, none of them where they are not inside."""
+    start_copy(ws.index(slot), w_ptr + at, mask=inside)
+    if GATE:
+        start_copy(us.index(slot), u_ptr + at, mask=inside)
+    async_copy.commit_group()
+
+
 @gluon.jit(do_not_specialize=("m",))
 def quantised_mma_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
     OWN: gl.constexpr = J * (8 if FORMAT == "int4" else 4)  # columns of a thread
@@ -152,62 +168,67 @@ def quantised_mma_kernel(
     W: gl.constexpr = words_layout(num_warps, BLOCK_N, J)
     G: gl.constexpr = scales_layout(num_warps, BLOCK_N)
     X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     first = gl.program_id(0) * BLOCK_N
     w_share, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
     g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, G)
     x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
     w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + w_share * 4 * J + word
-    g_at = gl.minimum(first + g_row, n - 1) * GROUPS
-    x_at = x_row * K + x_share * COLUMNS + column
-    n_at = x_share * COLUMNS + column
-    x_mask = x_row < m
+    g_row = gl.minimum(first + g_row, n - 1) * GROUPS
+    g_column = g_share * COLUMNS + thread * OWN
+    x_column = x_share * COLUMNS + column
+    x_at, x_mask = x_ptr + x_row * K + x_column, x_row < m
 
-    w = gl.load(w_ptr + w_at, mask=w_share < BLOCKS, other=0)
-    s, z = _numbers(s_ptr, z_ptr, g_at + (g_share * COLUMNS + thread * OWN) // (K // GROUPS), g_share < BLOCKS,
-                    MIDDLE, SCALED, ZEROS)  # fmt: skip
-    u, us, uz = w, s, z
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], SHARED)
+    us = ws
     if GATE:
-        u = gl.load(u_ptr + w_at, mask=w_share < BLOCKS, other=0)
-        us, uz = _numbers(us_ptr, uz_ptr, g_at + (g_share * COLUMNS + thread * OWN) // (K // GROUPS),
-                          g_share < BLOCKS, MIDDLE, SCALED, ZEROS)  # fmt: skip
+        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], SHARED)
+    for early in gl.static_range(STAGES - 1):
+        _copy(w_ptr, u_ptr, ws, us, early, w_at + early * num_warps * 4 * J, w_share + early * num_warps < BLOCKS, GATE)
+    s, z = _numbers(s_ptr, z_ptr, g_row, g_column, 0, K, GROUPS, MIDDLE, SCALED, ZEROS)
+    s1, z1 = _numbers(s_ptr, z_ptr, g_row, g_column, COLUMNS * num_warps, K, GROUPS, MIDDLE, SCALED, ZEROS)
+    t, v, t1, v1 = s, z, s1, z1  # the same of the gate's other weight
+    if GATE:
+        t, v = _numbers(us_ptr, uz_ptr, g_row, g_column, 0, K, GROUPS, MIDDLE, SCALED, ZEROS)
+        t1, v1 = _numbers(us_ptr, uz_ptr, g_row, g_column, COLUMNS * num_warps, K, GROUPS, MIDDLE, SCALED, ZEROS)
     nw = 0
     if HAS_NW:
-        nw = gl.load(nw_ptr + n_at, mask=x_share < BLOCKS, other=0.0)
+        nw = gl.load(nw_ptr + x_column, mask=x_column < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = gl.load(x_ptr + x_at, mask=x_mask & (x_share < BLOCKS), other=0.0)
+    x = gl.load(x_at, mask=x_mask & (x_column < K), other=0.0)
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
     acc_u = acc
     squares = gl.sum(x.to(gl.float32).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3) * 0.0
-    for step in range(1, STEPS + 1):
-        block = step * num_warps
-        inside = w_share + block < BLOCKS
-        w_next = gl.load(w_ptr + w_at + block * 4 * J, mask=inside, other=0)
-        place = g_at + ((g_share + block) * COLUMNS + thread * OWN) // (K // GROUPS)
-        s_next, z_next = _numbers(s_ptr, z_ptr, place, g_share + block < BLOCKS, MIDDLE, SCALED, ZEROS)
-        u_next, us_next, uz_next = w_next, s_next, z_next
-        if GATE:
-            u_next = gl.load(u_ptr + w_at + block * 4 * J, mask=inside, other=0)
-            us_next, uz_next = _numbers(us_ptr, uz_ptr, place, g_share + block < BLOCKS, MIDDLE, SCALED, ZEROS)
-        x_inside = x_share + block < BLOCKS
-        x_next = x
+    for step in range(STEPS):
+        wait_copies(STAGES - 2)
+        far = (step + STAGES - 1) * num_warps
+        _copy(w_ptr, u_ptr, ws, us, (step + STAGES - 1) % STAGES, w_at + far * 4 * J, w_share + far < BLOCKS, GATE)
+        start = (step + 1) * num_warps * COLUMNS
+        x_next, nw_next = x, nw
         if EARLY:
-            x_next = gl.load(x_ptr + x_at + block * COLUMNS, mask=x_mask & x_inside, other=0.0)
-        nw_next = nw
+            x_next = gl.load(x_at + start, mask=x_mask & (x_column + start < K), other=0.0)
         if HAS_NW:
-            nw_next = gl.load(nw_ptr + n_at + block * COLUMNS, mask=x_inside, other=0.0)
+            nw_next = gl.load(nw_ptr + x_column + start, mask=x_column + start < K, other=0.0)
+        far = start + num_warps * COLUMNS
+        s2, z2 = _numbers(s_ptr, z_ptr, g_row, g_column, far, K, GROUPS, MIDDLE, SCALED, ZEROS)
+        t2, v2 = s2, z2
+        if GATE:
+            t2, v2 = _numbers(us_ptr, uz_ptr, g_row, g_column, far, K, GROUPS, MIDDLE, SCALED, ZEROS)
         if NORM:
             wide = x.to(gl.float32)
             squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
             if HAS_NW:
                 x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
         right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
+        w = ws.index(step % STAGES).load(W)
         acc = mma_v2(_weight_factor(w, s, z, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc)
         if GATE:
-            acc_u = mma_v2(_weight_factor(u, us, uz, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc_u)
+            u = us.index(step % STAGES).load(W)
+            acc_u = mma_v2(_weight_factor(u, t, v, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc_u)
         if not EARLY:
-            x_next = gl.load(x_ptr + x_at + block * COLUMNS, mask=x_mask & x_inside, other=0.0)
-        w, s, z, u, us, uz, x, nw = w_next, s_next, z_next, u_next, us_next, uz_next, x_next, nw_next
+            x_next = gl.load(x_at + start, mask=x_mask & (x_column + start < K), other=0.0)
+        x, nw, s, z, t, v, s1, z1, t1, v1 = x_next, nw_next, s1, z1, t1, v1, s2, z2, t2, v2
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -258,6 +279,7 @@ class Tile(NamedTuple):
 
     rows: int
     warps: int
+    stages: int = 4
 
 
 def words(format: str, rows: int) -> int:
@@ -289,6 +311,6 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
         **pdl,
     )  # fmt: skip

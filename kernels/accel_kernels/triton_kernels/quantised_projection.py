@@ -87,7 +87,7 @@ def in_registers(x, weight, up, format: str) -> bool:
 
 
 def mma_tile(rows: int, n: int, gate: bool) -> Tile:
-    return Tile(32 if rows <= 8 and n < 8192 else 64 if rows <= 8 and not gate else 32, 4)
+    return Tile(32, 4, 4)
 
 
 def _tensors(weight):
