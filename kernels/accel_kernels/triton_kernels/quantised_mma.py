@@ -123,24 +123,41 @@ def _x_factor(x, J: gl.constexpr, FORMAT: gl.constexpr, NEIGHBOURS: gl.constexpr
 
 
 @gluon.jit
-def _numbers(ptr, z_ptr, row, column, start, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr,
+def _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, row, column, block, COLUMNS: gl.constexpr, K: gl.constexpr,
+             GROUPS: gl.constexpr, MIDDLE: gl.constexpr, UNROLL: gl.constexpr, GATE: gl.constexpr,
              SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
-    """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
+    """Of UNROLL blocks of columns (scales, zeros, the other weight's, its), see `_some`; 0 where there are none."""
+    found = ()
+    for part in gl.static_range(UNROLL):
+        place, inside = row + (column + (block + part) * COLUMNS) // (K // GROUPS), (block + part) * COLUMNS < K
+        s, z = _some(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+        t, v = s, z
+        if GATE:
+            t, v = _some(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+        found = found + ((s, z, t, v),)
+    return found
+
+
+@gluon.jit
+def _some(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
+    """Scales, and what is to be added to numbers, both in the dtype of the scales."""
     scales, zeros = 0, 0
-    place, inside = row + (column + start) // (K // GROUPS), column + start < K
     if SCALED:
-        scales = gl.load(ptr + place, mask=inside, other=0.0)
+        scales = gl.load(s_ptr + place, mask=inside, other=0.0)
     if ZEROS:
-        zeros = (-MIDDLE - gl.load(z_ptr + place, mask=inside, other=0).to(gl.float32)).to(ptr.dtype.element_ty)
+        zeros = (-MIDDLE - gl.load(z_ptr + place, mask=inside, other=0).to(gl.float32)).to(s_ptr.dtype.element_ty)
     return scales, zeros
 
 
 @gluon.jit
-def _copy(w_ptr, u_ptr, ws, us, slot, at, inside, GATE: gl.constexpr):
-    """Starts to copy a step's words into this slot, none of them where they are not inside."""
-    start_copy(ws.index(slot), w_ptr + at, mask=inside)
-    if GATE:
-        start_copy(us.index(slot), u_ptr + at, mask=inside)
+def _copy(w_ptr, u_ptr, ws, us, slot, row, block, BLOCKS: gl.constexpr, J: gl.constexpr, UNROLL: gl.constexpr,
+          GATE: gl.constexpr):  # fmt: skip
+    """Starts to copy a step's words into slots from this one on; zeros beyond the last block."""
+    for part in gl.static_range(UNROLL):
+        at, inside = row + (block + part) * 4 * J, block + part < BLOCKS
+        start_copy(ws.index(slot + part), w_ptr + at, mask=inside)
+        if GATE:
+            start_copy(us.index(slot + part), u_ptr + at, mask=inside)
     async_copy.commit_group()
 
 
@@ -149,15 +166,15 @@ def quantised_mma_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
+    UNROLL: gl.constexpr, SOON: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
     OWN: gl.constexpr = J * (8 if FORMAT == "int4" else 4)  # columns of a thread
     COLUMNS: gl.constexpr = 4 * OWN
     EARLY: gl.constexpr = BLOCK_M <= 16  # x a step before it is used: as long as registers hold it twice
     BLOCKS: gl.constexpr = K // COLUMNS
-    STEPS: gl.constexpr = (BLOCKS + num_warps - 1) // num_warps
+    STEPS: gl.constexpr = (BLOCKS + num_warps * UNROLL - 1) // (num_warps * UNROLL)
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4"
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     NEIGHBOURS: gl.constexpr = FORMAT == "fp8" or DTYPE == gl.float16
@@ -173,63 +190,59 @@ def quantised_mma_kernel(
     w_share, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
     g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, G)
     x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
-    w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + w_share * 4 * J + word
+    w_row = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + word
     g_row = gl.minimum(first + g_row, n - 1) * GROUPS
-    g_column = g_share * COLUMNS + thread * OWN
-    x_column = x_share * COLUMNS + column
-    x_at, x_mask = x_ptr + x_row * K + x_column, x_row < m
+    x_at, x_mask = x_ptr + x_row * K + column, x_row < m
+    # A warp's share of a step is UNROLL blocks of columns, side by side: memory likes long runs of a row.
+    RUN: gl.constexpr = num_warps * UNROLL
 
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], SHARED)
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES * UNROLL, num_warps, BLOCK_N, 4 * J], SHARED)
     us = ws
     if GATE:
-        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], SHARED)
+        us = gl.allocate_shared_memory(gl.int32, [STAGES * UNROLL, num_warps, BLOCK_N, 4 * J], SHARED)
     for early in gl.static_range(STAGES - 1):
-        _copy(w_ptr, u_ptr, ws, us, early, w_at + early * num_warps * 4 * J, w_share + early * num_warps < BLOCKS, GATE)
-    s, z = _numbers(s_ptr, z_ptr, g_row, g_column, 0, K, GROUPS, MIDDLE, SCALED, ZEROS)
-    s1, z1 = _numbers(s_ptr, z_ptr, g_row, g_column, COLUMNS * num_warps, K, GROUPS, MIDDLE, SCALED, ZEROS)
-    t, v, t1, v1 = s, z, s1, z1  # the same of the gate's other weight
-    if GATE:
-        t, v = _numbers(us_ptr, uz_ptr, g_row, g_column, 0, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        t1, v1 = _numbers(us_ptr, uz_ptr, g_row, g_column, COLUMNS * num_warps, K, GROUPS, MIDDLE, SCALED, ZEROS)
-    nw = 0
-    if HAS_NW:
-        nw = gl.load(nw_ptr + x_column, mask=x_column < K, other=0.0)
+        _copy(w_ptr, u_ptr, ws, us, early * UNROLL, w_row, w_share * UNROLL + early * RUN, BLOCKS, J, UNROLL, GATE)
+    if PDL and SOON:
+        tl.extra.cuda.gdc_launch_dependents()
+    numbers = _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, g_row, thread * OWN, g_share * UNROLL, COLUMNS, K, GROUPS, MIDDLE,
+                       UNROLL, GATE, SCALED, ZEROS)  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = gl.load(x_at, mask=x_mask & (x_column < K), other=0.0)
+    block = x_share * UNROLL
+    x = gl.load(x_at + block * COLUMNS, mask=x_mask & (block < BLOCKS), other=0.0)
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
     acc_u = acc
     squares = gl.sum(x.to(gl.float32).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3) * 0.0
     for step in range(STEPS):
         wait_copies(STAGES - 2)
-        far = (step + STAGES - 1) * num_warps
-        _copy(w_ptr, u_ptr, ws, us, (step + STAGES - 1) % STAGES, w_at + far * 4 * J, w_share + far < BLOCKS, GATE)
-        start = (step + 1) * num_warps * COLUMNS
-        x_next, nw_next = x, nw
-        if EARLY:
-            x_next = gl.load(x_at + start, mask=x_mask & (x_column + start < K), other=0.0)
-        if HAS_NW:
-            nw_next = gl.load(nw_ptr + x_column + start, mask=x_column + start < K, other=0.0)
-        far = start + num_warps * COLUMNS
-        s2, z2 = _numbers(s_ptr, z_ptr, g_row, g_column, far, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        t2, v2 = s2, z2
-        if GATE:
-            t2, v2 = _numbers(us_ptr, uz_ptr, g_row, g_column, far, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        if NORM:
-            wide = x.to(gl.float32)
-            squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
-            if HAS_NW:
-                x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
-        right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
-        w = ws.index(step % STAGES).load(W)
-        acc = mma_v2(_weight_factor(w, s, z, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc)
-        if GATE:
-            u = us.index(step % STAGES).load(W)
-            acc_u = mma_v2(_weight_factor(u, t, v, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc_u)
-        if not EARLY:
-            x_next = gl.load(x_at + start, mask=x_mask & (x_column + start < K), other=0.0)
-        x, nw, s, z, t, v, s1, z1, t1, v1 = x_next, nw_next, s1, z1, t1, v1, s2, z2, t2, v2
-    if PDL:
+        far = step + STAGES - 1
+        _copy(w_ptr, u_ptr, ws, us, far % STAGES * UNROLL, w_row, w_share * UNROLL + far * RUN, BLOCKS, J, UNROLL, GATE)
+        following = _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, g_row, thread * OWN, g_share * UNROLL + (step + 1) * RUN,
+                             COLUMNS, K, GROUPS, MIDDLE, UNROLL, GATE, SCALED, ZEROS)  # fmt: skip
+        for part in gl.static_range(UNROLL):
+            block = x_share * UNROLL + step * RUN + part
+            after = block + (1 if part + 1 < UNROLL else RUN - UNROLL + 1)
+            x_next = x
+            if EARLY:
+                x_next = gl.load(x_at + after * COLUMNS, mask=x_mask & (after < BLOCKS), other=0.0)
+            if NORM:
+                wide = x.to(gl.float32)
+                squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
+                if HAS_NW:
+                    nw = gl.load(nw_ptr + column + block * COLUMNS, mask=block < BLOCKS, other=0.0)
+                    x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
+            right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
+            s, z, t, v = numbers[part]
+            w = ws.index(step % STAGES * UNROLL + part).load(W)
+            acc = mma_v2(_weight_factor(w, s, z, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc)
+            if GATE:
+                u = us.index(step % STAGES * UNROLL + part).load(W)
+                acc_u = mma_v2(_weight_factor(u, t, v, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc_u)
+            if not EARLY:
+                x_next = gl.load(x_at + after * COLUMNS, mask=x_mask & (after < BLOCKS), other=0.0)
+            x = x_next
+        numbers = following
+    if PDL and not SOON:
         tl.extra.cuda.gdc_launch_dependents()
 
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
@@ -279,7 +292,9 @@ class Tile(NamedTuple):
 
     rows: int
     warps: int
-    stages: int = 4
+    unroll: int = 4
+    stages: int = 3
+    soon: bool = True  # whether the next kernel may start at once
 
 
 def words(format: str, rows: int) -> int:
@@ -311,6 +326,6 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, UNROLL=tile.unroll, SOON=tile.soon, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
         **pdl,
     )  # fmt: skip

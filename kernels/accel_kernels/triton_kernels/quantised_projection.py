@@ -87,7 +87,7 @@ def in_registers(x, weight, up, format: str) -> bool:
 
 
 def mma_tile(rows: int, n: int, gate: bool) -> Tile:
-    return Tile(32, 4, 4)
+    return Tile(16, 4, 4, 3)
 
 
 def _tensors(weight):
