@@ -122,11 +122,13 @@ def checks(report: bool = True) -> list[dict]:
 
 def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
     """Others than what the kernel chooses, few enough to compile within a minute; for one row also the plain kernel."""
-    found = [(16, 4, 4, 3), (16, 4, 4, 3, False), (16, 8, 2, 3), (32, 4, 4, 2), (16, 4, 8, 2), (32, 4, 2, 3), (16, 4, 4, 2)]
-    if part != "gate":
-        found += [(32, 8, 2, 2), (32, 4, 4, 3), (64, 4, 4, 2), (32, 8, 4, 2)]
-    if rows > 32:
-        found = [(16, 4, 4, 3), (16, 8, 2, 3), (32, 4, 4, 2), (32, 4, 2, 3), (16, 4, 4, 3, False)]
+    gate = part == "gate"
+    if rows > 16:
+        found = [(32, 4, 3), (16, 8, 3), (32, 8, 2), (64, 4, 3), (32, 4, 4), (64, 4, 2)]
+    elif gate:
+        found = [(32, 4, 4), (32, 8, 3), (64, 4, 3), (16, 8, 4), (16, 16, 3), (32, 4, 3), (32, 4, 4, False)]
+    else:
+        found = [(32, 4, 4), (32, 8, 4), (32, 16, 3), (64, 4, 4), (64, 8, 3), (16, 8, 4), (16, 16, 3), (16, 8, 6)]
     return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
 
 

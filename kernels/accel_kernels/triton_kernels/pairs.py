@@ -93,14 +93,14 @@ _BODIES = {
 
 
 @constexpr_function
-def _program(format, dtype, scaled, zeros):
+def _program(format, dtype, scaled, zeros, raw):
     """PTX: the words' operand comes after the results, then scale and zero, where there are any; p0, p1 ... a pair."""
     pairs = 4 if format == "int4" else 2
     kind, one = ("bf16x2", "0x3f803f80") if dtype == "bf16" else ("f16x2", "0x3c003c00")
     lines = [f".reg .b32 {', '.join(f'p{pair}' for pair in range(pairs))}, one, nothing;", f"mov.b32 one, {one};",
              "mov.b32 nothing, 0x80008000;", _BODIES[format, dtype]]  # fmt: skip
     for pair in range(pairs):
-        if zeros or format == "int4":
+        if zeros or (format == "int4" and not raw):
             added = f"${2 * pairs + 2}" if zeros else "0xc308c308" if dtype == "bf16" else "0xe408e408"
             if not zeros:
                 lines.append(f".reg .b32 middle{pair};\nmov.b32 middle{pair}, {added};")
@@ -113,37 +113,50 @@ def _program(format, dtype, scaled, zeros):
 
 
 @gluon.jit
-def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
+def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
+          RAW: gl.constexpr):  # fmt: skip
     """Words of int32 as a tuple of the bits of bf16 or fp16, DTYPE, in int16: two and two what shares a register.
 
     Every one is (number + zero) * scale, rounded once, or the number itself where not SCALED. scales: int32 like the
-    words, the scale's bits twice. zeros: likewise, what is to be added, less 136 (bf16) or 1032 (fp16) for 4 bits.
+    words, the scale's bits twice. zeros: likewise, what is to be added, less `middle` for 4 bits. RAW: 4-bit numbers
+    with `middle` still in them.
     """
     gl.static_assert(SCALED or not ZEROS)
+    gl.static_assert(not (RAW and SCALED))
     NAME: gl.constexpr = "bf16" if DTYPE == gl.bfloat16 else "fp16"
     if FORMAT == "int4":
-        if ZEROS:
+        if RAW:
             return gl.inline_asm_elementwise(
-                _program(FORMAT, NAME, SCALED, ZEROS), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, scales, zeros],
+                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r", [words],
+                dtype=(gl.int16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif ZEROS:
+            return gl.inline_asm_elementwise(
+                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, scales, zeros],
                 dtype=(gl.int16,) * 8, is_pure=True, pack=1,
             )  # fmt: skip
         else:
             return gl.inline_asm_elementwise(
-                _program(FORMAT, NAME, SCALED, ZEROS), "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scales],
+                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scales],
                 dtype=(gl.int16,) * 8, is_pure=True, pack=1,
             )  # fmt: skip
     elif ZEROS:
         return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS), "=h,=h,=h,=h,r,r,r", [words, scales, zeros], dtype=(gl.int16,) * 4,
+            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r,r,r", [words, scales, zeros], dtype=(gl.int16,) * 4,
             is_pure=True, pack=1,
         )  # fmt: skip
     elif SCALED:
         return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS), "=h,=h,=h,=h,r,r", [words, scales], dtype=(gl.int16,) * 4,
+            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r,r", [words, scales], dtype=(gl.int16,) * 4,
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
         return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS), "=h,=h,=h,=h,r", [words], dtype=(gl.int16,) * 4, is_pure=True, pack=1,
+            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r", [words], dtype=(gl.int16,) * 4, is_pure=True, pack=1,
         )  # fmt: skip
 
+
+@constexpr_function
+def middle(format, dtype):
+    """What `pairs` gives RAW beyond the numbers."""
+    return 0 if format != "int4" else 136 if dtype == gl.bfloat16 else 1032

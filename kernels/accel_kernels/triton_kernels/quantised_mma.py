@@ -20,7 +20,7 @@ from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
-from accel_kernels.triton_kernels.pairs import pairs
+from accel_kernels.triton_kernels.pairs import middle, pairs
 from accel_kernels.triton_kernels.projection import apply_norm, both_biases
 
 # Names until Triton 3.6, and since.
@@ -72,14 +72,30 @@ def x_layout(warps, rows, columns):
     )  # fmt: skip
 
 
+@constexpr_function
+def squares_layout(warps, rows, own):
+    """(warps, rows of x, 4, a thread's columns): `x_layout` with its last dimension in two."""
+    four = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).reg_bases]
+    lanes = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).lane_bases]
+    shares = [[*base, 0] for base in _bits(*_powers(0, 1, warps))]
+    return gl.DistributedLinearLayout(four, lanes, shares, [], [warps, rows, 4, own])
+
+
+@constexpr_function
+def x_copy_layout(warps, rows, columns):
+    """The same for copying: neighbouring lanes take neighbouring 16 bytes."""
+    lanes = [*_powers(2, 8, columns), *_powers(1, 1, rows)]
+    return _layout([(2, 1), (2, 2), (2, 4), *lanes[5:]], lanes[:5], warps, [warps, rows, columns])
+
+
 @gluon.jit
 def _weight_factor(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
-                   ZEROS: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+                   ZEROS: gl.constexpr, RAW: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """(S, N, 4 J) words as the left factor, (S, N, columns). scales, zeros: (S, N, 4), of each thread's words."""
     S: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
     J: gl.constexpr = words.shape[2] // 4
-    f = pairs(words, _spread(scales, J, SCALED), _spread(zeros, J, ZEROS), FORMAT, DTYPE, SCALED, ZEROS)
+    f = pairs(words, _spread(scales, J, SCALED), _spread(zeros, J, ZEROS), FORMAT, DTYPE, SCALED, ZEROS, RAW)
     if FORMAT == "int4":
         low = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
         high = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
@@ -123,25 +139,11 @@ def _x_factor(x, J: gl.constexpr, FORMAT: gl.constexpr, NEIGHBOURS: gl.constexpr
 
 
 @gluon.jit
-def _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, row, column, block, COLUMNS: gl.constexpr, K: gl.constexpr,
-             GROUPS: gl.constexpr, MIDDLE: gl.constexpr, UNROLL: gl.constexpr, GATE: gl.constexpr,
+def _numbers(s_ptr, z_ptr, row, column, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr,
              SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
-    """Of UNROLL blocks of columns (scales, zeros, the other weight's, its), see `_some`; 0 where there are none."""
-    found = ()
-    for part in gl.static_range(UNROLL):
-        place, inside = row + (column + (block + part) * COLUMNS) // (K // GROUPS), (block + part) * COLUMNS < K
-        s, z = _some(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
-        t, v = s, z
-        if GATE:
-            t, v = _some(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
-        found = found + ((s, z, t, v),)
-    return found
-
-
-@gluon.jit
-def _some(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
-    """Scales, and what is to be added to numbers, both in the dtype of the scales."""
+    """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
     scales, zeros = 0, 0
+    place, inside = row + column // (K // GROUPS), column < K
     if SCALED:
         scales = gl.load(s_ptr + place, mask=inside, other=0.0)
     if ZEROS:
@@ -150,15 +152,37 @@ def _some(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexp
 
 
 @gluon.jit
-def _copy(w_ptr, u_ptr, ws, us, slot, row, block, BLOCKS: gl.constexpr, J: gl.constexpr, UNROLL: gl.constexpr,
-          GATE: gl.constexpr):  # fmt: skip
-    """Starts to copy a step's words into slots from this one on; zeros beyond the last block."""
-    for part in gl.static_range(UNROLL):
-        at, inside = row + (block + part) * 4 * J, block + part < BLOCKS
-        start_copy(ws.index(slot + part), w_ptr + at, mask=inside)
-        if GATE:
-            start_copy(us.index(slot + part), u_ptr + at, mask=inside)
-    async_copy.commit_group()
+def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
+             ZEROS: gl.constexpr, BROAD: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
+    """acc + weight times x. BROAD: what stands in 4-bit numbers beyond them is taken off the products, of sums of x."""
+    if BROAD:
+        left = _weight_factor(words, s, z, FORMAT, DTYPE, False, False, FORMAT == "int4", LEFT)
+        part = mma_v2(left, right, gl.zeros_like(acc))
+        if FORMAT == "int4":
+            above: gl.constexpr = middle(FORMAT, DTYPE)
+            if ZEROS:
+                part += gl.expand_dims(z.to(gl.float32), 2) * sums
+            else:
+                part -= above * sums
+        elif ZEROS:
+            part += gl.expand_dims(z.to(gl.float32), 2) * sums
+        return acc + part * gl.expand_dims(s.to(gl.float32), 2)
+    else:
+        return mma_v2(_weight_factor(words, s, z, FORMAT, DTYPE, SCALED, ZEROS, False, LEFT), right, acc)
+
+
+@gluon.jit
+def _sums(right, ROWS: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
+    """(S, columns, M) of x as the sums of its columns, (S, ROWS, M), every row the same: a product with ones."""
+    S: gl.constexpr = right.shape[0]
+    M: gl.constexpr = right.shape[2]
+    ones = gl.full([S, 16, right.shape[1]], 1.0, right.dtype, LEFT)
+    sums = mma_v2(ones, right, gl.zeros([S, 16, M], gl.float32, MMA))
+    if ROWS >= 32:
+        sums = gl.join(sums, sums).permute((0, 3, 1, 2)).reshape([S, 32, M])
+    if ROWS >= 64:
+        sums = gl.join(sums, sums).permute((0, 3, 1, 2)).reshape([S, 64, M])
+    return gl.convert_layout(sums, MMA)
 
 
 @gluon.jit(do_not_specialize=("m",))
@@ -166,82 +190,111 @@ def quantised_mma_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
-    UNROLL: gl.constexpr, SOON: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, SOON: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
     OWN: gl.constexpr = J * (8 if FORMAT == "int4" else 4)  # columns of a thread
     COLUMNS: gl.constexpr = 4 * OWN
-    EARLY: gl.constexpr = BLOCK_M <= 16  # x a step before it is used: as long as registers hold it twice
     BLOCKS: gl.constexpr = K // COLUMNS
-    STEPS: gl.constexpr = (BLOCKS + num_warps * UNROLL - 1) // (num_warps * UNROLL)
+    STEPS: gl.constexpr = (BLOCKS + num_warps - 1) // num_warps
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4"
+    BROAD: gl.constexpr = SCALED and (K // GROUPS) % COLUMNS == 0  # a scale covers what is multiplied at a time
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     NEIGHBOURS: gl.constexpr = FORMAT == "fp8" or DTYPE == gl.float16
-    MIDDLE: gl.constexpr = 0 if FORMAT == "int8" else 136 if DTYPE == gl.bfloat16 else 1032
+    MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     W: gl.constexpr = words_layout(num_warps, BLOCK_N, J)
     G: gl.constexpr = scales_layout(num_warps, BLOCK_N)
     X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    COPY: gl.constexpr = x_copy_layout(num_warps, BLOCK_M, COLUMNS)
     first = gl.program_id(0) * BLOCK_N
     w_share, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
-    g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, G)
-    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
-    w_row = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + word
+    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, COPY)
+    w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + w_share * 4 * J + word
+    x_at, x_mask = x_row * K + x_share * COLUMNS + column, x_row < m
+    if BROAD:
+        g_share = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
+        g_row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
+        g_column = g_share * COLUMNS
+    else:
+        g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, G)
+        g_column = g_share * COLUMNS + thread * OWN
     g_row = gl.minimum(first + g_row, n - 1) * GROUPS
-    x_at, x_mask = x_ptr + x_row * K + column, x_row < m
-    # A warp's share of a step is UNROLL blocks of columns, side by side: memory likes long runs of a row.
-    RUN: gl.constexpr = num_warps * UNROLL
+    n_share = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, COPY)))
+    n_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
+    n_share, n_column = gl.expand_dims(n_share, 1), gl.expand_dims(n_column, 0)
 
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES * UNROLL, num_warps, BLOCK_N, 4 * J], SHARED)
-    us = ws
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    us, ns = ws, ws
     if GATE:
-        us = gl.allocate_shared_memory(gl.int32, [STAGES * UNROLL, num_warps, BLOCK_N, 4 * J], SHARED)
+        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    xs = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, BLOCK_M, COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    if HAS_NW:
+        ns = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for early in gl.static_range(STAGES - 1):
-        _copy(w_ptr, u_ptr, ws, us, early * UNROLL, w_row, w_share * UNROLL + early * RUN, BLOCKS, J, UNROLL, GATE)
+        inside = w_share + early * num_warps < BLOCKS
+        start_copy(ws.index(early), w_ptr + w_at + early * num_warps * 4 * J, mask=inside)
+        if GATE:
+            start_copy(us.index(early), u_ptr + w_at + early * num_warps * 4 * J, mask=inside)
+        if HAS_NW:
+            block = n_share + early * num_warps
+            start_copy(ns.index(early), nw_ptr + block * COLUMNS + n_column, mask=block + n_column * 0 < BLOCKS)
     if PDL and SOON:
         tl.extra.cuda.gdc_launch_dependents()
-    numbers = _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, g_row, thread * OWN, g_share * UNROLL, COLUMNS, K, GROUPS, MIDDLE,
-                       UNROLL, GATE, SCALED, ZEROS)  # fmt: skip
+    SPAN: gl.constexpr = COLUMNS * num_warps
+    s, z = _numbers(s_ptr, z_ptr, g_row, g_column, K, GROUPS, MIDDLE, SCALED, ZEROS)
+    s1, z1 = _numbers(s_ptr, z_ptr, g_row, g_column + SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
+    t, v, t1, v1 = s, z, s1, z1  # the same of the gate's other weight
+    if GATE:
+        t, v = _numbers(us_ptr, uz_ptr, g_row, g_column, K, GROUPS, MIDDLE, SCALED, ZEROS)
+        t1, v1 = _numbers(us_ptr, uz_ptr, g_row, g_column + SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    block = x_share * UNROLL
-    x = gl.load(x_at + block * COLUMNS, mask=x_mask & (block < BLOCKS), other=0.0)
+    for early in gl.static_range(STAGES - 1):
+        start_copy(xs.index(early), x_ptr + x_at + early * SPAN, mask=x_mask & (x_share + early * num_warps < BLOCKS))
+        async_copy.commit_group()
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
     acc_u = acc
-    squares = gl.sum(x.to(gl.float32).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3) * 0.0
+    squares = gl.zeros([num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN)))
     for step in range(STEPS):
         wait_copies(STAGES - 2)
-        far = step + STAGES - 1
-        _copy(w_ptr, u_ptr, ws, us, far % STAGES * UNROLL, w_row, w_share * UNROLL + far * RUN, BLOCKS, J, UNROLL, GATE)
-        following = _numbers(s_ptr, z_ptr, us_ptr, uz_ptr, g_row, thread * OWN, g_share * UNROLL + (step + 1) * RUN,
-                             COLUMNS, K, GROUPS, MIDDLE, UNROLL, GATE, SCALED, ZEROS)  # fmt: skip
-        for part in gl.static_range(UNROLL):
-            block = x_share * UNROLL + step * RUN + part
-            after = block + (1 if part + 1 < UNROLL else RUN - UNROLL + 1)
-            x_next = x
-            if EARLY:
-                x_next = gl.load(x_at + after * COLUMNS, mask=x_mask & (after < BLOCKS), other=0.0)
-            if NORM:
-                wide = x.to(gl.float32)
-                squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
-                if HAS_NW:
-                    nw = gl.load(nw_ptr + column + block * COLUMNS, mask=block < BLOCKS, other=0.0)
-                    x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
-            right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
-            s, z, t, v = numbers[part]
-            w = ws.index(step % STAGES * UNROLL + part).load(W)
-            acc = mma_v2(_weight_factor(w, s, z, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc)
-            if GATE:
-                u = us.index(step % STAGES * UNROLL + part).load(W)
-                acc_u = mma_v2(_weight_factor(u, t, v, FORMAT, DTYPE, SCALED, ZEROS, LEFT), right, acc_u)
-            if not EARLY:
-                x_next = gl.load(x_at + after * COLUMNS, mask=x_mask & (after < BLOCKS), other=0.0)
-            x = x_next
-        numbers = following
+        slot, far = step % STAGES, step + STAGES - 1
+        w = ws.index(slot).load(W)
+        x = xs.index(slot).load(X)
+        u, nw = w, 0
+        if GATE:
+            u = us.index(slot).load(W)
+        if HAS_NW:
+            nw = ns.index(slot).load(gl.SliceLayout(1, X))
+        inside = w_share + far * num_warps < BLOCKS
+        start_copy(ws.index(far % STAGES), w_ptr + w_at + far * num_warps * 4 * J, mask=inside)
+        if GATE:
+            start_copy(us.index(far % STAGES), u_ptr + w_at + far * num_warps * 4 * J, mask=inside)
+        if HAS_NW:
+            block = n_share + far * num_warps
+            start_copy(ns.index(far % STAGES), nw_ptr + block * COLUMNS + n_column, mask=block + n_column * 0 < BLOCKS)
+        start_copy(xs.index(far % STAGES), x_ptr + x_at + far * SPAN, mask=x_mask & (x_share + far * num_warps < BLOCKS))
+        async_copy.commit_group()
+        s2, z2 = _numbers(s_ptr, z_ptr, g_row, g_column + (step + 2) * SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
+        t2, v2 = s2, z2
+        if GATE:
+            t2, v2 = _numbers(us_ptr, uz_ptr, g_row, g_column + (step + 2) * SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
+        if NORM:
+            wide = x.to(gl.float32)
+            squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
+            if HAS_NW:
+                x = (wide * (gl.expand_dims(nw, 1).to(gl.float32) + offset)).to(DTYPE)
+        right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
+        sums = 0.0
+        if BROAD and (FORMAT == "int4" or ZEROS):
+            sums = _sums(right, BLOCK_N, MMA, LEFT)
+        acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
+        if GATE:
+            acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
+        s, z, t, v, s1, z1, t1, v1 = s1, z1, t1, v1, s2, z2, t2, v2
     if PDL and not SOON:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -292,14 +345,13 @@ class Tile(NamedTuple):
 
     rows: int
     warps: int
-    unroll: int = 4
-    stages: int = 3
+    stages: int = 4
     soon: bool = True  # whether the next kernel may start at once
 
 
 def words(format: str, rows: int) -> int:
     """Of a thread: 16 bytes, 8 where x takes the registers."""
-    return 2 if format == "int4" and rows > 32 else 4
+    return 2 if format == "int4" and rows > 16 else 4
 
 
 def columns(format: str, rows: int) -> int:
@@ -326,6 +378,6 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, UNROLL=tile.unroll, SOON=tile.soon, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, SOON=tile.soon, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
         **pdl,
     )  # fmt: skip

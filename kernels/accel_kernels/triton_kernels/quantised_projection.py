@@ -87,7 +87,7 @@ def in_registers(x, weight, up, format: str) -> bool:
 
 
 def mma_tile(rows: int, n: int, gate: bool) -> Tile:
-    return Tile(16, 4, 4, 3)
+    return Tile(32, 4, 3 if gate or rows > 8 else 4)
 
 
 def _tensors(weight):
