@@ -129,6 +129,7 @@ def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
         found = [(32, 4, 4), (32, 8, 3), (64, 4, 3), (16, 8, 4), (16, 16, 3), (32, 4, 3), (32, 4, 4, False)]
     else:
         found = [(32, 4, 4), (32, 8, 4), (32, 16, 3), (64, 4, 4), (64, 8, 3), (16, 8, 4), (16, 16, 3), (16, 8, 6)]
+    found = [one for one in found if Tile(*one).shared(name, rows, gate) < 220_000]
     return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
 
 

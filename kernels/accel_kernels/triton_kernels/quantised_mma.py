@@ -348,6 +348,11 @@ class Tile(NamedTuple):
     stages: int = 4
     soon: bool = True  # whether the next kernel may start at once
 
+    def shared(self, format: str, rows: int, gate: bool) -> int:
+        """Bytes of shared memory, about."""
+        weights = self.rows * 16 * words(format, rows) * (2 if gate else 1)
+        return self.stages * self.warps * (weights + 2 * max(8, power_of_two(rows)) * columns(format, rows) + 512)
+
 
 def words(format: str, rows: int) -> int:
     """Of a thread: 16 bytes, 8 where x takes the registers."""
