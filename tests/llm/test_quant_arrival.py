@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from families import layers, make, padded
+from families import in_turn, layers, make, padded
 from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
 from modes import generate, same
 from quantised import Counting, held_by, logits
@@ -113,8 +113,15 @@ def compressed(folder):
 SCHEMES = ("int8", "int8 bytes", "int8-asym bytes", "int4-g32", "fp8")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral"])
+FAMILIES = ("llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    sorted(
+        {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-biases", "mixtral") for scheme in SCHEMES)}
+    ),
+)
 def test_compressed_tensors_run_fast_and_come_back_as_they_were(name, scheme, folders):
     folder = folders(name, scheme)
     model, stock, fresh = compressed(folder), compressed(folder), compressed(folder)

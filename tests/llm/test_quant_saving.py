@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from families import make, padded
+from families import in_turn, make, padded
 from quantised import held_by, logits, rounded
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -36,9 +36,12 @@ def opened(folder, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "qwen2", "gpt-neox", "mixtral"])
+FAMILIES = ("llama", "llama-tied", "llama-biases", "qwen2", "gpt-neox", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"), in_turn(FAMILIES, SCHEMES, (torch.float32, torch.bfloat16)), ids=str
+)
 def test_stock_transformers_computes_the_same(name, dtype, weights, tmp_path):
     stock = reloaded(make(name, dtype), tmp_path / "stock")
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
