@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -55,6 +57,7 @@ def quantize(
     seconds = time.perf_counter() - start
     if as_json:
         found = {"weights": done.rows, "skipped": done.skipped, "layer_seconds": done.seconds, "seconds": seconds}
+        found |= {"layer_sqnr_db": done.sqnr_db, "layer_notes": done.notes}
         print(json.dumps(found | {"out": str(out)}, indent=2))
         return
     _show(Console(), done, seconds, out)
@@ -88,8 +91,23 @@ def _show(console: Console, done, seconds: float, out: Path) -> None:
     console.print(weights_table(done.rows))
     for reason, count in done.reasons().items():
         console.print(f"left alone: {count} ({reason})", highlight=False)
+    if done.sqnr_db:
+        worst, least = min(done.sqnr_db.items(), key=lambda item: item[1])
+        console.print(
+            f"layers on the calibration text: SQNR {least:.1f} dB at least ({worst or 'the model'}, {_off(least)} of "
+            f"what it adds is lost), {median(done.sqnr_db.values()):.1f} dB in the median",
+            highlight=False,
+        )
+    notes = Counter(note.removeprefix(f"{path}.") for path, notes in done.notes.items() for note in notes)
+    for note, count in notes.items():
+        console.print(f"note: {note} ({count} of {len(done.notes)} layers)", highlight=False)
     before, after = (sum(row[name] for row in done.rows) / 1e6 for name in ("bytes_before", "bytes_after"))
     layers = f"{len(done.seconds)} layers"
     if done.taken:
         layers += f", {done.taken} more taken from the interrupted run"
     console.print(f"{before:.1f} MB in {after:.1f} MB, {layers}, {seconds:.1f} s; saved in {out}", highlight=False)
+
+
+def _off(ratio: float) -> str:
+    """The RMS of the error, of the RMS of what it is an error of."""
+    return f"{10 ** (-ratio / 20):.2%}"

@@ -2,7 +2,8 @@
 
 w[n, k] = (number[n, k] - zeros[n, g]) * scales[n, g], g = k // group. The arrangement in memory is that of compressed
 tensors on disk (the formats "int-quantized", "pack-quantized" and "float-quantized" of the package compressed-tensors),
-so what was saved is what kernels read. The zero points of 4-bit numbers alone are packed there, and a byte each here.
+so what was saved is what kernels read. Only the zero points of 4-bit numbers, and 8-bit integers that meet activations
+in 16 bits, are packed into words there; here they are a byte each.
 """
 
 from typing import NamedTuple

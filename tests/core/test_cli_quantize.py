@@ -1,6 +1,7 @@
 """`accel quantize`: its table, its exit codes, what it refuses, and going on after Ctrl-C."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,25 @@ def accel(*arguments: str):
     return CliRunner(env=environment).invoke(app, ["quantize", *map(str, arguments), "--device", "cpu"])
 
 
-def test_it_saves_the_model_and_shows_what_it_did(tmp_path):
+@pytest.fixture
+def text(tmp_path):
+    """A short one."""
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT.read_text()[:2000])
+    return file
+
+
+def test_it_saves_the_model_and_shows_what_it_did(tmp_path, text):
     out = tmp_path / "out"
-    result = accel(LM, "--scheme", "int4-g64", "--method", "rtn", "--calibration", TEXT, "--out", out)
+    result = accel(LM, "--scheme", "int4-g64", "--method", "rtn", "--calibration", text, "--out", out)
     assert result.exit_code == 0, result.output
+    told = " ".join(result.output.split())
+    least, name, lost, middle = re.search(
+        r"SQNR (\S+) dB at least \((\S+), (\S+)% of what it adds is lost\), (\S+) dB in the median", told
+    ).groups()
+    assert 5 < float(least) < float(middle) < 40 and name.startswith("model.layers.")
+    assert float(lost) == pytest.approx(100 * 10 ** (-float(least) / 20), rel=0.01)
+    assert "note:" not in told
     assert "model.layers.*.mlp.down_proj" in result.output and "int4 by 64 columns" in result.output
     assert "6 layers" in result.output and str(out) in result.output.replace("\n", "")
     wanted = library.quantize(AutoModelForCausalLM.from_pretrained(LM), "int4-g64")
@@ -34,10 +50,30 @@ def test_it_saves_the_model_and_shows_what_it_did(tmp_path):
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
 
 
+def test_notes_of_layers_are_shown_once_with_their_number(tmp_path, text, monkeypatch):
+    real = running.quantise_layers
+
+    def quantise_layers(*given):
+        for number, result in enumerate(real(*given)):
+            result.notes = (f"{result.path}.q: left as it was", *(["only here"] if number == 4 else ()))
+            yield result
+
+    monkeypatch.setattr(running, "quantise_layers", quantise_layers)
+    result = accel(LM, "--out", tmp_path / "out", "--method", "rtn", "--calibration", text)
+    assert result.exit_code == 0, result.output
+    assert "note: q: left as it was (6 of 6 layers)" in result.output and "note: only here (1 of 6" in result.output
+    result = accel(LM, "--out", tmp_path / "json", "--method", "rtn", "--calibration", text, "--json")
+    found = json.loads(result.stdout)
+    assert found["layer_sqnr_db"].keys() == found["layer_notes"].keys() == found["layer_seconds"].keys()
+    assert all(20 < ratio < 80 for ratio in found["layer_sqnr_db"].values())
+    assert found["layer_notes"]["model.layers.4"] == ["model.layers.4.q: left as it was", "only here"]
+
+
 def test_as_json(tmp_path):
     result = accel(LM, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert found["layer_sqnr_db"] == {}  # without text no layer was run
     assert len(found["weights"]) == 42 and found["skipped"] == {} and len(found["layer_seconds"]) == 6
     assert all(row["scheme"] == "int8 by row" and 35 < row["sqnr_db"] < 60 for row in found["weights"])
 

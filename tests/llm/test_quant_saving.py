@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from families import make, padded
+from families import in_turn, make, padded
 from quantised import held_by, logits, rounded
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,7 +15,7 @@ import accel
 
 pytest.importorskip("compressed_tensors")
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
-PARTS = {"int8": {"weight", "weight_scale"}, "int4": {"weight_packed", "weight_scale", "weight_shape"}}
+PACKED = {"weight_packed", "weight_scale", "weight_shape"}
 
 
 def reloaded(stock, folder):
@@ -36,9 +36,12 @@ def opened(folder, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "qwen2", "gpt-neox", "mixtral"])
+FAMILIES = ("llama", "llama-tied", "llama-biases", "qwen2", "gpt-neox", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"), in_turn(FAMILIES, SCHEMES, (torch.float32, torch.bfloat16)), ids=str
+)
 def test_stock_transformers_computes_the_same(name, dtype, weights, tmp_path):
     stock = reloaded(make(name, dtype), tmp_path / "stock")
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
@@ -64,7 +67,8 @@ def test_the_file_holds_the_numbers_and_the_configuration_names_what_it_leaves_a
         "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
     saved = load_file(tmp_path / "model.safetensors")
-    wanted = PARTS["int4" if "int4" in weights else "int8"] | ({"weight_zero_point"} if "asym" in weights else set())
+    wanted = {"weight", "weight_scale"} if weights == "fp8" else PACKED
+    wanted = wanted | ({"weight_zero_point"} if "asym" in weights else set())
     prefix = "model.layers.1.mlp.up_proj."
     found = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
     assert found.keys() == wanted | {"bias"}
@@ -72,10 +76,11 @@ def test_the_file_holds_the_numbers_and_the_configuration_names_what_it_leaves_a
     assert {name: found[name].dtype for name in dtypes.keys() & found.keys()}.items() <= dtypes.items()
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]
-    kind = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}[weights[:4].rstrip("-")]
+    kind = "float-quantized" if weights == "fp8" else "pack-quantized"
     assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
     assert config["format"] == group["format"] == kind and group["targets"] == ["Linear"]
     assert group["weights"]["symmetric"] == ("asym" not in weights)
+    assert group["weights"]["num_bits"] == (4 if "int4" in weights else 8) and group["input_activations"] is None
     assert group["weights"]["group_size"] == (32 if "g32" in weights else None)
 
 

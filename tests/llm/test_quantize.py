@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, available, layers, make, padded
+from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 from modes import generate, same, tokenizer
 from quantised import held_by, logits
 from transformers import AutoModelForCausalLM
@@ -74,7 +74,13 @@ def test_it_is_what_the_option_makes_and_stays(name, scheme):
     assert held_by(model) and torch.equal(logits(model)["logits"], logits(wanted)["logits"])
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.expected == "fast"])
+FAST = [family for family in FAMILIES if family.expected == "fast"]
+
+
+# All of them with weights quantised by the option: test_quant_models.py.
+@pytest.mark.parametrize(
+    "name", [family.name for number, family in enumerate(FAST) if EVERYTHING or family.core or number % 3 == 0]
+)
 def test_every_family_that_is_fast_is_so_with_quantised_weights_of_its_own(name):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
@@ -113,8 +119,10 @@ def test_out_holds_the_model_and_its_tokenizer(tmp_path):
 METHODS = [("rtn", "int8"), ("rtn", "fp8"), ("gptq", "int4-g32-asym"), ("awq", "int4-g32"), ("smoothquant", "int8")]
 
 
-@pytest.mark.parametrize(("method", "scheme"), METHODS)
-@pytest.mark.parametrize("done", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "scheme", "done"),
+    [(*how, done) for how in METHODS for done in (1, 2) if EVERYTHING or done == 1 or how[0] == "smoothquant"],
+)
 def test_a_second_run_goes_on(done, method, scheme, tmp_path, interrupted, monkeypatch, tiny):
     out, model = tmp_path / "out", make("llama", num_hidden_layers=3)
     data = None if method == "rtn" else IDS

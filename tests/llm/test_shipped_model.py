@@ -44,6 +44,11 @@ def own_perplexity(stock, tokenizer):
 
 
 @pytest.fixture(scope="module")
+def third(stock, tokenizer):
+    return perplexity(stock, tokenizer, every=3)
+
+
+@pytest.fixture(scope="module")
 def card() -> str:
     return (FOLDER / "README.md").read_text()
 
@@ -148,9 +153,10 @@ LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (
 
 
 @pytest.mark.parametrize("weights", LOSS)
-def test_quantised_it_reads_almost_as_well(stock, own_perplexity, tokenizer, weights):
+def test_quantised_it_reads_almost_as_well(stock, third, tokenizer, weights):
+    """On a third of the text."""
     model = accel.optimize(copy.deepcopy(stock), weights=weights)
-    found, (allowed, count) = perplexity(model, tokenizer), LOSS[weights]
-    print(f"{weights}: perplexity {found:.3f}, stock {own_perplexity:.3f} ({found / own_perplexity - 1:+.2%})")
+    found, (allowed, count) = perplexity(model, tokenizer, every=3), LOSS[weights]
+    print(f"{weights}: perplexity {found:.3f}, stock {third:.3f} ({found / third - 1:+.2%})")
     assert len(accel.report(model).weights) == count
-    assert found != own_perplexity and abs(found / own_perplexity - 1) <= allowed
+    assert found != third and abs(found / third - 1) <= allowed

@@ -5,6 +5,7 @@ from torch import nn
 from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
 from accel.llm.quant.compressed import scheme_of
 from accel.llm.quant.foreign import Awq, Bitsandbytes8, Gptq
+from accel.llm.quant.saving import guard
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import Swap, exchange
 from accel.structure import hooked, placement
@@ -20,7 +21,7 @@ class Arrival(Swap):
     """
 
     def __init__(self, root: nn.Module):
-        super().__init__(root, keep=True)
+        super().__init__(root, True, guard(root))
         self.found: dict[str, Arrived] = {}
         self.rows: list[tuple[str, str, str]] = []
         self.dtype = placement(root)[1]

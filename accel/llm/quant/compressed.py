@@ -1,9 +1,11 @@
 """The layout of compressed-tensors: what a quantised linear is called in a file, and what config.json says of it.
 
 Formats "int-quantized" and "float-quantized": `weight` int8 or float8_e4m3fn (N, K). "pack-quantized": `weight_packed`
-int32, numbers stored plus half their range, the first in the lowest bits, with `weight_shape`. All: `weight_scale`
-(N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows where the weight
-is packed. Source: the package compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
+int32, numbers of 4 or 8 bits stored plus half their range, the first in the lowest bits, with `weight_shape`. All:
+`weight_scale` (N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows
+where the weight is packed. Whole numbers are written packed, which is where vLLM looks for weights that meet
+activations in 16 bits; it takes "int-quantized" only with activations in 8 bits. Read is either. Source: the package
+compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
 """
 
 from collections.abc import Mapping
@@ -14,20 +16,30 @@ from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
-FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+PACKED, FLOAT = "pack-quantized", "float-quantized"
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 WORD = 32
 BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
+def format_of(scheme: Scheme) -> str:
+    return FLOAT if scheme.number == "fp8" else PACKED
+
+
 def parts(quantised: Quantised) -> dict[str, torch.Tensor]:
-    """What is written for a weight, by the last part of its name; the same memory where the layout is the same."""
+    """What is written for a weight, by the last part of its name; the same memory where the layout is the same.
+
+    8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
+    """
     data, scales, zeros = quantised
-    if data.dtype != torch.int32:
-        found = {"weight": data, "weight_scale": scales}
-        return found if zeros is None else found | {"weight_zero_point": zeros}
-    found = {"weight_packed": data, "weight_scale": scales, "weight_shape": torch.tensor(quantised.shape)}
-    return found if zeros is None else found | {"weight_zero_point": packed_zeros(zeros)}
+    if data.dtype == torch.float8_e4m3fn:
+        return {"weight": data, "weight_scale": scales}
+    packed = data.dtype == torch.int32
+    words = data if packed else to_bytes(data.cpu())
+    found = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(quantised.shape)}
+    if zeros is not None:
+        found["weight_zero_point"] = packed_zeros(zeros) if packed else to_bytes(zeros.t()).t().contiguous()
+    return found
 
 
 def read(held: Mapping[str, torch.Tensor | None]) -> Quantised:
@@ -99,8 +111,10 @@ def from_bytes(words: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(numbers: torch.Tensor) -> torch.Tensor:
     """`from_bytes` taken back; where K is no multiple of 4, the last bytes are 0."""
-    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % 4), value=-128)
-    return (numbers.view(torch.uint8) ^ 128).view(torch.int32)
+    if lacking := -numbers.shape[1] % 4:
+        numbers = torch.nn.functional.pad(numbers, (0, lacking), value=-128)
+    words = (numbers.contiguous().view(torch.uint8) ^ 128).flatten().view(torch.int32)
+    return words.view(numbers.shape[0], -1)
 
 
 def _zeros_of_bytes(words: torch.Tensor, rows: int) -> torch.Tensor:
@@ -123,7 +137,7 @@ def config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict:
     ]
     formats = sorted({group["format"] for group in groups})
     # compressed-tensors 0.20 has no room for packed zero points where transformers loads a model as it is stored.
-    packed = any(scheme.number == "int4" and not scheme.symmetric for scheme in by_scheme)
+    packed = any(format_of(scheme) == PACKED and not scheme.symmetric for scheme in by_scheme)
     return ({"dequantize": True} if packed else {}) | {
         "quant_method": METHOD,
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
@@ -144,11 +158,10 @@ def _group(scheme: Scheme, targets: list[str]) -> dict:
         "group_size": scheme.group,
         "dynamic": False,
     }
-    format = FORMATS[scheme.number]
     return {
         "targets": targets,
         "weights": weights,
         "input_activations": None,
         "output_activations": None,
-        "format": format,
+        "format": format_of(scheme),
     }

@@ -6,10 +6,9 @@ from torch import nn
 
 from accel.llm.linear import weights
 from accel.llm.quant.linears import linears
-from accel.llm.quant.saving import SAVE, Saving
+from accel.llm.quant.saving import guard
 from accel.llm.recorder import example_ids, resting, side_effects
 from accel.options import Options
-from accel.patch import Patch
 from accel.quant.module import QuantisedLinear, dequantising
 from accel.quant.rounding import quantise, sqnr_db
 from accel.quant.scheme import Scheme
@@ -31,8 +30,7 @@ class Quantisation:
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
         self._skip(skipped)
-        guard = Patch(model, SAVE, Saving(model)) if SAVE not in vars(model) else None
-        self.swap = Swap(model, options.keep_original, guard)
+        self.swap = Swap(model, options.keep_original, guard(model))
 
     def run(self, model: nn.Module | None = None) -> None:
         """Exchanges the linears. Raises ValueError for NaN or Inf in a weight, naming the module.

@@ -32,13 +32,16 @@ WITH_DATA = "gptq"  # what is chosen where there is some
 
 @dataclass
 class Run:
-    """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; `seconds`
-    by the path of a layer; `taken`, how many layers an earlier run had done.
+    """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; by the path
+    of a layer `seconds`, and `notes` and `sqnr_db` as of a `CalibratedLayer`; `taken`, how many layers an earlier run
+    had done, of which there are none of these.
     """
 
     rows: list[dict] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sqnr_db: dict[str, float] = field(default_factory=dict)
     taken: int = 0
 
     def reasons(self) -> Counter:
@@ -86,6 +89,9 @@ def quantize(
                 unfinished.add(result)
             now = time.perf_counter()
             done.seconds[result.path], start = now - start, now
+            done.notes[result.path] = tuple(getattr(result, "notes", ()))
+            if (ratio := getattr(result, "sqnr_db", None)) is not None:
+                done.sqnr_db[result.path] = ratio
             count += len(result.weights)
             at(count, len(chosen))
         missing = chosen.keys() - {path for result in results.values() for path in result.weights}

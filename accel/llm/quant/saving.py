@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
 from accel.llm.quant.linears import BASE
+from accel.patch import Patch
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
@@ -52,6 +53,11 @@ class Saving:
                 # Taken apart, transformers would read experts as quantised ones, and find none.
                 kwargs.setdefault("save_original_format", False)
         own(twin, save_directory, *args, state_dict=written, **kwargs)
+
+
+def guard(model: nn.Module) -> Patch | None:
+    """A patch that has the model saved so; None where it is already."""
+    return Patch(model, SAVE, Saving(model)) if SAVE not in vars(model) else None
 
 
 def _held(model: nn.Module, names: dict) -> dict[str, QuantisedLinear]:
