@@ -60,7 +60,7 @@ def _span(decibels: list[float]) -> dict | None:
 
 
 def run(given: argparse.Namespace) -> dict:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     stock = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
     rows, batches = windows(tokenizer, chapters(HELD_OUT)), calibration(tokenizer, given.windows)
@@ -86,6 +86,8 @@ def run(given: argparse.Namespace) -> dict:
     def told(part: str, about: dict, base: float, find) -> None:
         begun = time.monotonic()
         try:
+            if begun - started > given.seconds:
+                raise TimeoutError(f"{given.seconds:g} seconds were over")
             found = find()
         except Exception as error:  # one way that fails must not cost the others
             found = None
@@ -145,6 +147,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=32, help="of calibration")
     parser.add_argument("--texts", type=int, help="so many windows of the held-out text only")
     parser.add_argument("--only", nargs="+", default=[], help="ways with one of these words, such as int4 gptq kv")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after so many nothing new is begun")
     parser.add_argument("--as-run", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--options", type=json.loads, nargs="+", default=[], help='more for accel.optimize: \'{"weights": "int8"}\''

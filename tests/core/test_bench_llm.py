@@ -391,3 +391,31 @@ def test_the_plot(tmp_path):
     done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "images" / "decode.png").stat().st_size > 10_000
+
+
+def test_the_plot_of_quantised_models(tmp_path):
+    pytest.importorskip("matplotlib")
+    gpu = {"machine": {"gpu": "NVIDIA H200"}}
+    decode = [
+        {"batch": rows, "context": 512} | {name: {"ms_step": ms, "tok_s": rows * 1e3 / ms} for name, ms in times}
+        for rows, times in (
+            (1, (("stock", 20.0), ("accel int4", 2.0), ("accel int4, kv int8", 1.9))),
+            (8, (("stock", 21.0),)),
+        )
+    ]
+    ways = [("int8", "rtn", None, 0.5, 1e-4), ("int4", "gptq", None, 0.26, 6e-3), ("int8", "rtn", "int8", 0.5, 7e-2)]
+    keys = ("weights", "method", "inputs", "bytes_of_16_bits", "change")
+    quality = [{"model": "as trained", "kv_cache": None} | dict(zip(keys, way, strict=True)) for way in ways]
+    quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
+    results = {
+        "quantised-llama-8b": {"parts": {"decode": decode}},
+        "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
+        "quality-lm": {"rows": quality, "parameters": 98e6},
+    }
+    for case, result in results.items():
+        (tmp_path / f"nvidia-h200-{case}.json").write_text(json.dumps({"case": case} | gpu | result))
+    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
+    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantised.png"]
+    assert (tmp_path / "images" / "quantised.png").stat().st_size > 20_000
