@@ -5,8 +5,8 @@
 
 The text, its licence (public domain) and its split are tiny-lm's, see examples/models: chapter 10 of each novel is
 held out, and tokens are tiny-lm's, so that perplexities compare. So large a model learns a million tokens by heart
-within a few passes; what keeps it from that is dropout on what each layer adds, and of several models, one for each
-share that is dropped, the one kept is the best on chapter 9, which none is trained on. Muon for the matrices, AdamW for
+within a few passes; what keeps it from that is dropout on what each layer adds, and of several models, with more of it
+and more passes, the one kept is the best on chapter 9, which none is trained on. Muon for the matrices, AdamW for
 the rest, bf16 products. OUT is what `from_pretrained` loads, in fp16, with what was done in training.json.
 
 --toy: two layers and a few steps, on text of the repository: for tests.
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -76,11 +77,21 @@ def dropping(model: nn.Module, share: float) -> Iterator[None]:
         yield
 
 
-def fit(model: nn.Module, draw: Callable, given: argparse.Namespace, steps: int, each: int, measure: Callable) -> dict:
-    """Trains for so many steps, or as many as the seconds allow; leaves the weights that were best on `measure`.
+@dataclass(frozen=True)
+class Pace:
+    """steps, or as many as the seconds allow; `each` of them the model is measured."""
+
+    steps: int
+    seconds: float
+    each: int
+
+
+def fit(model: nn.Module, draw: Callable, given: argparse.Namespace, pace: Pace, measure: Callable) -> dict:
+    """Trains, and leaves the weights that were best on `measure`.
 
     The rate rises for a twentieth and falls to zero, over steps or seconds, whichever are over first.
     """
+    steps = pace.steps
     matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
     others = [w for name, w in model.named_parameters() if w.ndim != 2 or "embed" in name]
     device = others[0].device
@@ -91,7 +102,7 @@ def fit(model: nn.Module, draw: Callable, given: argparse.Namespace, steps: int,
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     run = torch.compile(model) if given.compile else model
     begun, step, best, kept, course = time.monotonic(), 0, float("inf"), {}, []
-    while (done := max(step / steps, (time.monotonic() - begun) / given.seconds)) < 1:
+    while (done := max(step / steps, (time.monotonic() - begun) / pace.seconds)) < 1:
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * min((done + 1 / steps) / 0.05, (1 - done) / 0.95)
         tokens = draw()
@@ -104,7 +115,7 @@ def fit(model: nn.Module, draw: Callable, given: argparse.Namespace, steps: int,
             optimizer.step()
         model.zero_grad()
         step += 1
-        if step % each == 0 or step == steps:
+        if step % pace.each == 0 or step == steps:
             course.append({"step": step, "loss": round(loss.item(), 4), "perplexity": measure()})
             print(f"  {course[-1]}, {time.monotonic() - begun:.0f} s", flush=True)
             if course[-1]["perplexity"] < best:
@@ -125,20 +136,21 @@ def main(given: argparse.Namespace) -> dict:
     source.tokens, source.starts = source.tokens.to(device), source.starts.to(device)
     chosen_by, held_out = windows(tokenizer, choosing), windows(tokenizer, chapters(HELD_OUT))
     each = max(1, len(source.tokens) // (given.batch * tiny.WINDOW))  # steps that see as many tokens as there are
-    steps = 4 if given.toy else given.passes * each
+    ends = time.monotonic() + given.seconds
 
     def draw() -> torch.Tensor:
         with torch.device(device):
             return source.draw(given.batch)
 
     best, runs = None, []
-    for share in given.dropout:
+    for number, (share, passes) in enumerate(given.runs):
+        to_come = sum(one for _, one in given.runs[number:])
+        seconds = max(1.0, (ends - time.monotonic()) * passes / to_come)
+        pace = Pace(4 if given.toy else round(passes * each), seconds, each)
         torch.manual_seed(given.seed)
         model = make(tokenizer, TOY if given.toy else SIZES, device)
         if not runs:
-            print(
-                f"{model.num_parameters():,} weights, {len(source.tokens):,} tokens, {steps} steps at most", flush=True
-            )
+            print(f"{model.num_parameters():,} weights, {len(source.tokens):,} tokens, {each} steps a pass", flush=True)
 
         def measure(model=model) -> float:
             model.eval()
@@ -148,7 +160,7 @@ def main(given: argparse.Namespace) -> dict:
             return round(found, 3)
 
         with dropping(model, share):
-            run = {"dropout": share} | fit(model.train(), draw, given, steps, each, measure)
+            run = {"dropout": share, "passes": passes} | fit(model.train(), draw, given, pace, measure)
         print({name: value for name, value in run.items() if name != "course"}, flush=True)
         if best is None or run["chapter_9"] < min(r["chapter_9"] for r in runs):
             best = model
@@ -176,14 +188,21 @@ def main(given: argparse.Namespace) -> dict:
     return told
 
 
+def _run(text: str) -> tuple[float, float]:
+    share, _, passes = text.partition(":")
+    return float(share), float(passes)
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("package", type=Path, nargs="?", help="r-cran-janeaustenr_*.deb")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.2, 0.3], help="one model for each")
-    parser.add_argument("--passes", type=int, default=16, help="over the text, at most, for each model")
-    parser.add_argument("--seconds", type=float, default=50.0, help="for each model, at most")
-    parser.add_argument("--batch", type=int, default=64, help=f"windows of {tiny.WINDOW} tokens")
+    runs = [(0.1, 5.0), (0.2, 8.0), (0.3, 14.0)]
+    parser.add_argument(
+        "--runs", type=_run, nargs="+", default=runs, help="DROPOUT:PASSES over the text, of each model"
+    )
+    parser.add_argument("--seconds", type=float, default=160.0, help="for all of them, at most")
+    parser.add_argument("--batch", type=int, default=32, help=f"windows of {tiny.WINDOW} tokens")
     parser.add_argument("--rate", type=float, default=0.02, help="of Muon")
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
     parser.add_argument("--seed", type=int, default=0)

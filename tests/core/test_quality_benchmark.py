@@ -22,7 +22,7 @@ def benchmark(monkeypatch):
 def test_a_toy_is_trained_and_measured(benchmark, tmp_path, capsys):
     training, quality = benchmark("quality_model"), benchmark("quality")
     folder, out = tmp_path / "toy", tmp_path / "toy.json"
-    training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--dropout", "0", "0.3"]))
+    training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
     told = json.loads((folder / "training.json").read_text())
     assert [run["dropout"] for run in told["runs"]] == [0.0, 0.3] and told["runs"][0]["steps"] == 4
     assert told["runs"][0]["chapter_9"] != told["runs"][1]["chapter_9"]
