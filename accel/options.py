@@ -9,6 +9,7 @@ LAYOUT = ("auto", "channels_last", "keep")
 WEIGHTS = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
+KV_CACHE = ("int8", "fp8")
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
@@ -54,7 +55,7 @@ class Options:
         _one_of("graphs", self.graphs, ("auto", True, False))
         _one_of("weights", self.weights, (None, *WEIGHTS))
         _one_of("keep_original", self.keep_original, (True, False))
-        _one_of("kv_cache", self.kv_cache, (None, "int8", "fp8"))
+        _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:

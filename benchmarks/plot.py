@@ -1,4 +1,4 @@
-"""Draws docs/images/speed.png, ablation.png and decode.png from the results in benchmarks/results: `make plots`."""
+"""Draws speed, ablation, decode and quantised.png in docs/images from what is in benchmarks/results: `make plots`."""
 
 import argparse
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 (the backend comes first)
+import plot_quantised  # noqa: E402 (the backend comes first)
+from matplotlib import pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}
@@ -176,10 +177,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.png")
     options = parser.parse_args()
     results, generating = load(options.results), generations(options.results)
+    quantised = plot_quantised.save(options.results, options.out.with_name("quantised.png"))
     if generating:
         save_decode(generating, options.out.with_name("decode.png"))
     if not results:
-        if generating:
+        if generating or quantised:
             return
         raise SystemExit(f"no results of a GPU in {options.results}: run `make bench` on one first")
     gpus = list(dict.fromkeys(result["machine"]["gpu"] for result in results))

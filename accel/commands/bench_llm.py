@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
-from accel.options import WEIGHTS
+from accel.options import KV_CACHE, WEIGHTS
 
 
 def bench_llm(
@@ -26,6 +26,10 @@ def bench_llm(
     ] = False,
     weights: Annotated[
         str | None, typer.Option(help="schemes of accel.optimize(weights=...) to measure beside, such as int8,int4")
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(help="kinds of accel.optimize(kv_cache=...) to measure beside, alone and with --weights"),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="after so many, nothing new is begun")] = 280.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
@@ -51,11 +55,8 @@ def bench_llm(
     if unknown := [part for part in chosen if part not in runner.PARTS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(runner.PARTS)}", param_hint="--parts")
     sizes = (_numbers(batch, "--batch"), _numbers(context, "--context"), new_tokens, long)
-    schemes = tuple(weights.split(",")) if weights else ()
-    for scheme in schemes:
-        if scheme not in WEIGHTS:
-            raise typer.BadParameter(f"{scheme!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
-    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes)
+    schemes, caches = _names(weights, WEIGHTS, "--weights"), _names(kv_cache, KV_CACHE, "--kv-cache")
+    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches)
     quiet()
     console = Console()
     with progress_bar(console) as progress:
@@ -80,6 +81,13 @@ def bench_llm(
     for row in result["skipped"]:
         console.print(f"left out: {row['part']} {row['case']}: {row['reason']}", highlight=False, markup=False)
     console.print(f"wrote {files.save(result, out, slug(place), usual='bfloat16')}", highlight=False)
+
+
+def _names(given: str | None, valid: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(given.split(",")) if given else ()
+    if unknown := [name for name in names if name not in valid]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(valid)}", param_hint=option)
+    return names
 
 
 def _numbers(given: str, option: str) -> tuple[int, ...]:

@@ -218,15 +218,40 @@ def test_quantised_weights_beside(tmp_path, monkeypatch):
     more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4-g32")
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
-    assert "quantised weights" in result.output and "accel int8" in result.output
+    assert "s to quantise" in result.output and "accel int8" in result.output
     figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
     for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
         assert {"stock", "accel", "accel int8", "accel int4-g32"} <= set(row)
-    told = figures["weights"]
+    told = figures["quantised"]
     assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
     assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
     assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
     assert figures["parts"]["decode"][0]["accel int8"]["share_of_bandwidth"] > 0
+
+
+def test_rounded_caches_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    more = ("--context", "32", "--parts", "decode", "--weights", "int8", "--kv-cache", "int8")
+    result = bench(tmp_path, *more)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    names = ["int8", "kv int8", "int8, kv int8"]
+    assert list(figures["quantised"]) == names and "int8, kv int8" in result.output
+    told = figures["quantised"]["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
+    assert (told["token_bytes"], told["token_bytes_before"]) == (2 * 2 * 2 * 12, 2 * 2 * 2 * 32)
+    assert 0 < told["kl"] < 1e-3 and "mb" not in told
+    assert all(f"accel {name}" in row for name in names for row in figures["parts"]["decode"])
+
+
+def test_a_step_reads_less_of_a_rounded_cache(tiny):
+    traffic = Traffic.of(tiny)
+    work = cases.Work(tiny, traffic, 1e9, CPU, (1,), (64,), 8, 64)
+    shares = [
+        work.rate(4, 64, {"step": 1e-3, "call": 1e-3}, turns.Variant("", tiny, kept=kept))["share_of_bandwidth"]
+        for kept in (1.0, 0.375)
+    ]
+    cache = traffic.cache(4, 64 + (work.few + work.many) // 2)
+    assert shares[0] - shares[1] == pytest.approx(0.625 * cache / 1e9 / 1e-3, abs=2e-4)
 
 
 def test_out_of_time_nothing_new_is_begun(tmp_path):
@@ -275,6 +300,7 @@ def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
         (("--model", "tiny", "--parts", "decode,encode"), "'encode' is none of decode"),
         (("--model", "tiny", "--batch", "1,x"), "give numbers with commas"),
         (("--model", "tiny", "--weights", "int8,int3"), "'int3' is none of int8"),
+        (("--model", "tiny", "--kv-cache", "int4"), "'int4' is none of int8, fp8"),
         (("--model", ROOT / "examples/models/tiny-sd-digits/text_encoder"), "no causal language model"),
     ],
     ids=str,
@@ -365,3 +391,31 @@ def test_the_plot(tmp_path):
     done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "images" / "decode.png").stat().st_size > 10_000
+
+
+def test_the_plot_of_quantised_models(tmp_path):
+    pytest.importorskip("matplotlib")
+    gpu = {"machine": {"gpu": "NVIDIA H200"}}
+    decode = [
+        {"batch": rows, "context": 512} | {name: {"ms_step": ms, "tok_s": rows * 1e3 / ms} for name, ms in times}
+        for rows, times in (
+            (1, (("stock", 20.0), ("accel int4", 2.0), ("accel int4, kv int8", 1.9))),
+            (8, (("stock", 21.0),)),
+        )
+    ]
+    ways = [("int8", "rtn", None, 0.5, 1e-4), ("int4", "gptq", None, 0.26, 6e-3), ("int8", "rtn", "int8", 0.5, 7e-2)]
+    keys = ("weights", "method", "inputs", "bytes_of_16_bits", "change")
+    quality = [{"model": "as trained", "kv_cache": None} | dict(zip(keys, way, strict=True)) for way in ways]
+    quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
+    results = {
+        "quantised-llama-8b": {"parts": {"decode": decode}},
+        "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
+        "quality-lm": {"rows": quality, "parameters": 98e6},
+    }
+    for case, result in results.items():
+        (tmp_path / f"nvidia-h200-{case}.json").write_text(json.dumps({"case": case} | gpu | result))
+    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
+    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantised.png"]
+    assert (tmp_path / "images" / "quantised.png").stat().st_size > 20_000

@@ -135,6 +135,15 @@ def test_load_quantized(run):
     assert "sites patched" in printed and float(re.search(r"([\d.]+) MB in memory", printed)[1]) < 5
 
 
+def test_kv_int8_long_context(run):
+    printed = run("kv_int8_long_context.py")
+    assert "keys and values in int8: 864 bytes a token instead of 3072" in printed
+    before, after = map(float, re.search(r"perplexity ([\d.]+) before, ([\d.]+) after", printed).groups())
+    assert abs(after / before - 1) < 0.002
+    length, text = re.search(r"after (\d+) tokens: (.+)", printed).groups()
+    assert int(length) == 432 and len(text.split()) > 40
+
+
 @pytest.fixture
 def sdxl_folder(tmp_path, tiny):
     """A pipeline made like SDXL, each part tiny and random, saved as a user would find it."""

@@ -68,7 +68,9 @@ class Work:
     def rate(self, rows: int, context: int, median: dict[str, float], variant: Variant) -> dict:
         """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
         step = median["step"]
-        moved = self.traffic.step_bytes(rows, context + (self.few + self.many) // 2) - variant.saved
+        tokens = context + (self.few + self.many) // 2
+        less = variant.saved + (1 - variant.kept) * self.traffic.cache(rows, tokens)
+        moved = self.traffic.step_bytes(rows, tokens) - less
         return {
             "ms_step": round(step * 1e3, 4),
             "tok_s": round(rows / step, 1),

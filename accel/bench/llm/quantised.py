@@ -1,7 +1,9 @@
-"""Variants with quantised weights, beside stock and plain accel: what they cost to make, and what they lose."""
+"""Variants with quantised weights or caches, beside stock and plain accel: what each costs to make, and loses."""
 
 import copy
+import re
 import statistics
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,29 +15,49 @@ from accel.bench.llm.turns import Variant
 from accel.bench.timing import seconds
 
 PROMPT = (2, 256)  # rows and tokens that the loss is told for
+TOKEN = re.compile(r"(\d+) bytes a token instead of (\d+)")  # as the report says it
+
+
+def chosen(weights: tuple[str, ...], kv_cache: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Name and options of every variant: each by itself, then each of one together with each of the other."""
+    for scheme in weights:
+        yield scheme, {"weights": scheme}
+    for kind in kv_cache:
+        yield f"kv {kind}", {"kv_cache": kind}
+    for scheme in weights:
+        for kind in kv_cache:
+            yield f"{scheme}, kv {kind}", {"weights": scheme, "kv_cache": kind}
 
 
 @torch.no_grad()
-def variant(stock: nn.Module, scheme: str, device: torch.device) -> tuple[Variant, dict]:
-    """A copy of the stock model under accel.optimize(weights=scheme), and its row of the result.
+def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.device) -> tuple[Variant, dict]:
+    """A copy of the stock model under accel.optimize with these options, and its row of the result.
 
-    quantise_s: of that call, kernels compiled for it included; mb: MiB of the quantised weights alone; kl and top1:
-    against stock, on random tokens. Raises ValueError where nothing was quantised.
+    quantise_s: of that call, kernels compiled for it included; kl and top1: against stock, on random tokens. Of
+    weights, mb: MiB of the quantised ones alone; of a cache, token_bytes: what a token takes. Raises ValueError where
+    nothing was quantised.
     """
     model = copy.deepcopy(stock)
-    taken = seconds(lambda: accel.optimize(model, weights=scheme, keep_original=False), device)
-    rows = accel.report(model).weights
-    if not rows:
-        raise ValueError(f"weights={scheme!r}: no linear layer was quantised")
-    before, after = (sum(row[key] for row in rows) for key in ("bytes_before", "bytes_after"))
+    keep = {"keep_original": False} if "weights" in options else {}
+    taken = seconds(lambda: accel.optimize(model, **options, **keep), device)
+    report = accel.report(model)
     inputs = prompt(stock, *PROMPT)
     kl, _, top1 = distributions(*(one(**inputs).logits.flatten(0, 1) for one in (stock, model)))
-    told = {
-        "quantise_s": round(taken, 3),
-        "mb": round(after / 2**20, 3),
-        "mb_before": round(before / 2**20, 3),
-        "sqnr_db": round(statistics.mean(row["sqnr_db"] for row in rows), 2),
-        "kl": kl,
-        "top1": top1,
-    }
-    return Variant(f"accel {scheme}", model, saved=before - after), told
+    told = {"quantise_s": round(taken, 3), "kl": kl, "top1": top1}
+    saved, kept = 0, 1.0
+    if "weights" in options:
+        rows = report.weights
+        if not rows:
+            raise ValueError(f"weights={options['weights']!r}: no linear layer was quantised")
+        before, after = (sum(row[key] for row in rows) for key in ("bytes_before", "bytes_after"))
+        saved = before - after
+        told |= {"mb": round(after / 2**20, 3), "mb_before": round(before / 2**20, 3)}
+        told["sqnr_db"] = round(statistics.mean(row["sqnr_db"] for row in rows), 2)
+    if "kv_cache" in options:
+        notes = [TOKEN.search(str(site)) for site in report.sites]
+        now, before = next((map(int, note.groups()) for note in notes if note), (1, 1))
+        if now >= before:
+            raise ValueError(f"kv_cache={options['kv_cache']!r}: no keys or values are rounded")
+        kept = now / before
+        told |= {"token_bytes": now, "token_bytes_before": before}
+    return Variant(f"accel {name}", model, saved=saved, kept=kept), told

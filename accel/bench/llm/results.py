@@ -27,8 +27,8 @@ def tables(result: dict) -> Iterator[Table]:
         yield _stalls(result["parts"]["stalls"])
     if result["parts"].get("ready"):
         yield _ready(result["parts"]["ready"])
-    if result.get("weights"):
-        yield _weights(result["weights"])
+    if result.get("quantised"):
+        yield _quantised(result["quantised"])
 
 
 def _table(title: str, *headings: str, left: int = 1) -> Table:
@@ -86,9 +86,12 @@ def _ready(rows: dict[str, dict]) -> Table:
     return shown
 
 
-def _weights(rows: dict[str, dict]) -> Table:
-    shown = _table("quantised weights", "", "s to quantise", "MiB", "SQNR dB", "KL", "same top token")
+def _quantised(rows: dict[str, dict]) -> Table:
+    shown = _table(
+        "quantised", "", "s to quantise", "MiB of weights", "SQNR dB", "bytes a token", "KL", "same top token"
+    )
     for name, row in rows.items():
-        cells = (f"{row['quantise_s']:.1f}", f"{row['mb']:,.0f}", f"{row['sqnr_db']:.1f}", f"{row['kl']:.1e}")
-        shown.add_row(name, *cells, f"{row['top1']:.1%}")
+        formats = {"mb": "{:,.0f}", "sqnr_db": "{:.1f}", "token_bytes": "{:,d}"}
+        cells = (text.format(row[key]) if key in row else "-" for key, text in formats.items())
+        shown.add_row(name, f"{row['quantise_s']:.1f}", *cells, f"{row['kl']:.1e}", f"{row['top1']:.1%}")
     return shown

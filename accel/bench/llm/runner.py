@@ -34,8 +34,9 @@ SHARE = 40  # of the whole time, for the rounds of one case
 class Request:
     """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
 
-    compiled: beside them the stock model with its static cache, which generate() then compiles. weights: schemes of
-    quantised weights, each a variant of its own in what is timed in turns.
+    compiled: beside them the stock model with its static cache, which generate() then compiles. weights, kv_cache:
+    schemes of quantised weights and kinds of rounded caches, each of them, and each pair, a variant of its own in what
+    is timed in turns.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Request:
     compiled: bool = False
     seconds: float = 280.0
     weights: tuple[str, ...] = ()
+    kv_cache: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> d
     stage("building")
     model = build(request.model, device, request.dtype)
     result = {
-        "case": f"quantised-{request.name}" if request.weights else f"llm-{request.name}",
+        "case": f"{'quantised' if request.weights or request.kv_cache else 'llm'}-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
         "date": now(),
         "commit": commit(),
@@ -144,11 +146,11 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
         Variant("stock", stock, assistant=lambda: assistant(stock)),
         Variant("accel", model, assistant=lambda: accel.optimize(assistant(stock))),
     ]
-    for scheme in request.weights:
-        stage(f"quantising to {scheme}")
-        one, told = quantised.variant(stock, scheme, device)
+    for name, options in quantised.chosen(request.weights, request.kv_cache):
+        stage(f"quantising to {name}")
+        one, told = quantised.variant(stock, name, options, device)
         variants.append(one)
-        result.setdefault("weights", {})[scheme] = told
+        result.setdefault("quantised", {})[name] = told
     for part in (part for part in IN_TURNS if part in request.parts):
         if not going.out_of_time(part):
             stage(part)

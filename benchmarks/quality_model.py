@@ -1,0 +1,218 @@
+"""Train a Llama of about 100 million weights on Jane Austen's novels, for `quality.py` to quantise: minutes of one GPU.
+
+    apt-get download r-cran-janeaustenr
+    python benchmarks/quality_model.py OUT r-cran-janeaustenr_*.deb
+
+The text, its licence (public domain) and its split are tiny-lm's, see examples/models: chapter 10 of each novel is
+held out, and tokens are tiny-lm's, so that perplexities compare. So large a model learns a million tokens by heart
+within a few passes; what keeps it from that is dropout on what each layer adds, and of several models, with more of it
+and more passes, the one kept is the best on chapter 9, which none is trained on. Muon for the matrices, AdamW for
+the rest, bf16 products. OUT is what `from_pretrained` loads, in fp16, with what was done in training.json.
+
+--toy: two layers and a few steps, on text of the repository: for tests.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from quality_text import CALIBRATION, HELD_OUT, ROOT, chapters, perplexity, windows
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from accel.bench.machine import commit, machine, now
+
+sys.path.insert(0, str(ROOT / "examples" / "models"))
+import train_tiny_lm as tiny  # noqa: E402 (the folder comes first)
+
+CHOOSING = 9  # this chapter of each novel chooses between models
+SIZES = {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 12}
+SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 4}
+TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TOY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def texts(package: Path | None) -> tuple[list[list[str]], list[str]]:
+    """Chapters to learn, each a list of paragraphs, and those to choose by; without a package, those of the tests."""
+    if package is None:
+        found = chapters(CALIBRATION)
+        return [text.split("\n") for text in found[:-1]], found[-1:]
+    books = [tiny.chapters(lines) for lines in tiny.novels(package)]
+    held_out = {"\n".join(book.pop(tiny.HELD_OUT - 1)) for book in books}
+    if held_out != set(chapters(HELD_OUT)):
+        raise ValueError(f"{package}: chapter {tiny.HELD_OUT} of each novel is not what tiny-lm holds out")
+    choosing = ["\n".join(book.pop(CHOOSING - 1)) for book in books]
+    return [chapter for book in books for chapter in book], choosing
+
+
+def make(tokenizer, sizes: dict, device: torch.device) -> LlamaForCausalLM:
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    more = {"max_position_embeddings": tiny.WINDOW, "tie_word_embeddings": True}
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **more, **ids))
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+@contextmanager
+def dropping(model: nn.Module, share: float) -> Iterator[None]:
+    """Inside, that share of what attention and MLP add to the hidden states is dropped in training, of words too."""
+
+    def drop(module, args, result):
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = F.dropout(first, share, module.training)
+        return (first, *rest) if isinstance(result, tuple) else first
+
+    decoder = model.model
+    with ExitStack() as undo:
+        for module in (decoder.embed_tokens, *(part for one in decoder.layers for part in (one.self_attn, one.mlp))):
+            undo.callback(module.register_forward_hook(drop).remove)
+        yield
+
+
+@dataclass(frozen=True)
+class Pace:
+    """steps, or as many as the seconds allow; `each` of them the model is measured."""
+
+    steps: int
+    seconds: float
+    each: int
+
+
+def fit(model: nn.Module, draw: Callable, given: argparse.Namespace, pace: Pace, measure: Callable) -> dict:
+    """Trains, and leaves the weights that were best on `measure`.
+
+    The rate rises for a twentieth and falls to zero, over steps or seconds, whichever are over first.
+    """
+    steps = pace.steps
+    matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
+    others = [w for name, w in model.named_parameters() if w.ndim != 2 or "embed" in name]
+    device = others[0].device
+    optimizers = [
+        torch.optim.Muon(matrices, lr=given.rate, weight_decay=given.decay),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"),
+    ]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    run = torch.compile(model) if given.compile else model
+    begun, step, best, kept, course = time.monotonic(), 0, float("inf"), {}, []
+    while (done := max(step / steps, (time.monotonic() - begun) / pace.seconds)) < 1:
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * min((done + 1 / steps) / 0.05, (1 - done) / 0.95)
+        tokens = draw()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = run(tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        step += 1
+        if step % pace.each == 0 or step == steps:
+            course.append({"step": step, "loss": round(loss.item(), 4), "perplexity": measure()})
+            print(f"  {course[-1]}, {time.monotonic() - begun:.0f} s", flush=True)
+            if course[-1]["perplexity"] < best:
+                best = course[-1]["perplexity"]
+                kept = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    if (last := measure()) < best:  # where the seconds were over between two looks
+        best = last
+    else:
+        model.load_state_dict(kept)
+    return {"steps": step, "seconds": round(time.monotonic() - begun, 1), "chapter_9": best, "course": course}
+
+
+def main(given: argparse.Namespace) -> dict:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(HELD_OUT.parent)
+    learnt, choosing = texts(None if given.toy else given.package)
+    source = tiny.Windows(tokenizer, learnt)
+    source.tokens, source.starts = source.tokens.to(device), source.starts.to(device)
+    chosen_by, held_out = windows(tokenizer, choosing), windows(tokenizer, chapters(HELD_OUT))
+    each = max(1, len(source.tokens) // (given.batch * tiny.WINDOW))  # steps that see as many tokens as there are
+    ends = time.monotonic() + given.seconds
+
+    def draw() -> torch.Tensor:
+        with torch.device(device):
+            return source.draw(given.batch)
+
+    best, runs = None, []
+    for number, (share, passes) in enumerate(given.runs):
+        to_come = sum(one for _, one in given.runs[number:])
+        seconds = max(1.0, (ends - time.monotonic()) * passes / to_come)
+        pace = Pace(4 if given.toy else round(passes * each), seconds, each)
+        torch.manual_seed(given.seed)
+        model = make(tokenizer, TOY if given.toy else SIZES, device)
+        if not runs:
+            print(f"{model.num_parameters():,} weights, {len(source.tokens):,} tokens, {each} steps a pass", flush=True)
+
+        def measure(model=model) -> float:
+            model.eval()
+            with torch.autocast(device.type, torch.bfloat16):
+                found = perplexity(model, chosen_by)
+            model.train()
+            return round(found, 3)
+
+        with dropping(model, share):
+            run = {"dropout": share, "passes": passes} | fit(model.train(), draw, given, pace, measure)
+        print({name: value for name, value in run.items() if name != "course"}, flush=True)
+        if best is None or run["chapter_9"] < min(r["chapter_9"] for r in runs):
+            best = model
+        runs.append(run)
+    best.eval().half().save_pretrained(given.out)
+    best.float().config.dtype = torch.float32
+    best.config.save_pretrained(given.out)
+    tokenizer.save_pretrained(given.out)
+    told = {
+        "parameters": best.num_parameters(),
+        "tokens": len(source.tokens),
+        "batch": given.batch,
+        "rate": given.rate,
+        "decay": given.decay,
+        "seed": given.seed,
+        "held_out": round(perplexity(best, held_out[:4] if given.toy else held_out), 3),
+        "runs": runs,
+        "text": "tests/llm/training_text.txt" if given.toy else "janeaustenr: six novels without chapters 9 and 10",
+        "date": now(),
+        "commit": commit(),
+        "machine": machine(device),
+    }
+    (given.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
+    print(f"held-out perplexity {told['held_out']}; saved in {given.out}", flush=True)
+    return told
+
+
+def _run(text: str) -> tuple[float, float]:
+    share, _, passes = text.partition(":")
+    return float(share), float(passes)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("package", type=Path, nargs="?", help="r-cran-janeaustenr_*.deb")
+    runs = [(0.1, 5.0), (0.2, 8.0), (0.3, 14.0)]
+    parser.add_argument(
+        "--runs", type=_run, nargs="+", default=runs, help="DROPOUT:PASSES over the text, of each model"
+    )
+    parser.add_argument("--seconds", type=float, default=160.0, help="for all of them, at most")
+    parser.add_argument("--batch", type=int, default=32, help=f"windows of {tiny.WINDOW} tokens")
+    parser.add_argument("--rate", type=float, default=0.02, help="of Muon")
+    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--toy", action="store_true")
+    found = parser.parse_args(given)
+    if not found.toy and found.package is None:
+        parser.error("give the package with the novels, or --toy")
+    return found
+
+
+if __name__ == "__main__":
+    main(arguments())

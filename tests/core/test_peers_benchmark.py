@@ -1,0 +1,44 @@
+"""benchmarks/peers.py at toy size: packages that are not there, and variants that cannot be made, cost no other."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("peers")
+
+
+def test_what_is_missing_and_what_fails_is_told(peers, monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "version", lambda package: None)
+    monkeypatch.setattr(peers, "PROMPT", 16)
+    names = ["stock", "accel int8", "accel int4", "torchao int8", "bitsandbytes nf4"]
+    sizes = ["--model", "tiny", "--batches", "1", "2", "--new-tokens", "2", "--prefill", "512", "--seconds", "30"]
+    result = peers.main(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", *names]))
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    assert result["missing"] == ["bitsandbytes", "torchao"]
+    (failed,) = result["failed"]  # 32 inputs are no multiple of 128
+    assert (failed["variant"], failed["reason"]) == ("accel int4", "ValueError: no linear layer was quantised")
+    assert list(result["variants"]) == ["stock", "accel int8"]
+    assert 0 == result["variants"]["stock"]["kl"] < result["variants"]["accel int8"]["kl"] < 0.01
+    assert [row["batch"] for row in result["decode"]] == [1, 2] and [row["tokens"] for row in result["prefill"]] == [
+        512
+    ]
+    assert all(set(row) >= {"stock", "accel int8"} for row in result["decode"] + result["prefill"])
+
+
+def test_a_limit_of_time_is_kept(peers):
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"0\.05 s"), peers.within(0.05):
+        time.sleep(5)
+    assert time.monotonic() - started < 2
+    with peers.within(0.05):
+        pass
+    time.sleep(0.1)  # nothing is left to go off

@@ -1,0 +1,77 @@
+"""benchmarks/quality*.py: a model is trained and measured, at toy size; a way that fails costs no other."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "models" / "tiny-lm"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A module of benchmarks, which are no package: they find each other beside themselves, as scripts do."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_a_toy_is_trained_and_measured(benchmark, tmp_path, capsys):
+    training, quality = benchmark("quality_model"), benchmark("quality")
+    folder, out = tmp_path / "toy", tmp_path / "toy.json"
+    training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
+    told = json.loads((folder / "training.json").read_text())
+    assert [run["dropout"] for run in told["runs"]] == [0.0, 0.3] and told["runs"][0]["steps"] == 4
+    assert told["runs"][0]["chapter_9"] != told["runs"][1]["chapter_9"]
+    assert told["held_out"] < 2048, "worse than guessing"
+    wrong = ["--options", '{"weights": "int8", "method": "gptq"}']
+    given = [str(folder), str(out), "--windows", "1", "--texts", "2", "--only", "int8", *wrong]
+    result = quality.main(quality.arguments(given))
+    assert [row["reason"].partition(":")[0] for row in result["failed"]] == ["TypeError"]
+    assert json.loads(out.read_text())["case"] == "quality-toy"
+    ways = [row["way"] for row in result["rows"] if row["model"] == "as trained"]
+    assert {"int8, rtn", "kv int8", "int8, smoothquant, inputs int8"} <= set(ways) and "fp8, rtn" not in ways
+    assert all(math.isfinite(row["perplexity"]) for row in result["rows"] + result["as_run"])
+    row = next(row for row in result["rows"] if row["way"] == "int8, rtn")
+    assert len(row["linears_db"]) == 14 and min(row["linears_db"].values()) > 35 and len(row["layers_db"]) == 2
+    assert "quality-toy: perplexity" in capsys.readouterr().out
+
+
+def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(benchmark):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text, ways = benchmark("quality_text"), benchmark("quality_ways")
+    stock, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    rows, batches = text.windows(tokenizer, text.chapters(text.HELD_OUT))[:2], text.calibration(tokenizer, 1)
+    own = text.perplexity(stock, rows)
+    assert sum(len(b["input_ids"][0]) for b in batches) == text.WINDOW
+    with torch.no_grad():
+        measured = ways.Ways(ways.planted(stock), batches, rows)
+        changes = [
+            measured(way)["perplexity"] / own - 1
+            for way in (ways.Way(), *(ways.Way("int8", inputs=kind) for kind in ("int8", "int8 but outliers")))
+        ]
+    assert abs(changes[0]) < 1e-5 and changes[1] > 0.03 and abs(changes[2]) < 0.015
+
+
+def test_all_tokens_of_the_held_out_text_are_measured(benchmark):
+    """As tiny-lm's card says: 27,879 tokens."""
+    from transformers import AutoTokenizer
+
+    text = benchmark("quality_text")
+    rows = text.windows(AutoTokenizer.from_pretrained(TINY), text.chapters(text.HELD_OUT))
+    assert int((rows[:, 1:] != text.LEFT_OUT).sum()) == 27879 and rows.shape[1] == text.WINDOW + 1
+
+
+def test_a_cache_is_rounded_inside_only(benchmark):
+    from transformers import DynamicCache
+
+    ways = benchmark("quality_ways")
+    keys, before = torch.randn(1, 2, 3, 16), DynamicCache.update
+    with ways.rounding_cache("int8"):
+        rounded, _ = DynamicCache().update(keys, keys, 0)
+    assert 0 < float((rounded - keys).abs().max()) < 0.02
+    assert DynamicCache.update is before and torch.equal(DynamicCache().update(keys, keys, 0)[0], keys)

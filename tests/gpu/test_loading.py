@@ -1,0 +1,54 @@
+"""A folder of quantised weights goes to a GPU as it lies: never whole in 16 bits, nor twice."""
+
+import gc
+
+import pytest
+import torch
+from families import make
+from modes import generate
+
+import accel
+
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
+LAYERS = 12
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Gives the folder of a model stored by a scheme, and the bytes of one of its layers in 16 bits."""
+
+    def saved(scheme: str):
+        model = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **SIZES)
+        layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+        accel.quantize(model, scheme, out=tmp_path / scheme)
+        return tmp_path / scheme, layer
+
+    return saved
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_loading_takes_what_stays_and_two_layers_at_most(folder, scheme):
+    path, layer = folder(scheme)
+    start = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = accel.load(path, device="cuda")
+    peak = torch.cuda.max_memory_allocated() - start
+    final = allocated() - start
+    print(f"{scheme}: peak {peak / 2**20:.1f} MiB, final {final / 2**20:.1f}, a layer in 16 bits {layer / 2**20:.1f}")
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    assert final < 0.62 * LAYERS * layer  # it is stored as in the file
+    assert peak <= final + 2 * layer
+    ids = torch.arange(1, 9, device="cuda")[None]
+    accel.optimize(model, graphs=False)
+    assert accel.verify(model, input_ids=ids).passed
+    assert generate(model, ids, torch.ones_like(ids))["sequences"].shape[1] > 8
+    del model
+    assert abs(allocated() - start) < 2**20 + layer // 8  # and all of it is given back
