@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.dependents import programmatic
@@ -139,16 +140,64 @@ def _x_factor(x, J: gl.constexpr, FORMAT: gl.constexpr, NEIGHBOURS: gl.constexpr
 
 
 @gluon.jit
-def _numbers(s_ptr, z_ptr, row, column, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr,
-             SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+def _numbers(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
     """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
     scales, zeros = 0, 0
-    place, inside = row + column // (K // GROUPS), column < K
     if SCALED:
         scales = gl.load(s_ptr + place, mask=inside, other=0.0)
     if ZEROS:
         zeros = (-MIDDLE - gl.load(z_ptr + place, mask=inside, other=0).to(gl.float32)).to(s_ptr.dtype.element_ty)
     return scales, zeros
+
+
+@gluon.jit
+def _both_numbers(s_ptr, z_ptr, us_ptr, uz_ptr, position, total, n, row, share, thread, K: gl.constexpr,
+                  GROUPS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr,
+                  num_warps: gl.constexpr, GATE: gl.constexpr, MIDDLE: gl.constexpr, SCALED: gl.constexpr,
+                  ZEROS: gl.constexpr):  # fmt: skip
+    """`_numbers` of both weights at a position; row, share: indices; thread: the first of its columns in a block."""
+    tile, step = gl.program_id(0) + position // STEPS * gl.num_programs(0), position % STEPS
+    column = (step * num_warps + share) * COLUMNS + thread
+    place = gl.minimum(tile * BLOCK_N + row, n - 1) * GROUPS + column // (K // GROUPS)
+    inside = (column < K) & (position < total)
+    s, z = _numbers(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+    t, v = s, z
+    if GATE:
+        t, v = _numbers(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+    return s, z, t, v
+
+
+@gluon.jit
+def _copy_words(w_ptr, u_ptr, ws, us, position, total, n, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
+                BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+                GATE: gl.constexpr):  # fmt: skip
+    """Starts to copy the words of a position into its slot of the ring."""
+    share, row, word = _places(num_warps, BLOCK_N, 4 * J, words_layout(num_warps, BLOCK_N, J))
+    tile, step = gl.program_id(0) + position // STEPS * gl.num_programs(0), position % STEPS
+    block = step * num_warps + share
+    at = gl.minimum(tile * BLOCK_N + row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + block * 4 * J + word
+    inside = (block < BLOCKS) & (position < total)
+    start_copy(ws.index(position % STAGES), w_ptr + at, mask=inside)
+    if GATE:
+        start_copy(us.index(position % STAGES), u_ptr + at, mask=inside)
+
+
+@gluon.jit
+def _copy_x(x_ptr, nw_ptr, xs, ns, position, total, m, K: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr,
+            BLOCK_M: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr, HAS_NW: gl.constexpr):  # fmt: skip
+    """The same of x, and of the norm's weight; ends what `wait_copies` waits for at a time."""
+    COPY: gl.constexpr = x_copy_layout(num_warps, BLOCK_M, COLUMNS)
+    share, row, column = _places(num_warps, BLOCK_M, COLUMNS, COPY)
+    column = (position % STEPS * num_warps + share) * COLUMNS + column
+    inside = (column < K) & (position < total)
+    start_copy(xs.index(position % STAGES), x_ptr + row * K + column, mask=inside & (row < m))
+    if HAS_NW:
+        share = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, COPY)))
+        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
+        block = position % STEPS * num_warps + gl.expand_dims(share, 1)
+        column = block * COLUMNS + gl.expand_dims(column, 0)
+        start_copy(ns.index(position % STAGES), nw_ptr + column, mask=(column < K) & (position < total))
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -190,7 +239,7 @@ def quantised_mma_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, SOON: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
@@ -206,125 +255,125 @@ def quantised_mma_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    W: gl.constexpr = words_layout(num_warps, BLOCK_N, J)
-    G: gl.constexpr = scales_layout(num_warps, BLOCK_N)
+    RING: gl.constexpr = BLOCK_M <= 16  # x comes as the words do; more rows of it would leave them no room
     X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
-    COPY: gl.constexpr = x_copy_layout(num_warps, BLOCK_M, COLUMNS)
-    first = gl.program_id(0) * BLOCK_N
-    w_share, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
-    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, COPY)
-    w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + w_share * 4 * J + word
-    x_at, x_mask = x_row * K + x_share * COLUMNS + column, x_row < m
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    tiles = gl.cdiv(n, BLOCK_N)
+    total = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * STEPS
     if BROAD:
         g_share = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
         g_row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
-        g_column = g_share * COLUMNS
+        thread = 0
     else:
-        g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, G)
-        g_column = g_share * COLUMNS + thread * OWN
-    g_row = gl.minimum(first + g_row, n - 1) * GROUPS
-    n_share = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, COPY)))
-    n_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
-    n_share, n_column = gl.expand_dims(n_share, 1), gl.expand_dims(n_column, 0)
-
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    us, ns = ws, ws
+        g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
+        thread *= OWN
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], ROWS)
+    us, xs, ns = ws, ws, ws
     if GATE:
-        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    xs = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, BLOCK_M, COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], ROWS)
+    if RING:
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        xs = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, BLOCK_M, COLUMNS], swizzled)
     if HAS_NW:
-        ns = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        straight: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ns = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, COLUMNS], straight)
     for early in gl.static_range(STAGES - 1):
-        inside = w_share + early * num_warps < BLOCKS
-        start_copy(ws.index(early), w_ptr + w_at + early * num_warps * 4 * J, mask=inside)
-        if GATE:
-            start_copy(us.index(early), u_ptr + w_at + early * num_warps * 4 * J, mask=inside)
-        if HAS_NW:
-            block = n_share + early * num_warps
-            start_copy(ns.index(early), nw_ptr + block * COLUMNS + n_column, mask=block + n_column * 0 < BLOCKS)
-    if PDL and SOON:
+        _copy_words(w_ptr, u_ptr, ws, us, early, total, n, STEPS, BLOCKS, BLOCK_N, J, STAGES, num_warps, GATE)
+        if not RING:
+            async_copy.commit_group()
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    SPAN: gl.constexpr = COLUMNS * num_warps
-    s, z = _numbers(s_ptr, z_ptr, g_row, g_column, K, GROUPS, MIDDLE, SCALED, ZEROS)
-    s1, z1 = _numbers(s_ptr, z_ptr, g_row, g_column + SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
-    t, v, t1, v1 = s, z, s1, z1  # the same of the gate's other weight
-    if GATE:
-        t, v = _numbers(us_ptr, uz_ptr, g_row, g_column, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        t1, v1 = _numbers(us_ptr, uz_ptr, g_row, g_column + SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
+    s, z, t, v = _both_numbers(
+        s_ptr, z_ptr, us_ptr, uz_ptr, 0, total, n, g_row, g_share, thread, K, GROUPS, STEPS, COLUMNS, BLOCK_N,
+        num_warps, GATE, MIDDLE, SCALED, ZEROS,
+    )  # fmt: skip
+    s1, z1, t1, v1 = _both_numbers(
+        s_ptr, z_ptr, us_ptr, uz_ptr, 1, total, n, g_row, g_share, thread, K, GROUPS, STEPS, COLUMNS, BLOCK_N,
+        num_warps, GATE, MIDDLE, SCALED, ZEROS,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for early in gl.static_range(STAGES - 1):
-        start_copy(xs.index(early), x_ptr + x_at + early * SPAN, mask=x_mask & (x_share + early * num_warps < BLOCKS))
-        async_copy.commit_group()
-    acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
-    acc_u = acc
-    squares = gl.zeros([num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN)))
-    for step in range(STEPS):
-        wait_copies(STAGES - 2)
-        slot, far = step % STAGES, step + STAGES - 1
-        w = ws.index(slot).load(W)
-        x = xs.index(slot).load(X)
-        u, nw = w, 0
-        if GATE:
-            u = us.index(slot).load(W)
-        if HAS_NW:
-            nw = ns.index(slot).load(gl.SliceLayout(1, X))
-        inside = w_share + far * num_warps < BLOCKS
-        start_copy(ws.index(far % STAGES), w_ptr + w_at + far * num_warps * 4 * J, mask=inside)
-        if GATE:
-            start_copy(us.index(far % STAGES), u_ptr + w_at + far * num_warps * 4 * J, mask=inside)
-        if HAS_NW:
-            block = n_share + far * num_warps
-            start_copy(ns.index(far % STAGES), nw_ptr + block * COLUMNS + n_column, mask=block + n_column * 0 < BLOCKS)
-        start_copy(xs.index(far % STAGES), x_ptr + x_at + far * SPAN, mask=x_mask & (x_share + far * num_warps < BLOCKS))
-        async_copy.commit_group()
-        s2, z2 = _numbers(s_ptr, z_ptr, g_row, g_column + (step + 2) * SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        t2, v2 = s2, z2
-        if GATE:
-            t2, v2 = _numbers(us_ptr, uz_ptr, g_row, g_column + (step + 2) * SPAN, K, GROUPS, MIDDLE, SCALED, ZEROS)
-        if NORM:
-            wide = x.to(gl.float32)
-            squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
-            if HAS_NW:
-                x = (wide * (gl.expand_dims(nw, 1).to(gl.float32) + offset)).to(DTYPE)
-        right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
-        sums = 0.0
-        if BROAD and (FORMAT == "int4" or ZEROS):
-            sums = _sums(right, BLOCK_N, MMA, LEFT)
-        acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
-        if GATE:
-            acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
-        s, z, t, v, s1, z1, t1, v1 = s1, z1, t1, v1, s2, z2, t2, v2
-    if PDL and not SOON:
-        tl.extra.cuda.gdc_launch_dependents()
+    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
+    x_at, x_column = x_ptr + x_row * K, x_share * COLUMNS + column
+    x = gl.zeros([num_warps, BLOCK_M, COLUMNS], DTYPE, X)
+    if RING:
+        for early in gl.static_range(STAGES - 1):
+            _copy_x(x_ptr, nw_ptr, xs, ns, early, total, m, K, STEPS, COLUMNS, BLOCK_M, STAGES, num_warps, HAS_NW)
+    else:
+        x = gl.load(x_at + x_column, mask=(x_row < m) & (x_column < K), other=0.0)
 
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
-    y = gl.convert_layout(gl.sum(acc, axis=0), OUT)
-    other = y
-    if GATE:
-        other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
-    if NORM:
-        mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
-        rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
-        y, other = y * rate, other * rate
-    row = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
-    out = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT)), 0)
-    if not SCALED:
-        y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+    for start in range(0, total, STEPS):
+        acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
+        acc_u = acc
+        squares = gl.zeros(
+            [num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN))
+        )
+        for step in range(STEPS):
+            position = start + step
+            wait_copies(STAGES - 2)
+            w = ws.index(position % STAGES).load(words_layout(num_warps, BLOCK_N, J))
+            u, nw = w, 0
+            if GATE:
+                u = us.index(position % STAGES).load(words_layout(num_warps, BLOCK_N, J))
+            if RING:
+                x = xs.index(position % STAGES).load(X)
+            if HAS_NW:
+                nw = ns.index(position % STAGES).load(gl.SliceLayout(1, X))
+            far = position + STAGES - 1
+            _copy_words(w_ptr, u_ptr, ws, us, far, total, n, STEPS, BLOCKS, BLOCK_N, J, STAGES, num_warps, GATE)
+            if RING:
+                _copy_x(x_ptr, nw_ptr, xs, ns, far, total, m, K, STEPS, COLUMNS, BLOCK_M, STAGES, num_warps, HAS_NW)
+            else:
+                async_copy.commit_group()
+            s2, z2, t2, v2 = _both_numbers(
+                s_ptr, z_ptr, us_ptr, uz_ptr, position + 2, total, n, g_row, g_share, thread, K, GROUPS, STEPS,
+                COLUMNS, BLOCK_N, num_warps, GATE, MIDDLE, SCALED, ZEROS,
+            )  # fmt: skip
+            if NORM:
+                wide = x.to(gl.float32)
+                squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
+                if HAS_NW:
+                    x = (wide * (gl.expand_dims(nw, 1).to(gl.float32) + offset)).to(DTYPE)
+            right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
+            sums = 0.0
+            if BROAD and (FORMAT == "int4" or ZEROS):
+                sums = _sums(right, BLOCK_N, MMA, LEFT)
+            acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
+            if GATE:
+                acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
+            if not RING:
+                after = (step + 1) % STEPS * num_warps * COLUMNS + x_column
+                x = gl.load(x_at + after, mask=(x_row < m) & (after < K), other=0.0)
+            s, z, t, v, s1, z1, t1, v1 = s1, z1, t1, v1, s2, z2, t2, v2
+
+        y = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+        other = y
         if GATE:
-            other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    if HAS_BIAS:
-        y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    y = activate(y, KIND)
-    if GATE:
+            other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
+        if NORM:
+            mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
+            rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
+            y, other = y * rate, other * rate
+        first = (gl.program_id(0) + start // STEPS * gl.num_programs(0)) * BLOCK_N
+        row = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
+        out = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT)), 0)
+        if not SCALED:
+            y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+            if GATE:
+                other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
         if HAS_BIAS:
-            other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        y *= other
-    y *= scale
-    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
-    if RESIDUAL:
-        y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
-    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+            y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+        y = activate(y, KIND)
+        if GATE:
+            if HAS_BIAS:
+                other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+            y *= other
+        y *= scale
+        place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
+        if RESIDUAL:
+            y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
+        gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -341,17 +390,19 @@ def _places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout
 
 
 class Tile(NamedTuple):
-    """Rows of the weight to a program, and its warps, each of which takes a share of the columns."""
+    """Rows of the weight at a time, warps, each of which takes a share of the columns, slots of the ring, and programs
+    that a multiprocessor runs at once."""
 
     rows: int
     warps: int
-    stages: int = 4
-    soon: bool = True  # whether the next kernel may start at once
+    stages: int
+    programs: int
 
     def shared(self, format: str, rows: int, gate: bool) -> int:
         """Bytes of shared memory, about."""
         weights = self.rows * 16 * words(format, rows) * (2 if gate else 1)
-        return self.stages * self.warps * (weights + 2 * max(8, power_of_two(rows)) * columns(format, rows) + 512)
+        x = 2 * max(8, power_of_two(rows)) * columns(format, rows) if rows <= 16 else 0
+        return self.stages * self.warps * (weights + x + 512)
 
 
 def words(format: str, rows: int) -> int:
@@ -375,14 +426,16 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
     inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x = apply_norm(x, norm)
+    blocks = triton.cdiv(n, tile.rows)
+    programs = triton.cdiv(blocks, triton.cdiv(blocks, tile.programs * multiprocessors(x.device)))
     launch(
-        quantised_mma_kernel, (triton.cdiv(n, tile.rows),),
+        quantised_mma_kernel, (programs,),
         x, weight.data.view(torch.int32), weight.scales, weight.zeros,
         *((up.data.view(torch.int32), up.scales, up.zeros) if gate else (None, None, None)), bias, up_bias,
         norm.weight if inside else None, residual, y, rows, n, float(norm.eps if inside else 0.0),
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, SOON=tile.soon, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
         **pdl,
     )  # fmt: skip

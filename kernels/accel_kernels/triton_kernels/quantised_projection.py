@@ -34,7 +34,7 @@ def quantised_projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
-    if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
+    if isinstance(shape, Tile) or (shape is None and rows > 1 and in_registers(x, weight, up, format)):
         tile = shape or mma_tile(rows, n, gate)
         quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, tile, y)
         return y
@@ -87,7 +87,7 @@ def in_registers(x, weight, up, format: str) -> bool:
 
 
 def mma_tile(rows: int, n: int, gate: bool) -> Tile:
-    return Tile(32, 4, 3 if gate or rows > 8 else 4)
+    return Tile(32, 4, 3 if gate or rows > 8 else 4, 2)
 
 
 def _tensors(weight):
