@@ -151,53 +151,27 @@ def _numbers(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.const
 
 
 @gluon.jit
-def _both_numbers(s_ptr, z_ptr, us_ptr, uz_ptr, position, total, n, row, share, thread, K: gl.constexpr,
-                  GROUPS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr,
-                  num_warps: gl.constexpr, GATE: gl.constexpr, MIDDLE: gl.constexpr, SCALED: gl.constexpr,
-                  ZEROS: gl.constexpr):  # fmt: skip
-    """`_numbers` of both weights at a position; row, share: indices; thread: the first of its columns in a block."""
-    tile, step = gl.program_id(0) + position // STEPS * gl.num_programs(0), position % STEPS
-    column = (step * num_warps + share) * COLUMNS + thread
-    place = gl.minimum(tile * BLOCK_N + row, n - 1) * GROUPS + column // (K // GROUPS)
-    inside = (column < K) & (position < total)
+def _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block, g_at, g_column, BLOCKS: gl.constexpr,
+          J: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr, GATE: gl.constexpr,
+          SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """(words, scales, zeros, the gate's other weight's words, scales, zeros) of a step."""
+    w = gl.load(w_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
+    place, inside = g_at + g_column // (K // GROUPS), g_column < K
     s, z = _numbers(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
-    t, v = s, z
+    u, t, v = w, s, z
     if GATE:
+        u = gl.load(u_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
         t, v = _numbers(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
-    return s, z, t, v
+    return w, s, z, u, t, v
 
 
 @gluon.jit
-def _copy_words(w_ptr, u_ptr, ws, us, position, total, n, STEPS: gl.constexpr, BLOCKS: gl.constexpr,
-                BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
-                GATE: gl.constexpr):  # fmt: skip
-    """Starts to copy the words of a position into its slot of the ring."""
-    share, row, word = _places(num_warps, BLOCK_N, 4 * J, words_layout(num_warps, BLOCK_N, J))
-    tile, step = gl.program_id(0) + position // STEPS * gl.num_programs(0), position % STEPS
-    block = step * num_warps + share
-    at = gl.minimum(tile * BLOCK_N + row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + block * 4 * J + word
-    inside = (block < BLOCKS) & (position < total)
-    start_copy(ws.index(position % STAGES), w_ptr + at, mask=inside)
-    if GATE:
-        start_copy(us.index(position % STAGES), u_ptr + at, mask=inside)
-
-
-@gluon.jit
-def _copy_x(x_ptr, nw_ptr, xs, ns, position, total, m, K: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr,
-            BLOCK_M: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr, HAS_NW: gl.constexpr):  # fmt: skip
-    """The same of x, and of the norm's weight; ends what `wait_copies` waits for at a time."""
-    COPY: gl.constexpr = x_copy_layout(num_warps, BLOCK_M, COLUMNS)
-    share, row, column = _places(num_warps, BLOCK_M, COLUMNS, COPY)
-    column = (position % STEPS * num_warps + share) * COLUMNS + column
-    inside = (column < K) & (position < total)
-    start_copy(xs.index(position % STAGES), x_ptr + row * K + column, mask=inside & (row < m))
+def _load_x(x_ptr, nw_ptr, x_at, column, inside, K: gl.constexpr, HAS_NW: gl.constexpr):
+    x = gl.load(x_ptr + x_at + column, mask=inside & (column < K), other=0.0)
+    nw = 0
     if HAS_NW:
-        share = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(1, COPY)))
-        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
-        block = position % STEPS * num_warps + gl.expand_dims(share, 1)
-        column = block * COLUMNS + gl.expand_dims(column, 0)
-        start_copy(ns.index(position % STAGES), nw_ptr + column, mask=(column < K) & (position < total))
-    async_copy.commit_group()
+        nw = gl.load(nw_ptr + column, mask=column < K, other=0.0)
+    return x, nw
 
 
 @gluon.jit
@@ -239,7 +213,7 @@ def quantised_mma_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr, X_DEPTH: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
@@ -255,86 +229,50 @@ def quantised_mma_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    RING: gl.constexpr = BLOCK_M <= 16  # x comes as the words do; more rows of it would leave them no room
+    W: gl.constexpr = words_layout(num_warps, BLOCK_N, J)
     X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    tiles = gl.cdiv(n, BLOCK_N)
-    total = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * STEPS
+    first = gl.program_id(0) * BLOCK_N
+    w_block, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
+    w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + word
     if BROAD:
-        g_share = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
+        g_column = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
         g_row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
-        thread = 0
+        g_column *= COLUMNS
     else:
-        g_share, g_row, thread = _places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
-        thread *= OWN
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], ROWS)
-    us, xs, ns = ws, ws, ws
-    if GATE:
-        us = gl.allocate_shared_memory(gl.int32, [STAGES, num_warps, BLOCK_N, 4 * J], ROWS)
-    if RING:
-        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-        xs = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, BLOCK_M, COLUMNS], swizzled)
-    if HAS_NW:
-        straight: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        ns = gl.allocate_shared_memory(DTYPE, [STAGES, num_warps, COLUMNS], straight)
-    for early in gl.static_range(STAGES - 1):
-        _copy_words(w_ptr, u_ptr, ws, us, early, total, n, STEPS, BLOCKS, BLOCK_N, J, STAGES, num_warps, GATE)
-        if not RING:
-            async_copy.commit_group()
+        g_column, g_row, thread = _places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
+        g_column = g_column * COLUMNS + thread * OWN
+    g_at = gl.minimum(first + g_row, n - 1) * GROUPS
+    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
+    x_column, x_mask = x_share * COLUMNS + column, x_row < m
+    SPAN: gl.constexpr = COLUMNS * num_warps
+    ring = ()
+    for ahead in gl.static_range(DEPTH):
+        ring = ring + (
+            _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + ahead * num_warps, g_at,
+                  g_column + ahead * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS),
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    s, z, t, v = _both_numbers(
-        s_ptr, z_ptr, us_ptr, uz_ptr, 0, total, n, g_row, g_share, thread, K, GROUPS, STEPS, COLUMNS, BLOCK_N,
-        num_warps, GATE, MIDDLE, SCALED, ZEROS,
-    )  # fmt: skip
-    s1, z1, t1, v1 = _both_numbers(
-        s_ptr, z_ptr, us_ptr, uz_ptr, 1, total, n, g_row, g_share, thread, K, GROUPS, STEPS, COLUMNS, BLOCK_N,
-        num_warps, GATE, MIDDLE, SCALED, ZEROS,
-    )  # fmt: skip
-    if PDL:
         tl.extra.cuda.gdc_wait()
-    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
-    x_at, x_column = x_ptr + x_row * K, x_share * COLUMNS + column
-    x = gl.zeros([num_warps, BLOCK_M, COLUMNS], DTYPE, X)
-    if RING:
-        for early in gl.static_range(STAGES - 1):
-            _copy_x(x_ptr, nw_ptr, xs, ns, early, total, m, K, STEPS, COLUMNS, BLOCK_M, STAGES, num_warps, HAS_NW)
-    else:
-        x = gl.load(x_at + x_column, mask=(x_row < m) & (x_column < K), other=0.0)
-
-    for start in range(0, total, STEPS):
-        acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
-        acc_u = acc
-        squares = gl.zeros(
-            [num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN))
-        )
-        for step in range(STEPS):
-            position = start + step
-            wait_copies(STAGES - 2)
-            w = ws.index(position % STAGES).load(words_layout(num_warps, BLOCK_N, J))
-            u, nw = w, 0
-            if GATE:
-                u = us.index(position % STAGES).load(words_layout(num_warps, BLOCK_N, J))
-            if RING:
-                x = xs.index(position % STAGES).load(X)
-            if HAS_NW:
-                nw = ns.index(position % STAGES).load(gl.SliceLayout(1, X))
-            far = position + STAGES - 1
-            _copy_words(w_ptr, u_ptr, ws, us, far, total, n, STEPS, BLOCKS, BLOCK_N, J, STAGES, num_warps, GATE)
-            if RING:
-                _copy_x(x_ptr, nw_ptr, xs, ns, far, total, m, K, STEPS, COLUMNS, BLOCK_M, STAGES, num_warps, HAS_NW)
-            else:
-                async_copy.commit_group()
-            s2, z2, t2, v2 = _both_numbers(
-                s_ptr, z_ptr, us_ptr, uz_ptr, position + 2, total, n, g_row, g_share, thread, K, GROUPS, STEPS,
-                COLUMNS, BLOCK_N, num_warps, GATE, MIDDLE, SCALED, ZEROS,
-            )  # fmt: skip
+    xs = ()
+    for ahead in gl.static_range(X_DEPTH):
+        xs = xs + (_load_x(x_ptr, nw_ptr, x_row * K, x_column + ahead * SPAN, x_mask, K, HAS_NW),)
+    acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
+    acc_u = acc
+    squares = gl.zeros([num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN)))
+    for start in range(0, STEPS, DEPTH):
+        for part in gl.static_range(DEPTH):
+            step = start + part
+            w, s, z, u, t, v = ring[0]
+            x, nw = xs[0]
+            if X_DEPTH > 1:
+                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + X_DEPTH) * SPAN, x_mask, K, HAS_NW)
             if NORM:
                 wide = x.to(gl.float32)
                 squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
                 if HAS_NW:
-                    x = (wide * (gl.expand_dims(nw, 1).to(gl.float32) + offset)).to(DTYPE)
+                    x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
             right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
             sums = 0.0
             if BROAD and (FORMAT == "int4" or ZEROS):
@@ -342,38 +280,41 @@ def quantised_mma_kernel(
             acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
             if GATE:
                 acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
-            if not RING:
-                after = (step + 1) % STEPS * num_warps * COLUMNS + x_column
-                x = gl.load(x_at + after, mask=(x_row < m) & (after < K), other=0.0)
-            s, z, t, v, s1, z1, t1, v1 = s1, z1, t1, v1, s2, z2, t2, v2
+            more = _load(
+                w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + (step + DEPTH) * num_warps, g_at,
+                g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS,
+            )  # fmt: skip
+            if X_DEPTH == 1:
+                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + 1) * SPAN, x_mask, K, HAS_NW)
+            ring = ring[1:] + (more,)
+            xs = xs[1:] + (more_x,)
 
-        y = gl.convert_layout(gl.sum(acc, axis=0), OUT)
-        other = y
+    y = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+    other = y
+    if GATE:
+        other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
+    if NORM:
+        mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
+        rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
+        y, other = y * rate, other * rate
+    row = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
+    out = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT)), 0)
+    if not SCALED:
+        y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
         if GATE:
-            other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
-        if NORM:
-            mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
-            rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
-            y, other = y * rate, other * rate
-        first = (gl.program_id(0) + start // STEPS * gl.num_programs(0)) * BLOCK_N
-        row = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
-        out = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT)), 0)
-        if not SCALED:
-            y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-            if GATE:
-                other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+            other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+    if HAS_BIAS:
+        y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+    y = activate(y, KIND)
+    if GATE:
         if HAS_BIAS:
-            y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        y = activate(y, KIND)
-        if GATE:
-            if HAS_BIAS:
-                other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-            y *= other
-        y *= scale
-        place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
-        if RESIDUAL:
-            y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
-        gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+            other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+        y *= other
+    y *= scale
+    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
+    if RESIDUAL:
+        y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
+    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -390,19 +331,12 @@ def _places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout
 
 
 class Tile(NamedTuple):
-    """Rows of the weight at a time, warps, each of which takes a share of the columns, slots of the ring, and programs
-    that a multiprocessor runs at once."""
+    """Rows of the weight to a program, warps, each of which takes a share of the columns, and steps that these are read
+    ahead of."""
 
     rows: int
     warps: int
-    stages: int
-    programs: int
-
-    def shared(self, format: str, rows: int, gate: bool) -> int:
-        """Bytes of shared memory, about."""
-        weights = self.rows * 16 * words(format, rows) * (2 if gate else 1)
-        x = 2 * max(8, power_of_two(rows)) * columns(format, rows) if rows <= 16 else 0
-        return self.stages * self.warps * (weights + x + 512)
+    depth: int = 2
 
 
 def words(format: str, rows: int) -> int:
@@ -426,16 +360,14 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
     inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x = apply_norm(x, norm)
-    blocks = triton.cdiv(n, tile.rows)
-    programs = triton.cdiv(blocks, triton.cdiv(blocks, tile.programs * multiprocessors(x.device)))
     launch(
-        quantised_mma_kernel, (programs,),
+        quantised_mma_kernel, (triton.cdiv(n, tile.rows),),
         x, weight.data.view(torch.int32), weight.scales, weight.zeros,
         *((up.data.view(torch.int32), up.scales, up.zeros) if gate else (None, None, None)), bias, up_bias,
         norm.weight if inside else None, residual, y, rows, n, float(norm.eps if inside else 0.0),
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, STAGES=tile.stages, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=2 if rows <= 8 else 1, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
         **pdl,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def in_registers(x, weight, up, format: str) -> bool:
 
 
 def mma_tile(rows: int, n: int, gate: bool) -> Tile:
-    return Tile(32, 4, 3 if gate or rows > 8 else 4, 2)
+    return Tile(16 if gate else 32, 4, 2 if rows <= 16 else 1)
 
 
 def _tensors(weight):
