@@ -104,7 +104,8 @@ def checks(report: bool = True) -> list[dict]:
         for dtype in (torch.bfloat16, torch.float16):
             norm = Norm(rand(HIDDEN, dtype=dtype), None, 1e-5)
             for rows, part, zeros in ((1, "qkv", False), (1, "gate", True), (1, "down", False), (3, "gate", True),
-                                      (8, "down", False), (33, "qkv", False), (17, "gate", True), (64, "down", False)):  # fmt: skip
+                                      (8, "down", False), (33, "qkv", False), (17, "gate", True),
+                                      (64, "down", False)):  # fmt: skip
                 n, k = SIZES[part]
                 zeros = zeros and name == "int4"
                 given = [weight(name, n - 3, k, zeros, dtype) for _ in range(2 if part == "gate" else 1)]
@@ -128,7 +129,17 @@ def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
     elif gate:
         found = [(16, 4, 1), (16, 4, 2), (16, 4, 3), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2)]
     else:
-        found = [(16, 8, 2), (16, 8, 4), (16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 8, 1), (32, 8, 2), (16, 16, 1)]
+        found = [
+            (16, 8, 2),
+            (16, 8, 4),
+            (16, 4, 4),
+            (32, 4, 1),
+            (32, 4, 2),
+            (32, 4, 3),
+            (32, 8, 1),
+            (32, 8, 2),
+            (16, 16, 1),
+        ]
     return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
 
 
@@ -150,8 +161,8 @@ def sweep(token: Token, rows: int, until: float) -> list[dict]:
                 print(token.name, rows, part, shape, str(failure)[:80], flush=True)
                 continue
             us, tbs = ms / LAYERS * 1e3, token.bytes[part] / ms / 1e9
-            found.append({"format": token.name, "rows": rows, "part": part, "shape": shape and list(shape), "us": round(us, 2),
-                          "tb_per_s": round(tbs, 2)})  # fmt: skip
+            found.append({"format": token.name, "rows": rows, "part": part, "shape": shape and list(shape),
+                          "us": round(us, 2), "tb_per_s": round(tbs, 2)})  # fmt: skip
     best = {}
     for one in found:
         best.setdefault(one["part"], []).append((one["us"], one["tb_per_s"], str(one["shape"] or "")))

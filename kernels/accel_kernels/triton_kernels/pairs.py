@@ -1,4 +1,4 @@
-"""Numbers of fewer bits out of 32-bit words in pairs of 16-bit ones, a register each, for kernels that lay out registers.
+"""Numbers of fewer bits out of 32-bit words in pairs of 16-bit ones that share a register (see `fragments`).
 
 Bits are put where a float of a known exponent keeps its fraction (see `unpacking`). What shares a register are numbers
 16 bits apart in the word, or neighbours where that takes no more instructions.
@@ -112,6 +112,11 @@ def _program(format, dtype, scaled, zeros, raw):
     return "{" + "\n".join(lines) + "}"
 
 
+@constexpr_function
+def _operands(results, words):
+    return ",".join(["=h"] * results + ["r"] * words)
+
+
 @gluon.jit
 def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
           RAW: gl.constexpr):  # fmt: skip
@@ -124,36 +129,20 @@ def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALE
     gl.static_assert(SCALED or not ZEROS)
     gl.static_assert(not (RAW and SCALED))
     NAME: gl.constexpr = "bf16" if DTYPE == gl.bfloat16 else "fp16"
+    PROGRAM: gl.constexpr = _program(FORMAT, NAME, SCALED, ZEROS, RAW)
+    given = (words,)
+    if SCALED:
+        given = given + (scales,)
+    if ZEROS:
+        given = given + (zeros,)
     if FORMAT == "int4":
-        if RAW:
-            return gl.inline_asm_elementwise(
-                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r", [words],
-                dtype=(gl.int16,) * 8, is_pure=True, pack=1,
-            )  # fmt: skip
-        elif ZEROS:
-            return gl.inline_asm_elementwise(
-                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, scales, zeros],
-                dtype=(gl.int16,) * 8, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            return gl.inline_asm_elementwise(
-                _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scales],
-                dtype=(gl.int16,) * 8, is_pure=True, pack=1,
-            )  # fmt: skip
-    elif ZEROS:
         return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r,r,r", [words, scales, zeros], dtype=(gl.int16,) * 4,
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    elif SCALED:
-        return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r,r", [words, scales], dtype=(gl.int16,) * 4,
-            is_pure=True, pack=1,
-        )  # fmt: skip
+            PROGRAM, _operands(8, len(given)), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
+        )
     else:
         return gl.inline_asm_elementwise(
-            _program(FORMAT, NAME, SCALED, ZEROS, RAW), "=h,=h,=h,=h,r", [words], dtype=(gl.int16,) * 4, is_pure=True, pack=1,
-        )  # fmt: skip
+            PROGRAM, _operands(4, len(given)), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1
+        )
 
 
 @constexpr_function

@@ -1,9 +1,7 @@
 """A weight of fewer bits times one row to 64, its numbers from memory straight into the tensor cores' registers.
 
-Of a 16 x 16 factor of mma.m16n8k16 a thread holds rows g and g + 8 and four columns. In a sum over columns their order
-does not matter as long as both factors have the same: so each thread reads 16 bytes in a row of the weight, and what
-these stand for are its columns of several instructions. x is read in that order too. Nothing passes through shared
-memory but the warps' sums: each warp takes a share of the columns.
+See `fragments`. Each warp takes a share of the columns and waits for no other: nothing passes through shared memory but
+the warps' sums.
 """
 
 from typing import NamedTuple
@@ -11,132 +9,26 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.fragments import (
+    column_sums,
+    places,
+    scales_layout,
+    squares_layout,
+    weight_factor,
+    words_layout,
+    x_factor,
+    x_layout,
+)
 from accel_kernels.triton_kernels.launch import power_of_two
-from accel_kernels.triton_kernels.pairs import middle, pairs
+from accel_kernels.triton_kernels.pairs import middle
 from accel_kernels.triton_kernels.projection import apply_norm, both_biases
-
-# Names until Triton 3.6, and since.
-start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-wait_copies = async_copy.wait_group
-
-
-@constexpr_function
-def _bits(*places):
-    """Bases of a linear layout, one for each of (dimension, step) among three dimensions."""
-    return [[step if axis == dimension else 0 for axis in range(3)] for dimension, step in places]
-
-
-@constexpr_function
-def _powers(dimension, first, end):
-    found = []
-    while first < end:
-        found.append((dimension, first))
-        first *= 2
-    return found
-
-
-@constexpr_function
-def _layout(registers, lanes, warps, shape):
-    return gl.DistributedLinearLayout(_bits(*registers), _bits(*lanes), _bits(*_powers(0, 1, warps)), [], shape)
-
-
-@constexpr_function
-def words_layout(warps, rows, words):
-    """(warps, rows, 4 words): a thread's are neighbours; lanes 0-3 read up to 64 bytes of a row, all of them 8 rows."""
-    registers = [*_powers(2, 1, words), *_powers(1, 8, rows)]
-    lanes = [(2, words), (2, 2 * words), (1, 1), (1, 2), (1, 4)]
-    return _layout(registers, lanes, warps, [warps, rows, 4 * words])
-
-
-@constexpr_function
-def scales_layout(warps, rows):
-    """(warps, rows, 4): those of a thread's words."""
-    return _layout(_powers(1, 8, rows), [(2, 1), (2, 2), (1, 1), (1, 2), (1, 4)], warps, [warps, rows, 4])
-
-
-@constexpr_function
-def x_layout(warps, rows, columns):
-    """(warps, rows of x, columns): as many columns in a row as the thread has of the weight."""
-    own = columns // 4
-    registers = [*_powers(2, 1, own), *_powers(1, 8, rows)]
-    return _layout(
-        registers, [(2, own), (2, 2 * own), (1, 1), (1, 2), (1, 4)], warps, [warps, rows, columns]
-    )  # fmt: skip
-
-
-@constexpr_function
-def squares_layout(warps, rows, own):
-    """(warps, rows of x, 4, a thread's columns): `x_layout` with its last dimension in two."""
-    four = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).reg_bases]
-    lanes = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).lane_bases]
-    shares = [[*base, 0] for base in _bits(*_powers(0, 1, warps))]
-    return gl.DistributedLinearLayout(four, lanes, shares, [], [warps, rows, 4, own])
-
-
-@constexpr_function
-def x_copy_layout(warps, rows, columns):
-    """The same for copying: neighbouring lanes take neighbouring 16 bytes."""
-    lanes = [*_powers(2, 8, columns), *_powers(1, 1, rows)]
-    return _layout([(2, 1), (2, 2), (2, 4), *lanes[5:]], lanes[:5], warps, [warps, rows, columns])
-
-
-@gluon.jit
-def _weight_factor(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
-                   ZEROS: gl.constexpr, RAW: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """(S, N, 4 J) words as the left factor, (S, N, columns). scales, zeros: (S, N, 4), of each thread's words."""
-    S: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1]
-    J: gl.constexpr = words.shape[2] // 4
-    f = pairs(words, _spread(scales, J, SCALED), _spread(zeros, J, ZEROS), FORMAT, DTYPE, SCALED, ZEROS, RAW)
-    if FORMAT == "int4":
-        low = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
-        high = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
-        # Thread, word, number of a register, half of the instruction's columns, instruction of the word.
-        w = gl.join(low, high).reshape([S, N, 4, J, 2, 2, 2])
-        w = w.permute((0, 1, 3, 6, 5, 2, 4)).reshape([S, N, 32 * J])
-    else:
-        w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).reshape([S, N, 4, J, 2, 2])
-        w = w.permute((0, 1, 3, 5, 2, 4)).reshape([S, N, 16 * J])
-    return gl.convert_layout(w.to(DTYPE, bitcast=True), layout)
-
-
-@gluon.jit
-def _spread(values, J: gl.constexpr, GIVEN: gl.constexpr):
-    """(S, N, 4) as (S, N, 4 J), the bits of each twice in 32."""
-    if GIVEN:
-        twice = (values.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
-        S: gl.constexpr = values.shape[0]
-        N: gl.constexpr = values.shape[1]
-        if J >= 2:
-            twice = gl.join(twice, twice)
-        if J == 4:
-            twice = gl.join(twice, twice)
-        return twice.reshape([S, N, 4 * J])
-    else:
-        return values
-
-
-@gluon.jit
-def _x_factor(x, J: gl.constexpr, FORMAT: gl.constexpr, NEIGHBOURS: gl.constexpr, layout: gl.constexpr):
-    """(S, M, columns) of x as the right factor (S, columns, M), in the order of `_weight_factor`."""
-    S: gl.constexpr = x.shape[0]
-    M: gl.constexpr = x.shape[1]
-    if FORMAT == "int4":
-        x = x.reshape([S, M, 4, J, 2, 2, 2]).permute((0, 3, 5, 6, 2, 4, 1)).reshape([S, 32 * J, M])
-    elif NEIGHBOURS:
-        x = x.reshape([S, M, 4, J, 2, 2]).permute((0, 3, 4, 2, 5, 1)).reshape([S, 16 * J, M])
-    else:
-        x = x.reshape([S, M, 4, J, 2, 2]).permute((0, 3, 5, 2, 4, 1)).reshape([S, 16 * J, M])
-    return gl.convert_layout(x, layout)
 
 
 @gluon.jit
@@ -179,7 +71,7 @@ def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.cons
              ZEROS: gl.constexpr, BROAD: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
     """acc + weight times x. BROAD: what stands in 4-bit numbers beyond them is taken off the products, of sums of x."""
     if BROAD:
-        left = _weight_factor(words, s, z, FORMAT, DTYPE, False, False, FORMAT == "int4", LEFT)
+        left = weight_factor(words, s, z, FORMAT, DTYPE, False, False, FORMAT == "int4", LEFT)
         part = mma_v2(left, right, gl.zeros_like(acc))
         if FORMAT == "int4":
             above: gl.constexpr = middle(FORMAT, DTYPE)
@@ -191,21 +83,7 @@ def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.cons
             part += gl.expand_dims(z.to(gl.float32), 2) * sums
         return acc + part * gl.expand_dims(s.to(gl.float32), 2)
     else:
-        return mma_v2(_weight_factor(words, s, z, FORMAT, DTYPE, SCALED, ZEROS, False, LEFT), right, acc)
-
-
-@gluon.jit
-def _sums(right, ROWS: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
-    """(S, columns, M) of x as the sums of its columns, (S, ROWS, M), every row the same: a product with ones."""
-    S: gl.constexpr = right.shape[0]
-    M: gl.constexpr = right.shape[2]
-    ones = gl.full([S, 16, right.shape[1]], 1.0, right.dtype, LEFT)
-    sums = mma_v2(ones, right, gl.zeros([S, 16, M], gl.float32, MMA))
-    if ROWS >= 32:
-        sums = gl.join(sums, sums).permute((0, 3, 1, 2)).reshape([S, 32, M])
-    if ROWS >= 64:
-        sums = gl.join(sums, sums).permute((0, 3, 1, 2)).reshape([S, 64, M])
-    return gl.convert_layout(sums, MMA)
+        return mma_v2(weight_factor(words, s, z, FORMAT, DTYPE, SCALED, ZEROS, False, LEFT), right, acc)
 
 
 @gluon.jit(do_not_specialize=("m",))
@@ -233,17 +111,17 @@ def quantised_mma_kernel(
     X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     first = gl.program_id(0) * BLOCK_N
-    w_block, w_row, word = _places(num_warps, BLOCK_N, 4 * J, W)
+    w_block, w_row, word = places(num_warps, BLOCK_N, 4 * J, W)
     w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + word
     if BROAD:
         g_column = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
         g_row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
         g_column *= COLUMNS
     else:
-        g_column, g_row, thread = _places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
+        g_column, g_row, thread = places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
         g_column = g_column * COLUMNS + thread * OWN
     g_at = gl.minimum(first + g_row, n - 1) * GROUPS
-    x_share, x_row, column = _places(num_warps, BLOCK_M, COLUMNS, X)
+    x_share, x_row, column = places(num_warps, BLOCK_M, COLUMNS, X)
     x_column, x_mask = x_share * COLUMNS + column, x_row < m
     SPAN: gl.constexpr = COLUMNS * num_warps
     ring = ()
@@ -273,10 +151,10 @@ def quantised_mma_kernel(
                 squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
                 if HAS_NW:
                     x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
-            right = _x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
+            right = x_factor(x, J, FORMAT, NEIGHBOURS, RIGHT)
             sums = 0.0
             if BROAD and (FORMAT == "int4" or ZEROS):
-                sums = _sums(right, BLOCK_N, MMA, LEFT)
+                sums = column_sums(right, BLOCK_N, MMA, LEFT)
             acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
             if GATE:
                 acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, BROAD, LEFT)
@@ -317,31 +195,22 @@ def quantised_mma_kernel(
     gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
-def _places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout: gl.constexpr):
-    """Indices of the three dimensions, each (.., 1, ..)."""
-    share = gl.arange(0, SHARES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    last = gl.arange(0, LAST, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    return (
-        gl.expand_dims(gl.expand_dims(share, 1), 2),
-        gl.expand_dims(gl.expand_dims(row, 0), 2),
-        gl.expand_dims(gl.expand_dims(last, 0), 0),
-    )
-
-
 class Tile(NamedTuple):
-    """Rows of the weight to a program, warps, each of which takes a share of the columns, and steps that these are read
-    ahead of."""
+    """Rows of the weight to a program, warps, and how many steps ahead weights are read."""
 
     rows: int
     warps: int
-    depth: int = 2
+    depth: int
 
 
 def words(format: str, rows: int) -> int:
     """Of a thread: 16 bytes, 8 where x takes the registers."""
     return 2 if format == "int4" and rows > 16 else 4
+
+
+def x_depth(rows: int) -> int:
+    """How many steps ahead x is read: as far as registers hold it."""
+    return 2 if rows <= 8 else 1
 
 
 def columns(format: str, rows: int) -> int:
@@ -368,6 +237,20 @@ def quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scal
         float(norm.offset if inside else 0.0), float(scale),
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         GATE=gate, NORM=inside, HAS_NW=inside and norm.weight is not None, RESIDUAL=residual is not None,
-        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=2 if rows <= 8 else 1, J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps,
-        **pdl,
+        KIND=activation, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows),
+        J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps, **pdl,
     )  # fmt: skip
+
+
+def specimen(format: str, rows: int, gate: bool, norm: bool, tile: Tile):
+    """What a compile check builds: kernel, argument types, constants, warps."""
+    types = {f"{name}_ptr": "*bf16" for name in "x s us b c nw r y".split()}
+    types |= {"w_ptr": "*i32", "u_ptr": "*i32", "z_ptr": "*i8", "uz_ptr": "*i8", "m": "i32", "n": "i32"}
+    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
+    constants = {
+        "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format, "ZEROS": gate and format == "int4",
+        "HAS_BIAS": False, "GATE": gate, "NORM": norm, "HAS_NW": norm, "RESIDUAL": not gate,
+        "KIND": "silu" if gate else None, "BLOCK_M": max(8, rows), "BLOCK_N": tile.rows, "J": words(format, rows),
+        "DEPTH": tile.depth, "X_DEPTH": x_depth(rows), "PDL": False, "num_warps": tile.warps,
+    }  # fmt: skip
+    return quantised_mma_kernel, types, constants, tile.warps
