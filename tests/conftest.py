@@ -35,6 +35,8 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
     def double(value):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(double, value))
+        if isinstance(value, torch.dtype):  # of the result
+            return torch.float64
         wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1  # others are codes
         return value.double() if wide else value
 
