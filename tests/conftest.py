@@ -265,6 +265,7 @@ LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
 for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
+load("diffusion/denoisers")
 
 
 @pytest.fixture
