@@ -60,7 +60,8 @@ def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, see
             records[name].repeat(seed)
             records[name].measure()
     # Over the same weights nothing is lossy but the step cache.
-    told = lossy if any(plan.options.step_cache is not None for plan in plans.values()) else None
+    cached = any(plan.options.step_cache is not None for plan in plans.values())
+    told = lossy if cached or not held else None
     parts = {name: replace(record.judge(seed), lossy=told) for name, record in records.items()}
     if held:
         whole = replace(whole, note="; ".join(filter(None, (whole.note, _told(held)))))

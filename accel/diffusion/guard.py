@@ -5,14 +5,14 @@ from torch import nn
 from accel.diffusion.saving import SAVE, Saving
 from accel.patch import Patch
 
-FUSE = "fuse_lora"
+MERGING = ("fuse_lora", "fuse_qkv_projections")  # methods that make new weights of the old ones
 
 
 class Guard:
     """A patch: the model's methods that stand for as long as its linears are quantised. See `Swap`."""
 
     def __init__(self, model: nn.Module):
-        methods = {SAVE: Saving(model), FUSE: Refusal(type(model).__name__)}
+        methods = {SAVE: Saving(model)} | {name: Refusal(f"{type(model).__name__}.{name}") for name in MERGING}
         here = {name: method for name, method in methods.items() if hasattr(model, name) and name not in vars(model)}
         self.patches = [Patch(model, name, method) for name, method in here.items()]
 
@@ -30,13 +30,13 @@ class Guard:
 
 
 class Refusal:
-    """Stands in `vars(model)["fuse_lora"]`: refused as a whole, before convolutions have taken their part in."""
+    """Stands in the place of a method that merges weights: refused as a whole, before some are merged."""
 
     def __init__(self, name: str):
         self.name = name
 
     def __call__(self, *args, **kwargs) -> None:
         raise RuntimeError(
-            f"{self.name}.fuse_lora: adapters cannot be merged into quantised weights; they work as they are, or call "
-            "accel.restore, merge, and call accel.optimize again"
+            f"{self.name}: quantised weights cannot be merged, with adapters or with one another; "
+            "call accel.restore, merge, and call accel.optimize again"
         )

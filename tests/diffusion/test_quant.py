@@ -245,8 +245,10 @@ def test_lora_on_top(tiny, unet):
     with_lora = run(model, inputs)
     close(with_lora, run(twin, inputs))
     assert float((with_lora - plain).abs().max()) > 1e-3
-    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: adapters cannot be merged into quantised"):
+    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: quantised weights cannot be merged"):
         model.fuse_lora()
+    with pytest.raises(RuntimeError, match="fuse_qkv_projections: quantised weights cannot be merged"):
+        model.fuse_qkv_projections()
     layer = model.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     for safe in (False, True):
         with pytest.raises(RuntimeError, match="nor can adapters be merged into it"):
@@ -292,7 +294,7 @@ def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
     close(run(loaded, inputs), wanted)
     assert torch.equal(run(model, inputs), wanted) and held_by(model)
     accel.restore(model)
-    assert not {"save_pretrained", "fuse_lora"} & set(vars(model))
+    assert not {"save_pretrained", "fuse_lora", "fuse_qkv_projections"} & set(vars(model))
 
 
 @pytest.mark.parametrize("buffers", [True, False])
@@ -370,6 +372,20 @@ def test_verify_of_a_model_alone(tiny, unet):
     quality = accel.verify(model, **tiny.inputs(model))
     assert quality.passed and quality.lossy == "weights='int8'" and 30 < quality.psnr_db < 80
     assert quality.parts["over the same weights"].psnr_db > 100
+
+
+def test_with_the_step_cache(pipe):
+    def drawn():
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a handwritten two", generator=generator, num_inference_steps=12, output_type="pt").images
+
+    stock = copy.deepcopy(pipe.unet)
+    accel.optimize(pipe, weights="int8", step_cache=3)
+    quantised, ours = pipe.unet, drawn()
+    assert accel.report(pipe).fallbacks == []
+    pipe.unet = rounded(stock, quantised)
+    accel.optimize(pipe, step_cache=3)
+    torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
 
 
 def test_a_pipeline_is_saved_and_quantised_anew(pipe, tmp_path, tiny):
