@@ -98,7 +98,7 @@ def run(
     """Runs a case and gives its result as one dict, ready for JSON. Raises WrongResult before any figure.
 
     weights: `Options.weights` of what is called accel; how exact it is, is then asked over the same rounded weights,
-    and how far from stock it is told as `quality`.
+    and how far from stock it is told as `lost`.
     """
     result = {
         "case": case.name if weights is None else f"{case.name}-{weights}",
@@ -141,7 +141,7 @@ def _side_by_side(case, device, dtype, compiled, weights, budget_s, stage) -> di
     in_process_s = seconds(lambda: (accel.optimize(module, **options), case.call(module, inputs[0])), device)
     ours = outputs()
     if weights is not None:
-        result["quality"] = quantised.lost(module, ours, stock)
+        result["lost"] = quantised.lost(module, ours, stock)
         result["weights"] = weights
         result["error"] = _check(ours, *quantised.over_the_same_weights(case, module, inputs, dtype))
     else:

@@ -75,7 +75,7 @@ def bench(
             progress.update(task, completed=start + len(stages))
     if done:
         console.print(results.table(done))
-    for result in (result for result in done if "quality" in result):
+    for result in (result for result in done if "lost" in result):
         console.print(results.lost(result), highlight=False)
     for failed in (result for result in done if "compile_failed" in result):
         console.print(

@@ -23,7 +23,7 @@ def dequantise_kernel(
     at = row.to(tl.int64)[:, None] * words + word[None, :]
     packed = tl.load(w_ptr + at, mask=inside, other=0)
     # Every number of these formats is one of float16.
-    numbers = factor(packed[None], FORMAT, tl.float16, MANNER).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
+    numbers = factor(packed[None, :, :], FORMAT, tl.float16, MANNER).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
     if GROUPS == 1:
         scale = tl.load(s_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
         if ZEROS:
