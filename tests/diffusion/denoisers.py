@@ -69,4 +69,5 @@ def given(name: str, seed: int = 0) -> dict:
     inputs["pooled_projections"] = rand(2, 16)
     if name == "sd3":
         return inputs | {"hidden_states": rand(2, 4, 8, 6)}
+    inputs["timestep"] /= 1000  # this one counts from 0 to 1
     return inputs | {"hidden_states": rand(2, 12, 16), "img_ids": torch.zeros(12, 3), "txt_ids": torch.zeros(5, 3)}
