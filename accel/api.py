@@ -33,10 +33,13 @@ def optimize(obj, **options):
     """
     chosen = parse(options)
     parts = _parts(obj)
-    for name in ("weights", "kv_cache"):
+    for name, taken, kinds in (
+        ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
+        ("kv_cache", _is_language_model, "causal language models"),
+    ):
         value = getattr(chosen, name)
-        if value is not None and not any(map(_is_language_model, parts.values())):
-            raise ValueError(f"{name}={value!r}: for causal language models; a {type(obj).__name__} holds none")
+        if value is not None and not any(map(taken, parts.values())):
+            raise ValueError(f"{name}={value!r}: for {kinds}; a {type(obj).__name__} holds none")
     before = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken, applied = [], []
     try:
@@ -166,6 +169,7 @@ def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
 
 def _plan(part: object, context: Context) -> Plan:
     from accel.diffusion import family, pipeline, schedulers
+    from accel.diffusion.linears import denoises
 
     own = replace(context, ledger=Ledger())
     if isinstance(part, nn.Module):
@@ -174,6 +178,10 @@ def _plan(part: object, context: Context) -> Plan:
 
             return LanguagePlan(part, own)
         own.graph_paths = family.graph_paths(part)
+        if context.options.weights is not None and denoises(part):
+            from accel.diffusion.plan import DenoiserPlan
+
+            return DenoiserPlan(part, own)
         return Plan(part, family.RULES, own)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.PipelinePlan(part, own)
 
@@ -186,6 +194,12 @@ def _is_language_model(part: object) -> bool:
     from accel.llm import family
 
     return family.is_causal_lm(part)
+
+
+def _takes_weights(part: object) -> bool:
+    from accel.diffusion.linears import denoises
+
+    return _is_language_model(part) or denoises(part)
 
 
 def _settle_step_cache(obj, wanted: int | str) -> None:

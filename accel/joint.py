@@ -14,7 +14,8 @@ from torch import nn
 
 from accel.passes import Passes
 from accel.patch import Stacked, stack_rows, stacked_rows
-from accel.structure import plain
+from accel.quant.module import QuantisedLinear, in_rows
+from accel.quant.product import multiplied, placed, plain_linear, product
 
 MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs for a moment on top
 MARK = "_accel_joint"  # where a tensor carries the outputs that are still to be taken
@@ -34,9 +35,9 @@ class JointLinears:
 
     def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
         """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
-        size = sum(layer.weight.nbytes for layer in layers)
+        size = sum(map(_bytes, layers))
         for group in self.groups:
-            if alike(group[0], layers[0]) and size + sum(layer.weight.nbytes for layer in group) <= MOST_BYTES:
+            if alike(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
                 group += layers
                 return ()
         self.groups.append(list(layers))
@@ -48,7 +49,7 @@ class JointLinears:
         if kept is not None:
             return kept
         if not self.passes.tracked or x.is_inference():  # an inference tensor does not tell when it changes
-            return F.linear(before(x), layer.weight, layer.bias)
+            return product(layer, before(x))
         stamp = (x._version, threading.get_ident(), self.passes.number)
         waiting = vars(x).get(MARK)
         if waiting is None or waiting[0] != stamp or id(layer) not in waiting[1]:
@@ -58,11 +59,12 @@ class JointLinears:
         if not waiting[1]:
             del vars(x)[MARK]
         # A layer on another device or in another dtype than x is torch's to refuse.
-        return F.linear(before(x), layer.weight, layer.bias) if output is None else output
+        return product(layer, before(x)) if output is None else output
 
     def versions(self) -> int:
         """Grows with every change in place of a weight or bias that autograd counts."""
-        return sum(p._version for group in self.groups for layer in group for p in layer.parameters())
+        held = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
+        return sum(tensor._version for tensor in held if tensor is not None)
 
     def keep(self, x: torch.Tensor) -> None:
         """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
@@ -79,7 +81,7 @@ class JointLinears:
 
     def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
         here = (x.device, x.dtype)  # under offload the others may be elsewhere
-        return [m for m in group if plain(m, nn.Linear) is None and (m.weight.device, m.weight.dtype) == here]
+        return [m for m in group if plain_linear(m) is None and placed(m) == here]
 
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
@@ -95,22 +97,40 @@ def together(
     stack: put them there if they do not, as after a move to another dtype or device gave each its own storage again.
     """
     stack = stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    weight, bias = (_whole([getattr(layer, name) for layer in layers], stack) for name in ("weight", "bias"))
-    if weight is None or (bias is None and any(layer.bias is not None for layer in layers)):
-        return [linear(x, layer.weight, layer.bias) for layer in layers]
-    return linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+    whole = _stacked(layers, stack) if len({type(layer) for layer in layers}) == 1 else None
+    if whole is None:
+        return [product(layer, x, multiply=linear) for layer in layers]
+    *weight, bias = whole
+    weight = layers[0].read(*weight) if type(layers[0]) is QuantisedLinear else weight[0]
+    return multiplied(x, weight, bias, linear).split([layer.out_features for layer in layers], dim=-1)
 
 
 def alike(a: nn.Linear, b: nn.Linear) -> bool:
     """Whether their weights can lie in one storage."""
-    return (
-        a.in_features == b.in_features
-        and (a.bias is None) == (b.bias is None)
-        and (a.weight.dtype, a.weight.device) == (b.weight.dtype, b.weight.device)
-    )
+
+    def kinds(linear: nn.Linear) -> list:
+        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in in_rows(linear)]
+
+    return type(a) is type(b) and placed(a) == placed(b) and kinds(a) == kinds(b)
 
 
-def _whole(parts: list[torch.Tensor | None], stack: bool) -> torch.Tensor | None:
+def _bytes(linear: nn.Linear) -> int:
+    """Of its weight where it is multiplied, written out if it is quantised."""
+    return linear.in_features * linear.out_features * placed(linear)[1].itemsize
+
+
+def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[torch.Tensor | None] | None:
+    """What `in_rows` gives, of all layers as one; None where that lies apart."""
+    wholes = []
+    for parts in zip(*map(in_rows, layers), strict=True):
+        whole = None if all(part is None for part in parts) else _whole(parts, stack)
+        if whole is None and any(part is not None for part in parts):
+            return None
+        wholes.append(whole)
+    return wholes
+
+
+def _whole(parts: Sequence[torch.Tensor | None], stack: bool) -> torch.Tensor | None:
     if any(part is None for part in parts):
         return None
     whole = stacked_rows(parts)

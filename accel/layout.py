@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from accel.quant.product import product
 from accel.structure import pointwise
 
 MOMENTS = "_accel_moments"  # where an image carries the moments of its channels
@@ -54,7 +55,9 @@ def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tens
 
 def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear=F.linear) -> torch.Tensor:
     """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
-    return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
+    if isinstance(layer, nn.Conv2d):
+        return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
+    return product(layer, rows, bias, linear)
 
 
 def project_image(x: torch.Tensor, conv: nn.Conv2d, linear=F.linear) -> torch.Tensor:

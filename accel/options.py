@@ -26,10 +26,11 @@ class Options:
     step_cache: lossy. The deep layers of UNets run in every n-th call of a denoising loop only; give n, 2 or more, or
         a quality such as "35dB": the largest n whose images keep that PSNR, measured when a text-to-image pipeline is
         optimised. None: every call is computed whole.
-    weights: lossy, for causal language models. The linear layers inside the decoder layers are stored in fewer bits,
-        rounded to nearest: "int8" and "fp8" (float8_e4m3fn) with a scale a row, "int4" with one for 128 columns of a
-        row, "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead
-        of being symmetric. None leaves them as they are.
+    weights: lossy, for causal language models and denoisers. The linear layers inside the decoder layers, or inside the
+        blocks and embeddings of a UNet or diffusion transformer, are stored in fewer bits, rounded to nearest: "int8"
+        and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
+        "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead of
+        being symmetric. None leaves them as they are.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from accel.quant.module import in_rows
 from accel.structure import stock_method
 
 
@@ -137,17 +138,18 @@ class Stacked:
         self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
 
     def apply(self) -> None:
-        for name in ("weight", "bias"):
-            stack_rows([getattr(linear, name) for linear in self.linears])
+        if len({type(linear) for linear in self.linears}) == 1:
+            for parts in zip(*map(in_rows, self.linears), strict=True):
+                stack_rows(parts)
 
     def check(self) -> None:
         """Nothing to conflict with: values and shapes are the user's own."""
 
     def undo(self) -> None:
         for linear in self.linears:
-            for parameter in (linear.weight, linear.bias):
-                if parameter is not None and parameter.untyped_storage().nbytes() != parameter.nbytes:
-                    set_data(parameter, torch.clone)
+            for tensor in in_rows(linear):
+                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    set_data(tensor, torch.clone)
 
 
 def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

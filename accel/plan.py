@@ -1,6 +1,7 @@
 """From a model to patches: every site asked of every rule, applied all or nothing, undone last in, first out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from accel.loop import Loop
 from accel.options import Options
 from accel.patch import ForwardPatch, foreign_forward
 from accel.probe import Probe
+from accel.quant.module import dequantising
+from accel.quant.swap import Swap
 from accel.rule import Match, Rule, Skip
 from accel.site import Site
 
@@ -128,3 +131,24 @@ class Plan:
         for patch in reversed(self.patches):
             patch.undo()
         self.pool.clear()
+
+    @contextmanager
+    def unfused(self) -> Iterator[None]:
+        """Inside, the model is stock but for its quantised linears, which multiply by torch's own products."""
+        with self._only(Swap):
+            yield
+
+    @contextmanager
+    def _only(self, kept: type) -> Iterator[None]:
+        patches = [patch for patch in self.patches if not isinstance(patch, kept)]
+        for patch in patches:
+            patch.check()
+        try:
+            for patch in reversed(patches):
+                patch.undo()
+            self.pool.clear()
+            with dequantising(self.root):
+                yield
+        finally:
+            for patch in patches:
+                patch.apply()

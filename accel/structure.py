@@ -1,5 +1,7 @@
 """What a module is made of: exact types, and nothing attached that a fused forward would leave out."""
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -98,8 +100,11 @@ def meta_weights(module: nn.Module) -> bool:
 
 
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the first floating parameter; CPU and float32 for a module without any."""
-    for tensor in module.parameters():
+    """Device and dtype of the first floating parameter, or buffer where there is none: scales, of quantised linears.
+
+    CPU and float32 for a module without any.
+    """
+    for tensor in chain(module.parameters(), module.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.float32

@@ -32,10 +32,15 @@ SEEN = 1 / 256
 DRIFT = 1 + LIMIT
 # On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
 CALLS_ON_GPU = 3
+SAME_WEIGHTS = "over the same weights"  # the part that is judged of a single model whose weights are quantised
 
 
 def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, seed: int) -> Quality:
-    """Quality of obj(*args, **kwargs), judged; obj is optimised by `plans`, before and after."""
+    """Quality of obj(*args, **kwargs), judged; obj is optimised by `plans`, before and after.
+
+    Where weights are quantised the whole is compared with the original weights and told as lossy; what is judged, of
+    the model that holds them, is against stock code over the same quantised weights.
+    """
     call = Call(obj, args, _as_tensors(obj, args, kwargs), seed)
     lossy = ", ".join(filter(None, dict.fromkeys(plan.options.lossy for plan in plans.values()))) or None
     ours = call()
@@ -44,16 +49,41 @@ def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, see
         with recorder:
             stock = call()
         records = recorder.records()
-        for record in records.values():
-            record.measure()
+        held = {name: plan for name in records if (plan := _plan_of(name, plans)).weights}
+        for name in records.keys() - held.keys():
+            records[name].measure()
         whole = replace(compare(stock, ours), lossy=lossy, note=recorder.note())
         if "" not in records and lossy is None:
             whole = _judged_by_drift(whole, stock, call, records)
-    parts = {name: replace(record.judge(seed), lossy=lossy) for name, record in records.items()}
+    for name, plan in held.items():
+        with plan.unfused():
+            records[name].repeat(seed)
+            records[name].measure()
+    # Over the same weights nothing is lossy but the step cache.
+    cached = any(plan.options.step_cache is not None for plan in plans.values())
+    told = lossy if cached or not held else None
+    parts = {name: replace(record.judge(seed), lossy=told) for name, record in records.items()}
+    if held:
+        whole = replace(whole, note="; ".join(filter(None, (whole.note, _told(held)))))
     if "" in parts:  # a single model, and obj itself is what was recorded
-        alone = parts[""]
-        return replace(alone, finite=alone.finite and whole.finite)
+        alone = parts.pop("")
+        if not held:
+            return replace(alone, finite=alone.finite and whole.finite)
+        parts[SAME_WEIGHTS] = alone
     return replace(whole, parts=parts)
+
+
+def _plan_of(name: str, plans: Mapping[str, Plan]) -> Plan:
+    """Whose model is recorded by this name: its own, or a child of it."""
+    return plans[name] if name in plans else plans.get(name.partition(".")[0], plans.get(""))
+
+
+def _told(held: Mapping[str, Plan]) -> str:
+    names = ", ".join(filter(None, held))
+    note = f"{names or 'the model'} by itself is judged against stock code over the same quantised weights"
+    if all(row["reversible"] for plan in held.values() for row in plan.weights):
+        return note
+    return f"{note}; so is the whole, where the original weights were not kept"
 
 
 class Call:
@@ -93,6 +123,11 @@ class Record:
         del self.inputs[1:], self.outputs[1:]
         self.inputs.append(inputs)
         self.outputs.append(outputs)
+
+    def repeat(self, seed: int) -> None:
+        """What the module as it is now makes of the same inputs takes the place of what was recorded."""
+        with seeded(seed):
+            self.outputs = [self.run(self.module, *_cloned(given)) for given in self.inputs]
 
     @property
     def unit(self) -> float:

@@ -35,6 +35,8 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
     def double(value):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(double, value))
+        if isinstance(value, torch.dtype):  # of the result
+            return torch.float64
         wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1  # others are codes
         return value.double() if wide else value
 
@@ -263,6 +265,7 @@ LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
 for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
+load("diffusion/denoisers")
 
 
 @pytest.fixture

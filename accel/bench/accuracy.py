@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accel.bench.cases import Case
-from accel.precision import full_precision
+from accel.precision import finer, full_precision
 
 # The optimised module may err at most this many times as much as stock does in the same dtype.
 LIMIT = 2.0
@@ -20,10 +20,13 @@ def _cast(value, dtype: torch.dtype):
 
 def reference(case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs of an upcast copy of the module: float32, or float64 where the module is in float32 itself."""
-    upcast = torch.float64 if dtype == torch.float32 else torch.float32
-    twin = nn.Module.to(copy.deepcopy(module), upcast)
+    return in_full(case, nn.Module.to(copy.deepcopy(module), finer(dtype)), inputs, dtype)
+
+
+def in_full(case: Case, twin: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Outputs of such a copy, on inputs cast to it. dtype: of the module that it is a copy of."""
     with full_precision():
-        return [case.call(twin, _cast(kwargs, upcast)) for kwargs in inputs]
+        return [case.call(twin, _cast(kwargs, finer(dtype))) for kwargs in inputs]
 
 
 def relative_error(outputs: list[torch.Tensor], references: list[torch.Tensor]) -> float:

@@ -55,3 +55,11 @@ def table(results: list[dict]) -> Table:
                 end_section=variant == "accel",
             )
     return shown
+
+
+def lost(result: dict) -> str:
+    """One line: how far quantised weights put a case from stock."""
+    told = result["lost"]
+    psnr = "equal to stock" if told["psnr_db"] is None else f"PSNR {told['psnr_db']:.1f} dB from stock"
+    sizes = " instead of ".join(f"{told['weights_mb'][name]:,.0f}" for name in ("accel", "stock"))
+    return f"{result['case']}: {psnr}; {sizes} MiB of weights; errors are against the same rounded weights"

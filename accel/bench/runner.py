@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench import accuracy
+from accel.bench import accuracy, quantised
 from accel.bench.cases import Case, shapes
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import peak_mb, release
@@ -91,12 +91,17 @@ def run(
     *,
     compiled: bool = True,
     ready: bool = True,
+    weights: str | None = None,
     budget_s: float = 2.0,
     stage: Callable[[str], None] = lambda name: None,
 ) -> dict:
-    """Runs a case and gives its result as one dict, ready for JSON. Raises WrongResult before any figure."""
+    """Runs a case and gives its result as one dict, ready for JSON. Raises WrongResult before any figure.
+
+    weights: `Options.weights` of what is called accel; how exact it is, is then asked over the same rounded weights,
+    and how far from stock it is told as `lost`.
+    """
     result = {
-        "case": case.name,
+        "case": case.name if weights is None else f"{case.name}-{weights}",
         "about": case.about,
         "date": now(),
         "commit": commit(),
@@ -104,9 +109,9 @@ def run(
         "dtype": str(dtype).removeprefix("torch."),
     }
     stage(STAGES[0])
-    result["ready"] = time_to_ready(case, device, dtype) if ready else {}
+    result["ready"] = time_to_ready(case, device, dtype) if ready and weights is None else {}
     try:
-        found = _side_by_side(case, device, dtype, compiled, budget_s, stage)
+        found = _side_by_side(case, device, dtype, compiled, weights, budget_s, stage)
     finally:
         if compiled:
             torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
@@ -116,7 +121,7 @@ def run(
 
 
 @torch.no_grad()
-def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
+def _side_by_side(case, device, dtype, compiled, weights, budget_s, stage) -> dict:
     stage(STAGES[1])
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)
@@ -132,14 +137,25 @@ def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
     stock_memory = peak_mb(device, outputs, outputs)
 
     stage(STAGES[3])
-    in_process_s = seconds(lambda: (accel.optimize(module), case.call(module, inputs[0])), device)
-    result["error"] = _check(outputs(), stock, exact)
+    options = {} if weights is None else {"weights": weights}
+    in_process_s = seconds(lambda: (accel.optimize(module, **options), case.call(module, inputs[0])), device)
+    ours = outputs()
+    if weights is not None:
+        result["lost"] = quantised.lost(module, ours, stock)
+        result["weights"] = weights
+        result["error"] = _check(ours, *quantised.over_the_same_weights(case, module, inputs, dtype))
+    else:
+        result["error"] = _check(ours, stock, exact)
     result["sites"] = _sites(accel.report(module))
     accel.restore(module)
     result["restored_bit_equal"] = _equal(outputs(), stock) if repeatable else None
     if result["restored_bit_equal"] is False:
         raise WrongResult("after accel.restore the module's output is not stock's any more")
-    accel_memory = peak_mb(device, lambda: (accel.optimize(module), outputs()), outputs)
+    if weights is None:
+        accel_memory = peak_mb(device, lambda: (accel.optimize(module), outputs()), outputs)
+    else:
+        accel.optimize(module, **options)  # beforehand: while it rounds, the originals are there too
+        accel_memory = peak_mb(device, outputs, outputs)
     result["peak_memory_mb"] = {"stock": stock_memory, "accel": accel_memory}
     accel.restore(module)
 
@@ -160,7 +176,7 @@ def _side_by_side(case, device, dtype, compiled, budget_s, stage) -> dict:
             steps["compile"] = step
 
     stage(STAGES[5])
-    accel.optimize(module)
+    accel.optimize(module, **options)
     steps["accel"] = _step(case, module, inputs)
     for name, timing in compare(steps, device, budget_s=budget_s).items():
         result[name] = timing.to_dict()

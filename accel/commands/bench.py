@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
+from accel.options import WEIGHTS
 
 
 def bench(
@@ -22,6 +23,9 @@ def bench(
     ] = None,
     ready: Annotated[bool, typer.Option(help="measure a case's time to ready, in fresh processes")] = True,
     seconds: Annotated[float, typer.Option(min=0.01, help="about how long to time each variant")] = 2.0,
+    weights: Annotated[
+        str | None, typer.Option(help="cases: of accel.optimize, such as int8; stock keeps its own; no time to ready")
+    ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     prompt: Annotated[str | None, typer.Option(help="folder of a pipeline: what to draw")] = None,
@@ -38,10 +42,13 @@ def bench(
     given = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
     if not folders and (without := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
+    if weights is not None:
+        _checked(weights, folders, chosen)
     compiled = place.type == "cuda" if compiled is None else compiled
 
     def run_case(case, stage) -> dict:
-        return runner.run(case, place, kind, compiled=compiled, ready=ready, budget_s=seconds, stage=stage)
+        given = {"compiled": compiled, "ready": ready, "weights": weights, "budget_s": seconds}
+        return runner.run(case, place, kind, **given, stage=stage)
 
     def run_folder(path, stage) -> dict:
         try:
@@ -68,6 +75,8 @@ def bench(
             progress.update(task, completed=start + len(stages))
     if done:
         console.print(results.table(done))
+    for result in (result for result in done if "lost" in result):
+        console.print(results.lost(result), highlight=False)
     for failed in (result for result in done if "compile_failed" in result):
         console.print(
             f"{failed['case']}: torch.compile failed: {failed['compile_failed']}", highlight=False, markup=False
@@ -93,6 +102,15 @@ def _chosen(given: list[str], device) -> tuple[list[Path], list]:
         unknown = ", ".join(repr(name) for name in error.args)
         message = f"unknown: {unknown}; give a folder with a saved model, or a case: {valid}"
         raise typer.BadParameter(message, param_hint="CASES") from None
+
+
+def _checked(weights: str, folders: list[Path], cases: list) -> None:
+    valid = [name for name in WEIGHTS if not name.startswith("int4")]
+    if weights not in valid:
+        raise typer.BadParameter(f"{weights!r} is none of {', '.join(valid)}", param_hint="--weights")
+    others = [str(path) for path in folders] + [case.name for case in cases if case.entry != "forward"]
+    if others:
+        raise typer.BadParameter(f"for cases of UNets; not for {', '.join(others)}", param_hint="--weights")
 
 
 def _stage(progress, task, name: str, stages: tuple[str, ...]) -> Callable[[str], None]:

@@ -14,8 +14,9 @@ from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise
 from accel.passes import Passes
 from accel.patch import Stacked
 from accel.probe import example
+from accel.quant.product import plain_linear, product
 from accel.rule import Match, Skip
-from accel.structure import all_plain, foreign_processor, holds, meta_weights, plain, untouched
+from accel.structure import all_plain, foreign_processor, holds, meta_weights, untouched
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 
@@ -73,7 +74,7 @@ class AttentionForward(FastForward):
         out = out.transpose(1, 2).reshape(rows.shape[0], -1, q.shape[1] * q.shape[3])
         last = m.to_out[0]
         defer = defer and out.is_cuda
-        out = self.kernels.linear(out, last.weight, None if defer else last.bias)
+        out = product(last, out, not defer, self.kernels.linear)
         return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
 
     def adds_nothing(self) -> bool:
@@ -86,16 +87,14 @@ class AttentionForward(FastForward):
         if context is None:
             q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
         else:
-            q = self.kernels.linear(x, m.to_q.weight, m.to_q.bias)
+            q = product(m.to_q, x, multiply=self.kernels.linear)
             k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))
         return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
 
 
 def _leaves(m: nn.Module) -> str | None:
-    projections = (m.to_q, m.to_k, m.to_v, m.to_out[0])
-    return all_plain(*((layer, nn.Linear) for layer in projections), (m.group_norm, nn.GroupNorm)) or untouched(
-        *m.to_out
-    )
+    reasons = map(plain_linear, (m.to_q, m.to_k, m.to_v, m.to_out[0]))
+    return next(filter(None, reasons), None) or all_plain((m.group_norm, nn.GroupNorm)) or untouched(*m.to_out)
 
 
 def match_attention(site, context) -> Match | Skip | None:
@@ -114,7 +113,7 @@ def match_attention(site, context) -> Match | Skip | None:
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
-    reason = reason or plain(m.to_out[0], nn.Linear) or _leaves(m)
+    reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is None:
         plain_kernels, own = context.kernels.plain(), JointLinears(Passes())
         candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, type(m.processor), own, stack=False)

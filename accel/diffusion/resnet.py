@@ -13,6 +13,7 @@ from accel.joint import JointLinears
 from accel.layout import convolve, moments_kept, nhwc, normalise, project_image
 from accel.passes import Passes
 from accel.probe import example
+from accel.quant.product import plain_linear
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
 
@@ -47,11 +48,13 @@ class ResnetForward(FastForward):
 
 def _leaves(m: nn.Module) -> str | None:
     norms, convolutions = (m.norm1, m.norm2), (m.conv1, m.conv2, m.conv_shortcut)
-    return all_plain(
+    reason = all_plain(
         *((norm, nn.GroupNorm) for norm in norms),
         *((conv, nn.Conv2d) for conv in convolutions),
-        (m.time_emb_proj, nn.Linear),
-    ) or untouched(m.nonlinearity, getattr(m, "dropout", None))
+    )
+    if reason is None and m.time_emb_proj is not None:
+        reason = plain_linear(m.time_emb_proj)
+    return reason or untouched(m.nonlinearity, getattr(m, "dropout", None))
 
 
 def match_resnet(site, context) -> Match | Skip | None:

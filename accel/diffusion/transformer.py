@@ -11,6 +11,7 @@ from accel.diffusion.attention import AttentionForward
 from accel.forward import FastForward
 from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise, project
 from accel.probe import example
+from accel.quant.product import matrix, plain_linear, product
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
 
@@ -101,13 +102,13 @@ class TransformerBlockForward(FastForward):
     def _feed_forward(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         net = self.module.ff.net
         up, down = getattr(net[0], "proj", None), net[2]
-        reason = plain(up, nn.Linear) or plain(down, nn.Linear) or untouched(self.module.ff, *net)
+        reason = plain_linear(up) or plain_linear(down) or untouched(self.module.ff, *net)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
             return self.module.ff(x), None
-        h = self.kernels.linear_geglu(x, up.weight, up.bias)
+        h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)
         defer = h.is_cuda
-        return self.kernels.linear(h, down.weight, None if defer else down.bias), down.bias if defer else None
+        return product(down, h, not defer, self.kernels.linear), down.bias if defer else None
 
 
 class TransformerStackForward(FastForward):
@@ -166,7 +167,7 @@ def _norms(m: nn.Module) -> str | None:
 
 def _projections(m: nn.Module) -> str | None:
     for layer in (m.proj_in, m.proj_out):
-        reason = plain(layer, nn.Linear, nn.Conv2d)
+        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d)
         if reason is not None:
             return reason
         if isinstance(layer, nn.Conv2d) and not pointwise(layer):
@@ -182,7 +183,7 @@ def match_transformer_block(site, context) -> Match | Skip | None:
     if not hasattr(m, "only_cross_attention") or getattr(m, "pos_embed", None) is not None:
         return Skip("a transformer block of another make")
     net = getattr(m.ff, "net", ())
-    if len(net) < 3 or plain(getattr(net[0], "proj", None), nn.Linear) or plain(net[2], nn.Linear):
+    if len(net) < 3 or plain_linear(getattr(net[0], "proj", None)) or plain_linear(net[2]):
         return Skip("a feed-forward of another make")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")

@@ -8,10 +8,8 @@ from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
 from accel.llm.quant.arrival import Arrival
-from accel.llm.quant.quantisation import RULE
 from accel.plan import Context, Plan, Row
-from accel.quant.module import dequantising
-from accel.quant.swap import Swap
+from accel.quant.quantisation import RULE
 
 
 class LanguagePlan(Plan):
@@ -46,30 +44,9 @@ class LanguagePlan(Plan):
         self.rows += [Row(path, RULE, status, reason) for path, status, reason in arrival.rows]
 
     @contextmanager
-    def unfused(self) -> Iterator[None]:
-        """Inside, the model is stock but for its quantised linears, which multiply by torch's own products."""
-        with self._only(Swap):
-            yield
-
-    @contextmanager
     def as_arrived(self) -> Iterator[None]:
-        """The same, but what was quantised here has its original weights. Linears that arrived quantised stay ours: in
-        a call of their own, compressed-tensors would dequantise them for good.
+        """As `unfused`, but what was quantised here has its original weights. Linears that arrived quantised stay ours:
+        in a call of their own, compressed-tensors would dequantise them for good.
         """
         with self._only(Arrival):
             yield
-
-    @contextmanager
-    def _only(self, kept: type) -> Iterator[None]:
-        patches = [patch for patch in self.patches if not isinstance(patch, kept)]
-        for patch in patches:
-            patch.check()
-        try:
-            for patch in reversed(patches):
-                patch.undo()
-            self.pool.clear()
-            with dequantising(self.root):
-                yield
-        finally:
-            for patch in patches:
-                patch.apply()

@@ -72,6 +72,13 @@ class QuantisedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.scheme}"
 
 
+def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
+    """All of a linear that has a row for every output: weight and bias; of a quantised one its parts and the bias."""
+    if type(linear) is QuantisedLinear:
+        return linear.data, linear.scales, linear.zeros, linear.bias
+    return linear.weight, linear.bias
+
+
 def _stored(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8) if data.is_floating_point() else data
 

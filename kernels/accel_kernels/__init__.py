@@ -6,6 +6,7 @@ else its plain-torch reference, with the same result up to rounding. Knows nothi
 
 from accel_kernels.attend import attend
 from accel_kernels.attention import attention
+from accel_kernels.dequantise import dequantise
 from accel_kernels.experts import experts
 from accel_kernels.fp8_linear import fp8_linear
 from accel_kernels.gated import gated
@@ -30,6 +31,7 @@ from accel_kernels.upsample_convolve import upsample_convolve
 OPS = (
     attend,
     attention,
+    dequantise,
     experts,
     fp8_linear,
     gated,
@@ -59,6 +61,7 @@ __all__ = [
     "QuantisedRows",
     "attend",
     "attention",
+    "dequantise",
     "experts",
     "fp8_linear",
     "gated",

@@ -42,6 +42,10 @@ class Quantised(NamedTuple):
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def is_cuda(self) -> bool:
+        return self.data.is_cuda
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self if tensor is not None)
 

@@ -33,8 +33,10 @@ def in_passes(
     x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0
 ):  # fmt: skip
     """The same with cuBLAS's products of weights written out for this one call."""
+    from accel_kernels.dequantise import dequantise  # which names what this module knows of such weights
+
     return full_in_passes(
-        x, weight.dequantised(x.dtype), bias, norm=norm, up=None if up is None else up.dequantised(x.dtype),
+        x, dequantise(weight, x.dtype), bias, norm=norm, up=None if up is None else dequantise(up, x.dtype),
         up_bias=up_bias, activation=activation, residual=residual, scale=scale,
     )  # fmt: skip
 
@@ -57,7 +59,7 @@ def supports(
         return "a norm with a bias and no mean"
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
-    reason = next((reason for one in (weight, up) if one is not None and (reason := _weight_reason(one))), None)
+    reason = next((reason for one in (weight, up) if one is not None and (reason := weight_reason(one))), None)
     if reason is not None:
         return reason
     if not x.is_contiguous() or x.data_ptr() % 8:
@@ -73,7 +75,7 @@ def _alike(weight: Quantised, up: Quantised) -> bool:
     return all((a is None) == (b is None) and (a is None or (a.shape, a.dtype) == (b.shape, b.dtype)) for a, b in pairs)
 
 
-def _weight_reason(weight: Quantised) -> str | None:
+def weight_reason(weight: Quantised) -> str | None:
     """Why the kernel cannot read this weight."""
     quad = QUAD * 8 // weight.bits
     if weight.scales.shape[1] > 1 and (weight.shape[1] % weight.scales.shape[1] or weight.group % quad):

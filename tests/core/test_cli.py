@@ -183,6 +183,19 @@ def test_bench_tiny_writes_json(tmp_path):
     assert min(ready["cold_lost_s"], ready["warm_lost_s"]) >= 0
 
 
+def test_bench_with_quantised_weights(tmp_path):
+    given = ("--weights", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
+    result = accel("bench", "tiny", *given)
+    assert result.exit_code == 0, result.output
+    assert "dB from stock" in result.output
+    found = json.loads((tmp_path / "cpu-tiny-int8.json").read_text())
+    assert found["weights"] == "int8" and found["lost"]["psnr_db"] > 50 and found["restored_bit_equal"]
+    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
+    for case, weights, told in (("vae512", "int8", "not for vae512"), ("tiny", "int4", "none of int8, int8-asym, fp8")):
+        refused = accel("bench", case, "--weights", weights)
+        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
+
+
 def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
     """A plugin that scales its output: the benchmark must say so, write nothing and fail."""
     import accel as plugin

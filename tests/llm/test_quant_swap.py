@@ -206,14 +206,6 @@ def test_wrong_names_are_refused_and_the_valid_ones_named():
     assert not held_by(model) and PLAN not in vars(model)
 
 
-def test_no_language_model_no_weights(tiny):
-    unet = tiny.unet()
-    before = tiny.snapshot(unet)
-    with pytest.raises(ValueError, match="weights='int8': for causal language models; a UNet2DConditionModel"):
-        accel.optimize(unet, weights="int8")
-    tiny.assert_same_state(before, tiny.snapshot(unet))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_weight_that_is_no_number_is_named_and_nothing_changes(value, tiny):
     model = make("qwen2")

@@ -1,7 +1,5 @@
 """Which linear layers of a model are quantised, and why not the others."""
 
-from collections.abc import Iterator
-
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
@@ -9,12 +7,10 @@ from transformers.pytorch_utils import Conv1D
 from accel.llm.linear import weights
 from accel.llm.recorder import decoder_layers
 from accel.llm.understanding import NotUnderstood
+from accel.quant.linears import inside, unfit
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 from accel.structure import plain
-
-FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
-BASE = "base_layer"  # what an adapter of peft is put around; its own matrices lie beside it
 
 
 def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -27,25 +23,13 @@ def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Module], dic
     except NotUnderstood:
         path, root = "", model
     chosen, skipped = {}, {}
-    for where, module in _inside(root, path, {id(model.get_output_embeddings())}):
+    for where, module in inside(root, path, {id(model.get_output_embeddings())}):
         reason = _refuses(module, scheme)
         if reason is None:
             chosen[where] = module
         elif reason:
             skipped[where] = reason
     return chosen, skipped
-
-
-def _inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, but for the adapters' own."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield path, module
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    for name, child in children.items():
-        if BASE not in children or name == BASE:
-            yield from _inside(child, f"{path}.{name}" if path else name, seen)
 
 
 def _refuses(module: nn.Module, scheme: Scheme) -> str | None:
@@ -61,4 +45,4 @@ def _refuses(module: nn.Module, scheme: Scheme) -> str | None:
     if held is None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
     outputs, inputs = reversed(held.weight.shape) if held.turned else held.weight.shape
-    return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)
+    return unfit(outputs, inputs, scheme)

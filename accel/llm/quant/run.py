@@ -12,7 +12,7 @@ from torch import nn
 from accel.llm.linear import weights
 from accel.llm.quant.batches import batches
 from accel.llm.quant.calibration import LayerResult, quantise_layers
-from accel.llm.quant.linears import BASE, linears
+from accel.llm.quant.linears import linears
 from accel.llm.quant.saving import SAVE, Saving
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
 from accel.llm.recorder import decoder_layers
@@ -20,6 +20,7 @@ from accel.llm.understanding import NotUnderstood
 from accel.options import METHODS, WEIGHTS
 from accel.patch import set_data
 from accel.plan import PLAN
+from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 from accel.quant.rounding import sqnr_db
 from accel.quant.scheme import Scheme

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
-from accel.llm.quant.linears import BASE
 from accel.patch import Patch
+from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"

@@ -1,0 +1,48 @@
+"""Which models denoise, which of their linear layers are quantised, and why not the others."""
+
+import inspect
+
+from torch import nn
+
+from accel.quant.linears import BASE, inside, unfit
+from accel.quant.module import QuantisedLinear
+from accel.quant.scheme import Scheme
+from accel.structure import plain
+
+TIME = "timestep"
+
+
+def denoises(model: object) -> bool:
+    """Whether it is called at every step of a loop: UNets, transformers over latents, ControlNets are told the time."""
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        return False
+    return any(name.startswith(TIME) for name in inspect.signature(type(model).forward).parameters)
+
+
+def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """By path: the linear layers inside the model's parts that are quantised, and the reason why others are not.
+
+    What hangs on the model itself is left alone: there a transformer reads and writes latents, a small share of it.
+    """
+    chosen, skipped = {}, {}
+    for path, module in inside(model, "", set()):
+        if not isinstance(module, nn.Linear) or len([name for name in path.split(".") if name != BASE]) < 2:
+            continue
+        reason = _refuses(module, scheme)
+        if reason is None:
+            chosen[path] = module
+        else:
+            skipped[path] = reason
+    return chosen, skipped
+
+
+def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
+    if type(module) is QuantisedLinear:
+        return f"is {module.scheme} already"
+    reason = plain(module, nn.Linear)
+    if reason is not None:
+        return reason
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.is_meta:
+        return "its weight is not loaded, or of a type of its own"
+    return unfit(*weight.shape, scheme)

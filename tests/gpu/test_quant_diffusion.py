@@ -1,0 +1,132 @@
+"""Denoisers with weights in 8 bits on a GPU: fused blocks and graphs over them, memory saved and given back."""
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from denoisers import DITS, given, transformer
+from quantised import held_by, rounded
+from torch.utils._pytree import tree_map
+
+import accel
+
+FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+WEIGHTS = ("int8", "int8-asym", "fp8")
+FAMILIES = ("sd15", "sd21", "sdxl", "only-cross", "scale-shift")
+WIDE = {"block_out_channels": (128, 256), "cross_attention_dim": 96, "attention_head_dim": 4, "norm_num_groups": 8}
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def on_gpu(inputs, dtype):
+    def cast(value):
+        return value if value is None else value.to("cuda", dtype if value.is_floating_point() else None)
+
+    return tree_map(cast, inputs)
+
+
+def error(output, truth) -> float:
+    return float((output.float() - truth).norm() / truth.norm())
+
+
+def as_near_to_the_truth(ours, stock, inputs, dtype):
+    twin, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
+    wanted = truth(**on_gpu(inputs, torch.float32)).sample
+    cast = on_gpu(inputs, dtype)
+    allowed = 2 * error(twin(**cast).sample, wanted)
+    for call in ("eager", "capture", "replay"):
+        assert error(ours(**cast).sample, wanted) <= allowed, call
+    assert accel.report(ours).fallbacks == []
+    assert accel.verify(ours, **cast).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_blocks_through_graphs_as_stock_over_the_same_weights(family, dtype, tiny):
+    wide = WIDE | ({"attention_head_dim": [2, 4]} if family in ("sd21", "sdxl") else {})
+    stock = tiny.unet(family, **wide).to("cuda", dtype)
+    weights = WEIGHTS[FAMILIES.index(family) % 3]
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
+    inputs = tiny.inputs(stock, height=32, width=24, length=77)
+    as_near_to_the_truth(ours, stock, inputs, dtype)
+    assert {row["status"] for row in accel.report(ours).graphs} == {"graph"}
+    accel.restore(ours)
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", DITS)
+def test_transformers_through_graphs(name):
+    stock = transformer(name).to("cuda", torch.float16)
+    ours = accel.optimize(copy.deepcopy(stock), weights="int8", graphs=True)
+    as_near_to_the_truth(ours, stock, given(name), torch.float16)
+
+
+def test_a_pipeline_draws_what_stock_draws_over_the_same_weights():
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(FOLDER, dtype=torch.float16).to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+
+    def drawn():
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a handwritten seven", generator=generator, num_inference_steps=20, output_type="pt").images.float()
+
+    def psnr(a, b):
+        return float(-10 * (a - b).square().mean().log10())
+
+    stock_unet = copy.deepcopy(pipe.unet)
+    stock = drawn()
+    accel.optimize(pipe, weights="int8", graphs=True)
+    ours = [drawn() for _ in range(3)]
+    assert min(psnr(image, stock) for image in ours) > 35
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=20)
+    assert quality.passed and quality.lossy == "weights='int8'"
+    optimised, twin = pipe.unet, rounded(stock_unet, pipe.unet)
+    pipe.unet = twin
+    over = drawn()
+    pipe.unet = optimised
+    assert min(psnr(image, over) for image in ours) > 45
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_is_saved_and_given_back(keep, tiny):
+    sizes = {"block_out_channels": (320, 640), "cross_attention_dim": 1024, "norm_num_groups": 32}
+    layers = {"transformer_layers_per_block": [1, 3], "attention_head_dim": [5, 10]}
+    start = allocated()
+    model = tiny.unet("sdxl", **sizes, **layers).to("cuda", torch.float16)
+    twin = copy.deepcopy(model).cpu()
+    size = allocated() - start
+    accel.optimize(model, weights="int8", keep_original=keep, graphs=False)
+    rows = accel.report(model).weights
+    saved = sum(row["bytes_before"] - row["bytes_after"] for row in rows)
+    assert saved > 0.25 * size and abs(size - (allocated() - start) - saved) < 0.03 * size
+    assert all(module.data.is_cuda for module in held_by(model))
+    model(**on_gpu(tiny.inputs(model, height=32, width=32), torch.float16))
+    if keep:
+        accel.restore(model)
+        assert abs(allocated() - start - size) < 0.02 * size
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(p.is_cuda and torch.equal(p.cpu(), q) for p, q in pairs)
+
+
+def test_offloaded_as_a_whole():
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(FOLDER, dtype=torch.float16)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"num_inference_steps": 4, "output_type": "pt"}
+    accel.optimize(pipe, weights="int8")
+    pipe.enable_model_cpu_offload()
+    offloaded = pipe("a handwritten two", generator=torch.Generator().manual_seed(1), **call).images.float().cpu()
+    pipe.remove_all_hooks()
+    pipe.to("cuda")
+    here = pipe("a handwritten two", generator=torch.Generator().manual_seed(1), **call).images.float().cpu()
+    assert float(-10 * (offloaded - here).square().mean().log10()) > 45
