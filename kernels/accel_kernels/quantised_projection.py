@@ -178,6 +178,21 @@ CASES = (
         "int4-rows-17-64-gate", 17, 192, 33, INT4, 64, norm="layer", gate=True, bias=True, activation="silu", small=True
     ),  # fmt: skip
     _case("int4-rows-33-128-gate-zeros", 33, 384, 21, INT4, 128, zeros=True, gate=True, activation="relu", small=True),
+    # As above with columns enough for products in registers, every way of scales.
+    _case("int4-64-residual", 1, 256, 35, INT4, 64, residual=True, small=True),
+    _case("int8-rows-3-gemma", 3, 192, 35, INT8, norm="gemma", residual=True, small=True),
+    _case("int8-rows-4-32-zeros", 4, 128, 35, INT8, 32, zeros=True, norm="rms", small=True),
+    _case(
+        "int8-rows-16-layer-gate", 16, 320, 37, INT8, norm="layer", gate=True, bias=True, activation="gelu", small=True
+    ),
+    _case("int4-rows-2-rms-gate", 2, 384, 37, INT4, 128, norm="rms", gate=True, activation="silu", small=True),
+    _case("int4-rows-7-128-zeros", 7, 512, 35, INT4, 128, zeros=True, bias=True, small=True),
+    _case("int4-rows-5-32-zeros-wide", 5, 256, 35, INT4, 32, zeros=True, norm="rms", residual=True, small=True),
+    _case("int4-rows-9-64", 9, 256, 50, INT4, 64, gate=True, activation="relu2", small=True),
+    _case("int4-rows-4-by-row", 4, 256, 19, INT4, activation="gelu_tanh", scale=0.5, small=True),
+    _case("int4-rows-40-32", 40, 192, 35, INT4, 32, zeros=True, residual=True, small=True),
+    _case("fp8-rows-3-gate", 3, 192, 35, FP8, norm="rms", gate=True, activation="silu", small=True),
+    _case("fp8-rows-64", 64, 128, 50, FP8, residual=True, small=True),
     _case("fp8", 1, 88, 33, FP8, norm="rms", residual=True, small=True),
     _case("fp8-gate", 1, 64, 37, FP8, gate=True, bias=True, activation="gelu", small=True),
     _case("fp8-rows-9", 9, 96, 35, FP8, norm="layer", gate=True, activation="silu", small=True),
