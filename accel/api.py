@@ -35,6 +35,7 @@ def optimize(obj, **options):
     parts = _parts(obj)
     for name, taken, kinds in (
         ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
+        ("activations", _is_language_model, "causal language models"),
         ("kv_cache", _is_language_model, "causal language models"),
     ):
         value = getattr(chosen, name)
