@@ -181,14 +181,10 @@ def _rehearse(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> No
         return
     with contextlib.suppress(Exception), rehearsal(), _one_of_a_kind(forward):  # an error shows again in the trial
         _fast(forward, lengths)
-        ids, _, positions = _inputs(forward, max(LONGER, *longer, 0) + 1)
+        ids, _, positions = _inputs(forward, max((LONGER, *longer)) + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
-        for rows, prompt in (
-            (1, PROMPT),
-            (1, LONGER),
-            *((1, length) for length in longer),
-            *((rows, PROMPT) for rows in WIDE),
-        ):
+        prompts = [(1, length) for length in (PROMPT, LONGER, *longer)] + [(rows, PROMPT) for rows in WIDE]
+        for rows, prompt in prompts:
             store = adopt(DynamicCache(), forward.shapes())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
                 given = positions[:1, piece] if "position_ids" in forward.names else None

@@ -1,5 +1,7 @@
-"""Products of rounded rows, judged one by one: a number next to a half may be rounded either way, and what follows it in
-a model then drifts as far as all rounding does. Each is therefore given what it was given, and compared by itself.
+"""Products of rounded rows, judged one by one.
+
+A number next to a half may be rounded either way, and what follows it in a model then drifts as far as all rounding
+does. Each is therefore compared by itself, with the formula on the very input that it had.
 """
 
 import math
@@ -51,7 +53,7 @@ class Judged(RowProducts):
 
 
 def _rounding(rows: QuantisedRows, h: torch.Tensor) -> tuple[float, float]:
-    """h: (..., K) float64, what was to be rounded. The largest error of a number in half steps, and the relative RMS."""
+    """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded."""
     scales, numbers, most = rows.scales.double(), rows.data.double(), MOST[rows.data.dtype]
     meant = h.isfinite().all(-1, keepdim=True)
     if bool((scales.isfinite() != meant).any()):

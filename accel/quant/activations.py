@@ -1,4 +1,4 @@
-"""Products of many rows with both factors in 8 bits: each row of activations rounded as it comes, by a scale of its own.
+"""Products of many rows with both factors in 8 bits: each row rounded as it comes, by a scale of its own.
 
 Scales by token at run time: Yao et al., "ZeroQuant", 2022. Columns above a threshold kept in 16 bits: Dettmers et al.,
 "LLM.int8()", 2022. Few rows keep all their bits: there a product takes as long as reading its weight.
