@@ -17,7 +17,7 @@ from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
-PACKED, FLOAT = "pack-quantized", "float-quantized"
+PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 WORD = 32
 PATTERN = "re:"  # in front of a regular expression among paths
@@ -25,16 +25,18 @@ BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
 def format_of(scheme: Scheme) -> str:
-    return FLOAT if scheme.number == "fp8" else PACKED
+    if scheme.number == "fp8":
+        return FLOAT
+    return PACKED if _rounded(scheme) is None else BYTEWISE
 
 
-def parts(quantised: Quantised) -> dict[str, torch.Tensor]:
+def parts(quantised: Quantised, format: str = PACKED) -> dict[str, torch.Tensor]:
     """What is written for a weight, by the last part of its name; the same memory where the layout is the same.
 
     8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
     """
     data, scales, zeros = quantised
-    if data.dtype == torch.float8_e4m3fn:
+    if data.dtype == torch.float8_e4m3fn or format == BYTEWISE:
         return {"weight": data, "weight_scale": scales}
     packed = data.dtype == torch.int32
     words = data if packed else to_bytes(data.cpu())

@@ -76,7 +76,7 @@ def _written(names: dict, held: dict[str, QuantisedLinear]) -> tuple[dict[str, t
             found = {"weight": quantised.dequantised(module.dtype).t().contiguous()}
         else:
             schemes[path] = module.scheme
-            found = compressed.parts(quantised)
+            found = compressed.parts(quantised, compressed.format_of(module.scheme))
         if id(module) in seen:  # the same layer in two places, of which stock's has two
             found = {name: tensor.clone() for name, tensor in found.items()}
         seen.add(id(module))
