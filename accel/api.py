@@ -35,6 +35,7 @@ def optimize(obj, **options):
     parts = _parts(obj)
     for name, taken, kinds in (
         ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
+        ("activations", _is_language_model, "causal language models"),
         ("kv_cache", _is_language_model, "causal language models"),
     ):
         value = getattr(chosen, name)
@@ -67,12 +68,17 @@ def optimize(obj, **options):
     return obj
 
 
-def quantize(model, scheme: str, calibration=None, tokenizer=None, method: str | None = None, out=None):
+def quantize(
+    model, scheme: str, calibration=None, tokenizer=None, method: str | None = None, out=None, activations=None
+):
     """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
 
     scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" look at
     calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data set with a column
     "text" or "input_ids", or an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
+    activations: a value of `Options.activations`, which the model then does by itself, optimised or not, and a saved
+    one again when `load` reads it ("int8-outliers" is not saved: no file says such a thing). None: "int8" for
+    "smoothquant", which is made for them, else none.
     out: a folder where the model is saved, as `model.save_pretrained(out)` does, with the tokenizer if one is given.
     Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
     It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to
@@ -86,7 +92,7 @@ def quantize(model, scheme: str, calibration=None, tokenizer=None, method: str |
     from accel.progress import bar
 
     with bar(f"quantising to {scheme}") as at:
-        run(model, scheme, calibration, tokenizer, method, None if out is None else Path(out), at)
+        run(model, scheme, calibration, tokenizer, method, None if out is None else Path(out), at, activations)
     return model
 
 

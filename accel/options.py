@@ -10,6 +10,7 @@ WEIGHTS = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
 KV_CACHE = ("int8", "fp8")
+ACTIVATIONS = ("int8", "int8-outliers", "fp8")
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
@@ -31,6 +32,11 @@ class Options:
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
         "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead of
         being symmetric. None leaves them as they are.
+    activations: lossy, for causal language models. Products of more than 64 rows, as of a prompt, multiply 8 bits by 8
+        bits: each token is rounded as it comes, by a scale of its own, to "int8" or "fp8", whichever the weights are.
+        "int8-outliers" keeps those columns of a token's channels in 16 bits in which any value of the call is above 6
+        (LLM.int8()). Up to 64 rows keep all their bits. It needs weights="int8" or "fp8", or a model whose weights are
+        so already. None rounds none but what the model itself says it rounds, see `accel.quantize`.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
@@ -46,6 +52,7 @@ class Options:
     graph_memory_gb: float | None = None
     step_cache: int | str | None = None
     weights: str | None = None
+    activations: str | None = None
     keep_original: bool = True
     kv_cache: str | None = None
     strict: bool = False
@@ -55,6 +62,8 @@ class Options:
         _one_of("layout", self.layout, LAYOUT)
         _one_of("graphs", self.graphs, ("auto", True, False))
         _one_of("weights", self.weights, (None, *WEIGHTS))
+        _one_of("activations", self.activations, (None, *ACTIVATIONS))
+        check_activations(self.activations, self.weights)
         _one_of("keep_original", self.keep_original, (True, False))
         _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
         _one_of("strict", self.strict, (True, False))
@@ -69,7 +78,7 @@ class Options:
     @property
     def lossy(self) -> str | None:
         """The options chosen that change results by more than rounding, or None."""
-        chosen = {name: getattr(self, name) for name in ("step_cache", "weights", "kv_cache")}
+        chosen = {name: getattr(self, name) for name in ("step_cache", "weights", "activations", "kv_cache")}
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
 
 
@@ -80,6 +89,15 @@ def parse(given: dict) -> Options:
     if unknown:
         raise TypeError(f"unknown option {', '.join(map(repr, unknown))}; valid options: {', '.join(valid)}")
     return Options(**given)
+
+
+def check_activations(activations: str | None, weights: str | None) -> None:
+    """Raises ValueError for activations that weights of this scheme cannot be multiplied with; None fits all."""
+    if activations is None or weights is None:
+        return
+    kind = activations.partition("-")[0]
+    if weights != kind:
+        raise ValueError(f"activations={activations!r} needs weights={kind!r}, not {weights!r}")
 
 
 def _one_of(name: str, value: object, valid: tuple) -> None:

@@ -25,7 +25,7 @@ from accel_kernels.choices import milliseconds  # noqa: E402
 from accel_kernels.int8_linear import in_passes, integer_product  # noqa: E402
 from accel_kernels.projection import in_passes as full_in_passes  # noqa: E402
 from accel_kernels.rehearsal import rehearsal  # noqa: E402
-from accel_kernels.triton_kernels.int8_linear import Shape, tile_shape  # noqa: E402
+from accel_kernels.triton_kernels.int8_linear import Shape, chosen  # noqa: E402
 
 from accel.bench.machine import commit, machine, now  # noqa: E402
 
@@ -111,6 +111,10 @@ class Product:
 
         return call
 
+    def chosen(self, rows: int) -> tuple:
+        """Function and tile as chosen by size."""
+        return chosen(rows, self.n, self.k, self.gate, self.residual, False, DEVICE)
+
     def operations(self, rows: int) -> int:
         return 2 * rows * self.n * self.k * (2 if self.gate else 1)
 
@@ -156,13 +160,13 @@ def measured(product: Product, rows: int) -> dict:
         for fast in (False, True):
             key = "fp8_linear, fast" if fast else "fp8_linear"
             us[key] = microseconds(product.caller(fp8_linear.triton, q8, rows, fast=fast), product.fp8)
-    chosen = tile_shape(rows, product.n, product.gate, DEVICE)
+    op, shape = product.chosen(rows)
     rates = {
         key: round(product.operations(rows) / value / 1e6, 1) for key, value in us.items() if key != "quantise_rows"
     }
     return {
         "us": us, "TOP/s": rates, "tiles_us": tiles, "tile": min(times, key=times.get, default=None),
-        "tile_by_size": " ".join(map(str, chosen)),
+        "tile_by_size": f"{op.__name__} " + " ".join(map(str, shape)),
     }  # fmt: skip
 
 
@@ -206,7 +210,7 @@ def main(path: Path) -> None:
     with rehearsal():  # compiled at once, in threads
         for product in products:
             x = quantise_rows(rand(ROWS[0], product.k))
-            by_size = [("", int8_linear.triton, tile_shape(rows, product.n, product.gate, DEVICE)) for rows in ROWS]
+            by_size = [("", *product.chosen(rows)) for rows in ROWS]
             for _, op, shape in product.tiles + by_size:
                 product.caller(op, x, ROWS[0], shape=shape)(product.int8[0])
             product.caller(in_passes, x, ROWS[0])(product.int8[0])

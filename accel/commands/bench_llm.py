@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
-from accel.options import KV_CACHE, WEIGHTS
+from accel.options import ACTIVATIONS, KV_CACHE, WEIGHTS
 
 
 def bench_llm(
@@ -30,6 +30,9 @@ def bench_llm(
     kv_cache: Annotated[
         str | None,
         typer.Option(help="kinds of accel.optimize(kv_cache=...) to measure beside, alone and with --weights"),
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="kinds of accel.optimize(activations=...), with weights of the same kind")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="after so many, nothing new is begun")] = 280.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
@@ -56,7 +59,8 @@ def bench_llm(
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(runner.PARTS)}", param_hint="--parts")
     sizes = (_numbers(batch, "--batch"), _numbers(context, "--context"), new_tokens, long)
     schemes, caches = _names(weights, WEIGHTS, "--weights"), _names(kv_cache, KV_CACHE, "--kv-cache")
-    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches)
+    rounded = _names(activations, ACTIVATIONS, "--activations")
+    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches, rounded)
     quiet()
     console = Console()
     with progress_bar(console) as progress:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, JSON_HELP, has_tokenizer, load_folder, parse_device, parse_dtype
-from accel.options import METHODS, WEIGHTS
+from accel.options import ACTIVATIONS, METHODS, WEIGHTS
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
 
@@ -24,6 +24,10 @@ def quantize(
         str | None, typer.Option(help=f"{', '.join(METHODS)}; gptq with calibration text, rtn without")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="a text file that the model is calibrated on")] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(ACTIVATIONS)}: rounds rows of long prompts too; int8 with smoothquant"),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of each row of the text, of 128 rows at most")] = 512,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; as it is saved by default")] = None,
@@ -48,7 +52,7 @@ def quantize(
     try:
         rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
         with bar(f"quantising to {scheme}") as at:
-            done = run.quantize(model, scheme, rows, tokenizer, method, out, at)
+            done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations)
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted; the same command goes on with what {out} holds")
         raise typer.Exit(INTERRUPTED) from None

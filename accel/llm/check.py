@@ -14,17 +14,19 @@ from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
 from accel.llm.layer import LayerForward
 from accel.llm.prompt import STEP, filled, room_for
+from accel.llm.quant.rounding import rounding
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Shape, Store
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch
-from accel.quant.module import dequantising
+from accel.quant.module import dequantising, unrounded
 
 # Root mean square over the logits, relative: a few layers' worth of rounding.
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
 LONGER = 160  # tokens of a prompt that is more than a few rows
 WIDE = (17, 33)  # rows, for tiles of 32 and of 64
+TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by tiles of other sizes
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
@@ -35,7 +37,8 @@ def find_manner(forward: DecoderForward) -> Manner:
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
     lengths = (prompt, *STEPS)
     try:
-        with resting(model):
+        # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
+        with resting(model), unrounded(model):
             with dequantising(model):  # what is fused is compared with torch's own products
                 wanted, output = _stock(forward, lengths)
                 alone = _alone(forward)
@@ -166,21 +169,22 @@ def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 
 def rehearse(forward: DecoderForward) -> None:
-    """Compiles what a forward launches that has been tried, but over another kind of store."""
+    """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
     with resting(forward.module), _layers(forward):
-        _rehearse(forward, (PROMPT, *STEPS))
+        _rehearse(forward, (PROMPT, *STEPS), TILED if rounding(forward.module) else ())
     forward.seen = None
 
 
-def _rehearse(forward: DecoderForward, lengths: tuple) -> None:
+def _rehearse(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> None:
     """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
     if forward.shapes()[0].device.type != "cuda":
         return
     with contextlib.suppress(Exception), rehearsal(), _one_of_a_kind(forward):  # an error shows again in the trial
         _fast(forward, lengths)
-        ids, _, positions = _inputs(forward, LONGER + 1)
+        ids, _, positions = _inputs(forward, max((LONGER, *longer)) + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
-        for rows, prompt in ((1, PROMPT), (1, LONGER), *((rows, PROMPT) for rows in WIDE)):
+        prompts = [(1, length) for length in (PROMPT, LONGER, *longer)] + [(rows, PROMPT) for rows in WIDE]
+        for rows, prompt in prompts:
             store = adopt(DynamicCache(), forward.shapes())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
                 given = positions[:1, piece] if "position_ids" in forward.names else None

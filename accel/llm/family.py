@@ -15,6 +15,7 @@ from accel.llm.layer import LayerForward
 from accel.llm.layer_spec import LayerSpec
 from accel.llm.prompt import Prompts
 from accel.llm.quant.quantisation import Quantisation
+from accel.llm.quant.rounding import rounding
 from accel.llm.record import LayerRecord
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import seams
@@ -56,13 +57,13 @@ def match_decoder(site, context) -> Match | Skip | None:
     if (quantisation := _quantisation(site.module, context)) is not None:
         quantisation.run()
     try:
-        forward, patches, rounding = _bind(site.module, context, specs)
+        forward, patches, note = _bind(site.module, context, specs)
     except NotUnderstood as reason:
         return _not_whole(layers, reason, context.options)
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(site.module.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
-    notes = (rounding, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
+    notes = (note, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
     return Match(forward, patches, (), "; ".join(filter(None, notes)))
 
 
@@ -103,7 +104,11 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.manner = find_manner(forward)
-    rounding = "" if context.options.kv_cache is None else _round(forward, specs, context.options)
+    note = ""
+    if context.options.kv_cache is not None:
+        note = _round(forward, specs, context.options)
+    elif rounding(model):
+        rehearse(forward)
     if context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.pool, context.ledger, obstacle, keep)
@@ -112,7 +117,7 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
             forward.prompts = Prompts(GraphRunner(model, *graphs))
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, *seams(model, forward)), rounding
+    return forward, (*patches, *seams(model, forward)), note
 
 
 def _round(forward: DecoderForward, specs: list, options) -> str:

@@ -11,7 +11,7 @@ from accel.llm.attention_spec import split
 from accel.llm.layer_spec import LayerSpec
 from accel.llm.linear import weights
 from accel.llm.mlp import BoundMlp, Changed
-from accel.llm.part import Before, BoundHeadNorm, BoundLinear, BoundNorm, stacked
+from accel.llm.part import Before, BoundHeadNorm, BoundLinear, BoundNorm, product, stacked
 from accel.llm.step import Step, Steps
 from accel.settings import settings
 from accel.structure import hooked, transformers_hook
@@ -131,8 +131,7 @@ class BoundLayer:
         if self.joint is None:
             outputs = [step.cleared(linear(kernels, h)) for linear in self.projections]
         else:
-            whole = self.joint.product(kernels)(h.x, *self.joint.now(), norm=h.norm)
-            outputs = step.cleared(whole).split(self.sizes, dim=-1)
+            outputs = step.cleared(product(kernels, self.joint, h)).split(self.sizes, dim=-1)
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

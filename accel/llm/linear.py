@@ -38,6 +38,10 @@ class Weights(NamedTuple):
         """The operation that takes what `now` gives."""
         return kernels.projection
 
+    def rounds(self, x: torch.Tensor) -> None:
+        """How the rows of x are rounded before they are multiplied."""
+        return None
+
     def fits(self, other: "Weights | QuantisedWeights") -> bool:
         """Whether one operation can take both, as gate and up."""
         return type(other) is Weights
@@ -70,8 +74,12 @@ class QuantisedWeights(NamedTuple):
     def product(self, kernels) -> Callable:
         return kernels.quantised_projection
 
+    def rounds(self, x: torch.Tensor) -> str | None:
+        """A value of `Options.activations`, or None; see `rounded`."""
+        return self.module.rounds(x)
+
     def fits(self, other: "Weights | QuantisedWeights") -> bool:
-        if type(other) is not QuantisedWeights:
+        if type(other) is not QuantisedWeights or self.module.activations != other.module.activations:
             return False
         kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
         return next(kinds) == next(kinds)

@@ -5,7 +5,7 @@ from accel_kernels.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.mlp_spec import MlpSpec
-from accel.llm.part import Before, BoundLinear
+from accel.llm.part import Before, BoundLinear, product
 from accel.settings import settings
 from accel.structure import tampered
 
@@ -58,10 +58,7 @@ class BoundMlp:
     def _middle(self, kernels, before: Before) -> torch.Tensor:
         name = self.spec.activation
         if self.gate is not None:
-            up, up_bias = self.up.now()
-            return self.gate.product(kernels)(
-                before.x, *self.gate.now(), norm=before.norm, up=up, up_bias=up_bias, activation=name
-            )
+            return product(kernels, self.gate, before, up=self.up, activation=name)
         if self.spec.halves is None and len(self.first) == 1:
             return self.first[0](kernels, before, activation=name)
         if self.spec.halves is None:

@@ -1,15 +1,16 @@
 """Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
 
 import torch
-from accel_kernels import Norm
+from accel_kernels import Norm, QuantisedRows
 from accel_kernels.norm import ACTIVATIONS
-from accel_kernels.projection import MOST_ROWS, apply_norm
+from accel_kernels.projection import apply_norm
 from torch import nn
 
 from accel.llm.linear import QuantisedWeights, Weights, weights
 from accel.llm.norm_spec import NormSpec
 from accel.llm.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.patch import stack_rows, stacked_rows
+from accel.quant.activations import RowProducts, many
 from accel.settings import settings
 from accel.structure import tampered
 
@@ -41,18 +42,53 @@ class BoundHeadNorm:
 
 
 class Before:
-    """What projections of one input share: the norm before them, done inside each, or once where that costs less."""
+    """What projections of one input share: the norm before them, done inside each, or once where that costs less; and
+    the rows rounded to 8 bits, norm included, once for all that multiply such.
 
-    __slots__ = ("norm", "x")
+    times: how many projections there are.
+    """
+
+    __slots__ = ("norm", "times", "x", "_normed", "_rounded")
 
     def __init__(self, x: torch.Tensor, norm: BoundNorm | None = None, times: int = 1):
-        many = times > 1 and x.numel() > MOST_ROWS * x.shape[-1]
-        once = norm is not None and (norm.norm is None or many)
-        self.x = norm(x) if once else x
-        self.norm = None if norm is None or once else norm.norm
+        called = norm is not None and norm.norm is None
+        self.x, self.times = norm(x) if called else x, times
+        self.norm = None if norm is None or called else norm.norm
+        self._normed: torch.Tensor | None = None
+        self._rounded: dict[str, QuantisedRows] = {}
+
+    def given(self) -> tuple[torch.Tensor, Norm | None]:
+        """What an operation is given that takes a norm before its product."""
+        once = self.norm is not None and self.times > 1 and many(self.x)
+        return (self.normed(), None) if once else (self.x, self.norm)
 
     def normed(self) -> torch.Tensor:
-        return self.x if self.norm is None else apply_norm(self.x, self.norm)
+        if self.norm is None:
+            return self.x
+        if self._normed is None:
+            self._normed = apply_norm(self.x, self.norm)
+        return self._normed
+
+    def rounded(self, products: RowProducts, activations: str) -> QuantisedRows:
+        if activations not in self._rounded:
+            self._rounded[activations] = products.rounded(self.x, activations, self.norm)
+        return self._rounded[activations]
+
+
+def product(
+    kernels, weights: Weights | QuantisedWeights, before: Before, *, up=None, activation=None, residual=None, scale=1.0
+) -> torch.Tensor:
+    """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both."""
+    weight, bias = weights.now()
+    given = {"activation": activation, "residual": residual, "scale": scale}
+    if up is not None:
+        given["up"], given["up_bias"] = up.now()
+    activations = weights.rounds(before.x)
+    if activations is not None:
+        products = weights.module.products
+        return products.product(activations)(before.rounded(products, activations), weight, bias, **given)
+    x, norm = before.given()
+    return weights.product(kernels)(x, weight, bias, norm=norm, **given)
 
 
 class BoundLinear:
@@ -64,10 +100,7 @@ class BoundLinear:
     def __call__(self, kernels, before: Before, activation=None, residual=None, scale=1.0) -> torch.Tensor:
         """residual + scale * activation(linear(norm(x)))."""
         if self.weights is not None:
-            weight, bias = self.weights.now()
-            return self.weights.product(kernels)(
-                before.x, weight, bias, norm=before.norm, activation=activation, residual=residual, scale=scale
-            )
+            return product(kernels, self.weights, before, activation=activation, residual=residual, scale=scale)
         y = self.module(before.normed())
         if activation is not None:
             y = ACTIVATIONS[activation](y)

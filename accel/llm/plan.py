@@ -8,7 +8,10 @@ from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
 from accel.llm.quant.arrival import Arrival
+from accel.llm.quant.rounding import RULE as ROUNDING
+from accel.llm.quant.rounding import Rounding, rounding
 from accel.plan import Context, Plan, Row
+from accel.quant.activations import kind_of
 from accel.quant.quantisation import RULE
 
 
@@ -20,19 +23,33 @@ class LanguagePlan(Plan):
     """
 
     def __init__(self, root: nn.Module, context: Context):
-        self.arrival = arrival = Arrival(root)
-        if context.options.strict and (left := [row for row in arrival.rows if row[1] == "skipped"]):
+        options = context.options
+        self.arrival = arrival = Arrival(root, options.activations)
+        self.rounding = Rounding(options)
+        if options.strict and (left := [row for row in arrival.rows if row[1] == "skipped"]):
             raise ValueError(f"strict=True: {left[0][0]} ({RULE}): {left[0][2]}")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 arrival.put()
+            self.rounding.find(root)
             super().__init__(root, RULES, context)
+            if options.activations is not None and options.weights is None and not rounding(root):
+                raise ValueError(
+                    f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
+                    f"give weights={kind_of(options.activations)!r} too"
+                )
         except BaseException:
             if QUANTISATION in context.shared:
                 context.shared[QUANTISATION].swap.undo()
+            self.rounding.undo()
             arrival.undo()
             raise
         quantisation = context.shared.get(QUANTISATION)
+        if quantisation is not None:
+            self.rounding.add(quantised for _, quantised in quantisation.swap.pairs)
+        if self.rounding.pairs:
+            self.patches.insert(0, self.rounding)
+        self.rows += [Row(path, ROUNDING, status, reason) for path, status, reason in self.rounding.rows]
         if quantisation is not None:
             if quantisation.records:
                 self.patches.insert(0, quantisation.swap)

@@ -8,6 +8,7 @@ writes into the store lies beyond the stored length, where any later token overw
 from collections.abc import Callable
 
 import torch
+from accel_kernels.projection import MOST_ROWS
 
 from accel.graphs import GraphRunner
 
@@ -23,11 +24,12 @@ def room_for(rows: int, new: int) -> int | None:
     """The length that prompts of `new` tokens a row are filled up to; None where they are too many for a graph."""
     if rows * new > MOST:
         return None
+    most = MOST_ROWS // rows if rows * new <= MOST_ROWS else MOST  # of few rows products are others than of many
     step = max(1, STEP >> (rows - 1).bit_length())
     for short in (step // 4, step // 2):
         if new <= short:
-            return short
-    return -(-new // step) * step
+            return min(short, most)
+    return min(-(-new // step) * step, most)
 
 
 def filled(tokens: torch.Tensor, positions: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

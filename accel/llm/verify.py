@@ -14,8 +14,11 @@ from torch import nn
 
 from accel.agreement import Agreement, distributions, first_differences, perplexity
 from accel.llm.inputs import KNOWN, causal, example_inputs
+from accel.llm.quant.rounding import rounding
+from accel.llm.rounded import judge
 from accel.plan import Plan
 from accel.quality import Quality, compare
+from accel.quant.module import unrounded
 from accel.verify import LIMIT, Record, seeded, stock_models
 
 DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
@@ -93,14 +96,15 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     """Quality of the model on these inputs, judged; it is optimised by `plans`, before and after.
 
     text: its perplexity means something. Where weights are quantised the whole is compared with the original weights
-    and told as lossy; what is judged, part by part, is against stock code over the same quantised weights.
+    and told as lossy; what is judged, part by part, is against stock code over the same quantised weights. So are rows
+    that are rounded to 8 bits: their loss is told, prompt and decode are judged without, products of such rows alone.
     """
     (plan,) = plans.values()
-    rounded = None if plan.options.kv_cache is None else f"kv_cache={plan.options.kv_cache!r}"
-    lossy, note = plan.options.lossy if plan.weights else rounded, ""
+    rounds = bool(rounding(model))
+    asked, note = _told(plan, rounds), ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
-    with plan.as_arrived() if plan.arrived else stock_models([plan]), seeded(seed):
+    with plan.as_arrived() if plan.arrived else stock_models([plan]), unrounded(model), seeded(seed):
         tokens, logits = _greedy(model, inputs)
         prompt, decode = _recorded(model, inputs, tokens)
     stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
@@ -109,13 +113,24 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         note = "stock has the quantised weights here that the model arrived with"
     if plan.weights:
         note = "prompt and decode are judged against stock code over the same quantised weights"
-        with plan.unfused(), seeded(seed):
+        with plan.unfused(), unrounded(model), seeded(seed):
             prompt, decode = _recorded(model, inputs, tokens)
         if not all(row["reversible"] for row in plan.weights):
-            lossy, note = rounded, "stock has the quantised weights here: the originals were not kept"
-    parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
-    if rounded is not None:
-        parts = {name: replace(part, lossy=rounded) for name, part in parts.items()}
+            asked.pop("weights", None)
+            note = "stock has the quantised weights here: the originals were not kept"
+    with unrounded(model):
+        parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
+    if "kv_cache" in asked:
+        parts = {name: replace(part, lossy=f"kv_cache={asked['kv_cache']!r}") for name, part in parts.items()}
+    if rounds:
+        with seeded(seed):
+            products = judge(model, lambda: prompt.run(model, (), inputs))
+            prompt.ours = [prompt.run(model, (), inputs)]
+            decode.ours = [decode.run(model, (), inputs | {"tokens": tokens})]
+        parts |= products
+        few = "" if products else ", of which this prompt has too few"
+        note = "; ".join(filter(None, (note, f"prompt and decode are judged without rounding rows{few}")))
+    lossy = ", ".join(f"{name}={value!r}" for name, value in asked.items()) or None
     optimised = _joined(prompt.ours, decode.ours)
     whole = compare(stock, optimised)
     kl, worst_kl, top1 = distributions(stock, optimised)
@@ -132,6 +147,17 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         found = [perplexity(logits, inputs["input_ids"], mask) for logits in (prompt.ours[-1][0], read)]
         agreement = replace(agreement, perplexity=found[0], stock_perplexity=found[1])
     return replace(whole, parts=parts, lossy=lossy, agreement=agreement, note=note)
+
+
+def _told(plan: Plan, rounds: bool) -> dict[str, str]:
+    """What of this model is lossy, by the name of the option that asks for it."""
+    options = plan.options
+    chosen = {"weights": options.weights if plan.weights else None, "kv_cache": options.kv_cache}
+    if rounds:
+        kinds = {module.activations for module in rounding(plan.root)}
+        chosen["activations"] = options.activations or ", ".join(sorted(kinds))
+    names = ("weights", "activations", "kv_cache")
+    return {name: chosen[name] for name in names if chosen.get(name) is not None}
 
 
 def _recorded(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode]:

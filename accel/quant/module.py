@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import Quantised, quantised_projection
 from torch import nn
 
+from accel.quant.activations import KERNELS, REFERENCES, RowProducts, many
 from accel.quant.scheme import Scheme
 from accel.quant.weight import Reading
 
@@ -18,7 +19,8 @@ class QuantisedLinear(nn.Linear):
     The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
     state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by
     `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
-    stands for holds its weight (in, out).
+    stands for holds its weight (in, out). Where the scheme says so, inputs of many rows are rounded to 8 bits, without
+    gradients alone; `products` are the operations that do it.
     """
 
     def __init__(
@@ -36,7 +38,17 @@ class QuantisedLinear(nn.Linear):
             self.register_buffer(name, tensor)
         self.register_parameter("bias", bias)
         self.dtype, self.scheme, self.turned = dtype, scheme, turned
-        self.exact = False
+        self.exact = self.unrounded = False
+        self.products = KERNELS
+
+    @property
+    def activations(self) -> str | None:
+        """How many rows are rounded now."""
+        return None if self.unrounded else self.scheme.activations
+
+    def rounds(self, x: torch.Tensor) -> str | None:
+        """How the rows of x are rounded, None where they are not."""
+        return self.activations if many(x) else None
 
     @property
     def quantised(self) -> Quantised:
@@ -52,7 +64,11 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., K). Gradients flow to it, and to the bias, not to W."""
-        if self.exact or torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input):
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
+        if not plain and (kind := self.rounds(input)) is not None:
+            products: RowProducts = REFERENCES if self.exact else self.products
+            return products.product(kind)(products.rounded(input, kind), self.quantised, self.bias)
+        if self.exact or plain:
             return F.linear(input, self.quantised.dequantised(input.dtype), self.bias)
         return quantised_projection(input.contiguous(), self.quantised, self.bias)
 
@@ -89,12 +105,32 @@ def _autocast(x: torch.Tensor) -> bool:
 
 @contextmanager
 def dequantising(root: nn.Module) -> Iterator[None]:
-    """Inside, quantised linears multiply by torch's product with the dequantised weight, and by no kernel."""
-    modules = [module for module in root.modules() if type(module) is QuantisedLinear]
+    """Inside, quantised linears multiply by torch's product with the dequantised weight, and by no kernel; rows are
+    rounded by the same formula.
+    """
+    with setting(root, exact=True):
+        yield
+
+
+@contextmanager
+def unrounded(root: nn.Module) -> Iterator[None]:
+    """Inside, quantised linears leave all their inputs as they are."""
+    with setting(root, unrounded=True):
+        yield
+
+
+@contextmanager
+def setting(root: nn.Module, **attributes) -> Iterator[None]:
+    """Inside, the quantised linears have these attributes."""
+    before = [
+        (module, {name: vars(module)[name] for name in attributes})
+        for module in root.modules()
+        if type(module) is QuantisedLinear
+    ]
     try:
-        for module in modules:
-            module.exact = True
+        for module, _ in before:
+            vars(module).update(attributes)
         yield
     finally:
-        for module in modules:
-            module.exact = False
+        for module, values in before:
+            vars(module).update(values)

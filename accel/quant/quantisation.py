@@ -1,6 +1,7 @@
 """The weights of one model quantised, and what there is to tell about it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from accel_kernels import Quantised
@@ -31,7 +32,8 @@ class Quantisation:
         skipped: Mapping[str, str],
         guard: Patch | None = None,
     ):
-        self.options, self.scheme = options, Scheme.parse(options.weights)
+        self.options = options
+        self.scheme = replace(Scheme.parse(options.weights), activations=options.activations)
         self.chosen = chosen
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []

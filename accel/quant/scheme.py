@@ -1,9 +1,12 @@
-"""How a weight is written in fewer bits, and its name among the options."""
+"""How a weight is written in fewer bits, what it is multiplied with, and their names among the options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from accel_kernels.projection import MOST_ROWS
 from accel_kernels.quantised import PER_WORD
+
+from accel.quant.activations import kind_of
 
 GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
 
@@ -12,11 +15,13 @@ GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing 
 class Scheme:
     """number: what one is stored as, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one
     scale a row. symmetric: 0 stands for 0; otherwise the numbers cover least to largest, and a number is 0's.
+    activations: a value of `Options.activations`, how many rows that it is multiplied with are rounded; None for not.
     """
 
     number: str
     group: int | None = None
     symmetric: bool = True
+    activations: str | None = None
 
     @classmethod
     def parse(cls, name: str) -> "Scheme":
@@ -40,6 +45,14 @@ class Scheme:
         unit = PER_WORD if self.group is None else self.group
         return f"{columns} inputs, not a multiple of {unit}" if columns % unit else None
 
+    def rounding(self, activations: str) -> "Scheme | str":
+        """The same with activations rounded so, or why they cannot be."""
+        kind = kind_of(activations)
+        if (self.number, self.group, self.symmetric) != (kind, None, True):
+            return f"activations={activations!r} needs a weight of {Scheme(kind)}; it is {self}"
+        return replace(self, activations=activations)
+
     def __str__(self) -> str:
         where = "by row" if self.group is None else f"by {self.group} columns"
-        return f"{self.number} {where}" + ("" if self.symmetric else ", asymmetric")
+        rounded = "" if self.activations is None else f", activations {self.activations} beyond {MOST_ROWS} rows"
+        return f"{self.number} {where}" + ("" if self.symmetric else ", asymmetric") + rounded

@@ -78,6 +78,17 @@ def test_as_json(tmp_path):
     assert all(row["scheme"] == "int8 by row" and 35 < row["sqnr_db"] < 60 for row in found["weights"])
 
 
+def test_activations_are_saved_and_loaded(tmp_path):
+    result = accel(LM, "--activations", "int8", "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    assert {row["scheme"] for row in json.loads(result.stdout)["weights"]} == {
+        "int8 by row, activations int8 beyond 64 rows"
+    }
+    assert library.load(tmp_path / "out").model.layers[0].mlp.up_proj.activations == "int8"
+    result = accel(LM, "--scheme", "int4-g64", "--activations", "int8", "--out", tmp_path / "other")
+    assert result.exit_code == 2 and "needs weights='int8'" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_the_other_commands_take_the_folder(tmp_path):
     assert accel(LM, "--out", tmp_path / "out").exit_code == 0
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "160"})

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from families import in_turn, make, padded
+from families import in_turn, make, padded, prompt
 from quantised import held_by, logits, rounded
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -187,3 +187,42 @@ def test_padded_rows_too(tmp_path):
     theirs = opened(tmp_path / "ours", None)(ids, attention_mask=mask).logits[mask.bool()]
     mine = ours(ids, attention_mask=mask).logits[mask.bool()]
     assert (theirs - mine).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("activations", ["int8", "int8-outliers", "fp8"])
+@torch.no_grad()
+def test_rounded_activations_are_said_and_taken_up_again(activations, tmp_path):
+    weights = activations.partition("-")[0]
+    model = accel.quantize(make("llama-biases"), weights, activations=activations)
+    model.save_pretrained(tmp_path)
+    (group,) = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    loaded, ids = accel.load(tmp_path), prompt(1, 80)
+    if activations == "int8-outliers":  # which the file cannot say
+        assert group["input_activations"] is None and {m.activations for m in held_by(loaded)} == {None}
+        accel.optimize(loaded, activations=activations)
+    else:
+        assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+        # Theirs rounds by scales in another precision.
+        theirs = opened(tmp_path, torch.float32)
+        for given in (ids, ids[:, :20]):
+            exact = make("llama-biases")(given).logits
+            apart = (theirs(given).logits - loaded(given).logits).norm() / exact.norm()
+            assert apart < 0.1 if activations == "int8" else 0.3
+    assert {module.activations for module in held_by(loaded)} == {activations}
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0.2)
+    accel.optimize(loaded)
+    assert accel.verify(loaded, input_ids=ids).lossy == (
+        None if activations == "int8-outliers" else f"activations='{activations}'"
+    )
+
+
+@torch.no_grad()
+def test_a_smoothed_model_runs_with_activations_in_8_bits(tmp_path):
+    model = make("llama")
+    data = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
+    accel.quantize(model, "int8", data, method="smoothquant", out=tmp_path / "out")
+    for one in (model, accel.load(tmp_path / "out")):
+        accel.optimize(one)
+        assert {module.activations for module in held_by(one)} == {"int8"} and len(held_by(one)) == 14
+        quality = accel.verify(one, input_ids=prompt(1, 80))
+        assert quality.passed and quality.lossy == "activations='int8'" and "their products" in quality.parts

@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels import quantised_projection
+from accel_kernels import int8_linear, quantise_rows, quantised_projection
 from families import layers, make, padded, prompt
 
 import accel
 from accel.agreement import perplexity
+from accel.llm import rounded as judging
+from accel.quant.activations import RowProducts
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
@@ -96,3 +98,57 @@ def test_the_report_shows_every_weight():
     text = str(report)
     assert "model.layers.*.mlp.down_proj" in text and "int4 by 32 columns" in text
     assert json.loads(json.dumps(report.to_dict()))["weights"] == report.weights
+
+
+# -- rows in 8 bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activations", ["int8", "int8-outliers", "fp8"])
+def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
+    model = make("llama-biases", dtype)
+    weights = activations.partition("-")[0]
+    ids, mask = padded((70, 50))
+    found = []
+    for options in ({}, {"activations": activations}):
+        accel.optimize(model, weights=weights, **options)
+        found.append(accel.verify(model, input_ids=ids, attention_mask=mask))
+    plain, quality = found
+    assert quality.passed and quality.lossy == f"weights='{weights}', activations='{activations}'"
+    assert set(quality.parts) == {"prompt", "decode", "rounded rows", "their products"}
+    assert quality.parts["rounded rows"].measure.startswith("worst of 8,")  # four a layer
+    assert quality.agreement.kl > 1.2 * plain.agreement.kl and "without rounding rows" in quality.note
+    assert json.loads(json.dumps(quality.to_dict()))["parts"]["rounded rows"]["error"] > 0.5
+    few = accel.verify(model, input_ids=ids[:1, :20])
+    assert few.passed and set(few.parts) == {"prompt", "decode"} and "too few" in few.note
+
+
+WRONG = {
+    "a product that is 1 % off": {"int8_linear": lambda *given, **more: 1.01 * int8_linear(*given, **more)},
+    "no bias": {"int8_linear": lambda x, weight, bias, **more: int8_linear(x, weight, **more)},
+    "no norm": {"quantise_rows": lambda x, norm=None, **more: quantise_rows(x, **more)},
+    "a scale too large": {"quantise_rows": lambda x, **more: _coarse(quantise_rows(x, **more))},
+    "cut off": {"quantise_rows": lambda x, **more: _cut(quantise_rows(x, **more))},
+    "outliers overlooked": {"quantise_rows": lambda x, outliers=None, **more: quantise_rows(x, outliers=100.0, **more)},
+    "NaN": {"int8_linear": lambda *given, **more: torch.nan * int8_linear(*given, **more)},
+}  # fmt: skip
+
+
+def _coarse(rows):
+    return rows._replace(data=(rows.data.float() / 1.25).round().to(rows.data.dtype), scales=rows.scales * 1.25)
+
+
+def _cut(rows):
+    return rows._replace(data=rows.data - rows.data.sign())
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_of_rounded_rows_fails(name, monkeypatch):
+    model = make("llama-biases", torch.bfloat16)
+    for layer in layers(model).values():
+        layer.input_layernorm.weight.data[3] *= 30
+    accel.optimize(model, weights="int8", activations="int8-outliers")
+    assert accel.verify(model).passed
+    monkeypatch.setattr(judging, "KERNELS", RowProducts(**WRONG[name]))
+    quality = accel.verify(model)
+    assert not quality.passed and quality.failure.startswith(("rounded rows:", "their products:")), quality.verdict

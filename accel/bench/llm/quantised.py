@@ -13,20 +13,27 @@ from accel.agreement import distributions
 from accel.bench.llm.models import prompt
 from accel.bench.llm.turns import Variant
 from accel.bench.timing import seconds
+from accel.quant.activations import kind_of
 
 PROMPT = (2, 256)  # rows and tokens that the loss is told for
 TOKEN = re.compile(r"(\d+) bytes a token instead of (\d+)")  # as the report says it
 
 
-def chosen(weights: tuple[str, ...], kv_cache: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Name and options of every variant: each by itself, then each of one together with each of the other."""
-    for scheme in weights:
-        yield scheme, {"weights": scheme}
+def chosen(
+    weights: tuple[str, ...], kv_cache: tuple[str, ...], activations: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Name and options of every variant: each by itself, then weights together with each kind of cache.
+
+    activations: each with weights of the same kind.
+    """
+    linears = {scheme: {"weights": scheme} for scheme in weights}
+    linears |= {f"{kind_of(one)} x {one}": {"weights": kind_of(one), "activations": one} for one in activations}
+    yield from linears.items()
     for kind in kv_cache:
         yield f"kv {kind}", {"kv_cache": kind}
-    for scheme in weights:
+    for name, options in linears.items():
         for kind in kv_cache:
-            yield f"{scheme}, kv {kind}", {"weights": scheme, "kv_cache": kind}
+            yield f"{name}, kv {kind}", options | {"kv_cache": kind}
 
 
 @torch.no_grad()

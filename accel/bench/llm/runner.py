@@ -34,9 +34,9 @@ SHARE = 40  # of the whole time, for the rounds of one case
 class Request:
     """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
 
-    compiled: beside them the stock model with its static cache, which generate() then compiles. weights, kv_cache:
-    schemes of quantised weights and kinds of rounded caches, each of them, and each pair, a variant of its own in what
-    is timed in turns.
+    compiled: beside them the stock model with its static cache, which generate() then compiles. weights, kv_cache,
+    activations: schemes of quantised weights, kinds of rounded caches and of rounded activations (with weights of the
+    same kind), each of them, and each pair with a cache, a variant of its own in what is timed in turns.
     """
 
     model: str
@@ -51,6 +51,12 @@ class Request:
     seconds: float = 280.0
     weights: tuple[str, ...] = ()
     kv_cache: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+
+    @property
+    def variants(self) -> list[tuple[str, dict[str, str]]]:
+        """Name and options of each that is lossy."""
+        return list(quantised.chosen(self.weights, self.kv_cache, self.activations))
 
     @property
     def name(self) -> str:
@@ -96,7 +102,7 @@ def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> d
     stage("building")
     model = build(request.model, device, request.dtype)
     result = {
-        "case": f"{'quantised' if request.weights or request.kv_cache else 'llm'}-{request.name}",
+        "case": f"{'quantised' if request.variants else 'llm'}-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
         "date": now(),
         "commit": commit(),
@@ -146,7 +152,7 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
         Variant("stock", stock, assistant=lambda: assistant(stock)),
         Variant("accel", model, assistant=lambda: accel.optimize(assistant(stock))),
     ]
-    for name, options in quantised.chosen(request.weights, request.kv_cache):
+    for name, options in request.variants:
         stage(f"quantising to {name}")
         one, told = quantised.variant(stock, name, options, device)
         variants.append(one)

@@ -1,5 +1,6 @@
 """The quantised linears a model arrived with, repacked into ours, and given back."""
 
+from accel_kernels import Quantised
 from torch import nn
 
 from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
@@ -7,6 +8,7 @@ from accel.llm.quant.compressed import scheme_of
 from accel.llm.quant.foreign import Awq, Bitsandbytes8, Gptq
 from accel.llm.quant.saving import guard
 from accel.quant.module import QuantisedLinear
+from accel.quant.scheme import Scheme
 from accel.quant.swap import Swap, exchange
 from accel.structure import hooked, placement
 
@@ -20,8 +22,9 @@ class Arrival(Swap):
     dequantise the whole model at its first call is taken off once there is nothing left for it.
     """
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, activations: str | None = None):
         super().__init__(root, True, guard(root))
+        self.activations = activations
         self.found: dict[str, Arrived] = {}
         self.rows: list[tuple[str, str, str]] = []
         self.dtype = placement(root)[1]
@@ -29,8 +32,9 @@ class Arrival(Swap):
             answer = _recognised(module, self.dtype)
             if isinstance(answer, Arrived):
                 self.found[path] = answer
-                note = f"; {answer.note}" if answer.note else ""
-                self.rows.append((path, "patched", f"{scheme_of(answer.read())}, arrived as {answer.kind}{note}"))
+                scheme = self._scheme(answer.read())
+                note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
+                self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
                 self.rows.append((path, "skipped", answer))
         self.hooks: dict = {}
@@ -41,12 +45,18 @@ class Arrival(Swap):
             self.guard.apply()
         for arrived in self.found.values():
             quantised = arrived.read()
-            new = QuantisedLinear(quantised, arrived.bias, self.dtype, scheme_of(quantised))
+            new = QuantisedLinear(quantised, arrived.bias, self.dtype, self._scheme(quantised))
             self.pairs.append((arrived, new))
             arrived.release()
         exchange(self.root, [(arrived.module, new) for arrived, new in self.pairs])
         if self.found and not any(status == "skipped" for _, status, _ in self.rows):
             self._take_hooks()
+
+    def _scheme(self, quantised: Quantised) -> Scheme:
+        """Its own, with activations rounded where they are to be and can be."""
+        scheme = scheme_of(quantised)
+        rounding = scheme if self.activations is None else scheme.rounding(self.activations)
+        return scheme if isinstance(rounding, str) else rounding
 
     def _take_hooks(self) -> None:
         hooks = vars(self.root)["_forward_pre_hooks"]

@@ -13,7 +13,7 @@ from accel.structure import stock_method
 PACKAGE = "compressed_tensors."
 PROBED = 64  # outputs that are compared
 APART = 0.03  # relative RMS: an activation rounded to 8 bits is 1 % off, a zero point that is 1 off 30 %
-UNROUNDED = "activations keep their dtype, which the layer it came as rounds too"
+UNROUNDED = "activations keep their dtype, which the layer it came as rounds too: `activations` asks for it"
 
 
 class Arrived(ABC):

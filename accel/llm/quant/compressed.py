@@ -8,6 +8,7 @@ activations in 16 bits; it takes "int-quantized" only with activations in 8 bits
 compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
 """
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -16,23 +17,26 @@ from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
-PACKED, FLOAT = "pack-quantized", "float-quantized"
+PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 WORD = 32
+PATTERN = "re:"  # in front of a regular expression among paths
 BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
 def format_of(scheme: Scheme) -> str:
-    return FLOAT if scheme.number == "fp8" else PACKED
+    if scheme.number == "fp8":
+        return FLOAT
+    return PACKED if _rounded(scheme) is None else BYTEWISE
 
 
-def parts(quantised: Quantised) -> dict[str, torch.Tensor]:
+def parts(quantised: Quantised, format: str = PACKED) -> dict[str, torch.Tensor]:
     """What is written for a weight, by the last part of its name; the same memory where the layout is the same.
 
     8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
     """
     data, scales, zeros = quantised
-    if data.dtype == torch.float8_e4m3fn:
+    if data.dtype == torch.float8_e4m3fn or format == BYTEWISE:
         return {"weight": data, "weight_scale": scales}
     packed = data.dtype == torch.int32
     words = data if packed else to_bytes(data.cpu())
@@ -149,6 +153,35 @@ def config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict:
     }
 
 
+def activations_of(said: Mapping, path: str) -> str | None:
+    """How a `quantization_config` has the inputs of a linear rounded: a value of `Options.activations`.
+
+    None for inputs that stay as they are, and for what is not understood: scales that do not go by token.
+    """
+    for group in (said.get("config_groups") or {}).values():
+        if any(_meant(target, path) for target in group.get("targets") or ()):
+            found = group.get("input_activations") or {}
+            by_token = found.get("dynamic") is True and found.get("strategy") == "token"
+            if by_token and found.get("num_bits") == 8 and found.get("symmetric", True):
+                return {"int": "int8", "float": "fp8"}.get(found.get("type"))
+            return None
+    return None
+
+
+def _meant(target: str, path: str) -> bool:
+    if target.startswith(PATTERN):
+        return re.match(target.removeprefix(PATTERN), path) is not None
+    return target in ("Linear", path)
+
+
+def _rounded(scheme: Scheme) -> dict | None:
+    """What is said of inputs; of those with columns in 16 bits nothing, which others could not do."""
+    if scheme.activations not in ("int8", "fp8"):
+        return None
+    kind = "float" if scheme.activations == "fp8" else "int"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+
+
 def _group(scheme: Scheme, targets: list[str]) -> dict:
     weights = {
         "num_bits": 4 if scheme.number == "int4" else 8,
@@ -161,7 +194,7 @@ def _group(scheme: Scheme, targets: list[str]) -> dict:
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None,
+        "input_activations": _rounded(scheme),
         "output_activations": None,
         "format": format_of(scheme),
     }

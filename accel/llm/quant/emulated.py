@@ -1,22 +1,16 @@
-"""Activations rounded to int8 and back, token by token: what products of int8 numbers would give, without them."""
+"""Inputs of linears rounded to int8 and back, token by token, while a model is calibrated in its own precision."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import Tensor, nn
 
-HIGH = 127
+from accel.quant.activations import KERNELS
 
 
 def rounded_by_token(x: Tensor) -> Tensor:
-    """x: (..., K), each row to the nearest of 255 numbers of its own scale, max |x| / 127, symmetric about zero.
-
-    Same dtype; computed in float32.
-    """
-    wide = x.float()
-    scales = (wide.abs().amax(-1, keepdim=True) / HIGH).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((wide / scales).round().clamp(-HIGH, HIGH) * scales).to(x.dtype)
+    """x: (..., K), each row as its 8-bit numbers and scale stand for, in the dtype of x."""
+    return KERNELS.rounded(x, "int8").dequantised(x.dtype)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
             compressed.read(parts)
         except ValueError as error:
             raise ValueError(f"{folder}: {path}: {error}") from None
-    with _entered(linears) as method:
+    with _entered(linears, said) as method:
         config.quantization_config = {"quant_method": method}
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -110,7 +110,7 @@ class Held(nn.Module):
 
 
 @contextmanager
-def _entered(linears: dict[str, dict[str, torch.Tensor]]) -> Iterator[str]:
+def _entered(linears: dict[str, dict[str, torch.Tensor]], said: dict) -> Iterator[str]:
     """Inside, transformers knows a way of loading under the name it gives, and calls it for these linears."""
     name = f"accel-{uuid.uuid4().hex}"
 
@@ -130,7 +130,7 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]]) -> Iterator[str]:
 
         def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> nn.Module:
             self.remove_quantization_config(model)
-            _finish(model)
+            _finish(model, said)
             return model
 
     AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name] = Method, Loader
@@ -153,7 +153,7 @@ def _replace(model: nn.Module, path: str, parts: dict[str, torch.Tensor]) -> Non
     model.set_submodule(path, Held(parts, module.bias))
 
 
-def _finish(model: nn.Module) -> None:
+def _finish(model: nn.Module, said: dict) -> None:
     pairs = []
     for path, module in model.named_modules():
         if type(module) is Held:
@@ -161,6 +161,9 @@ def _finish(model: nn.Module) -> None:
             if not bool(quantised.scales.isfinite().all()):
                 raise ValueError(f"{path}: NaN or Inf among its scales")
             scheme = compressed.scheme_of(quantised)
+            activations = compressed.activations_of(said, path)
+            rounding = scheme if activations is None else scheme.rounding(activations)
+            scheme = scheme if isinstance(rounding, str) else rounding
             pairs.append((module, QuantisedLinear(quantised, module.bias, model.dtype, scheme)))
     exchange(model, pairs)
     if pairs:

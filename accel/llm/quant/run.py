@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from accel.llm.quant.saving import SAVE, Saving
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
 from accel.llm.recorder import decoder_layers
 from accel.llm.understanding import NotUnderstood
-from accel.options import METHODS, WEIGHTS
+from accel.options import ACTIVATIONS, METHODS, WEIGHTS, check_activations
 from accel.patch import set_data
 from accel.plan import PLAN
 from accel.quant.linears import BASE
@@ -28,6 +28,7 @@ from accel.quant.swap import exchange
 from accel.structure import meta_weights
 
 BY_ITSELF = "rtn"  # the method that looks at no data
+SMOOTHED = "int8"  # activations of a model that was smoothed for them
 WITH_DATA = "gptq"  # what is chosen where there is some
 
 
@@ -58,9 +59,11 @@ def quantize(
     method: str | None,
     out: Path | None,
     at: Callable[[int, int], None],
+    activations: str | None = None,
 ) -> Run:
     """As `accel.quantize`. at: called with the linears that are done and all of them."""
     parsed, method = _choices(model, scheme, calibration, method)
+    activations = _activations(activations, scheme, method)
     chosen, skipped = linears(model, parsed)
     if not chosen:
         path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
@@ -99,7 +102,7 @@ def quantize(
         if missing:
             raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
     with torch.inference_mode(False), torch.no_grad():
-        done.rows = _put(model, results, chosen, parsed, originals)
+        done.rows = _put(model, results, chosen, replace(parsed, activations=activations), originals)
     if unfinished is not None:
         model.save_pretrained(out)
         if tokenizer is not None:
@@ -158,6 +161,16 @@ def _choices(model: nn.Module, scheme: object, calibration: object, method: obje
     if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
         raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
     return Scheme.parse(scheme), method
+
+
+def _activations(activations: object, scheme: str, method: str) -> str | None:
+    """How activations are to be rounded. Raises ValueError for what cannot be."""
+    if activations is None:
+        return SMOOTHED if method == "smoothquant" else None
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations={activations!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
+    check_activations(activations, scheme)
+    return activations
 
 
 def _linears(results: dict[str, LayerResult]) -> int:

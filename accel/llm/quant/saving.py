@@ -13,7 +13,6 @@ from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
-PATTERN = "re:"
 
 
 class Saving:
@@ -49,7 +48,7 @@ class Saving:
         if schemes:
             others = ignored(model, schemes)
             twin.config.quantization_config = compressed.config(schemes, others)
-            if any(name.startswith(PATTERN) for name in others):
+            if any(name.startswith(compressed.PATTERN) for name in others):
                 # Taken apart, transformers would read experts as quantised ones, and find none.
                 kwargs.setdefault("save_original_format", False)
         own(twin, save_directory, *args, state_dict=written, **kwargs)
@@ -77,7 +76,7 @@ def _written(names: dict, held: dict[str, QuantisedLinear]) -> tuple[dict[str, t
             found = {"weight": quantised.dequantised(module.dtype).t().contiguous()}
         else:
             schemes[path] = module.scheme
-            found = compressed.parts(quantised)
+            found = compressed.parts(quantised, compressed.format_of(module.scheme))
         if id(module) in seen:  # the same layer in two places, of which stock's has two
             found = {name: tensor.clone() for name, tensor in found.items()}
         seen.add(id(module))
@@ -101,5 +100,5 @@ def ignored(model: nn.Module, schemes: dict) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D):
             found.append(path)
         elif path and any(p is not None and p.dim() == 3 for p in module._parameters.values()):
-            found.append(rf"{PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
+            found.append(rf"{compressed.PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
     return list(dict.fromkeys(found))

@@ -1,7 +1,8 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out come as a mask over all columns. For a threshold a pass in front makes it, over blocks of rows;
-their count never leaves the device, since the running sum of the mask says where in the row of outliers each goes.
+Columns to be taken out come as a mask over all columns. For a threshold a pass in front makes it, over blocks of rows.
+The running sum of the mask, taken once for all rows, says where in a row of outliers each goes, and how many there are:
+their count never leaves the device.
 """
 
 import torch
@@ -57,9 +58,21 @@ def outlier_mask_kernel(
     tl.store(out_ptr + k_idx, found.to(tl.int8), mask=found)
 
 
+@triton.jit
+def places_kernel(mask_ptr, place_ptr, columns_ptr, count_ptr, k, BLOCK_K: tl.constexpr):
+    """One program: where in a row of outliers each column goes, -1 for one that stays; which they are, and how many."""
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    out = tl.load(mask_ptr + k_idx, mask=mask, other=0).to(tl.int32)
+    place = tl.where(out != 0, tl.cumsum(out, axis=0) - 1, -1)
+    tl.store(place_ptr + k_idx, place.to(tl.int16), mask=mask)
+    tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
+    tl.store(count_ptr, tl.sum(out, axis=0))
+
+
 @triton.jit(do_not_specialize=("capacity",))
 def quantise_rows_kernel(
-    x_ptr, nw_ptr, nb_ptr, mask_ptr, q_ptr, s_ptr, o_ptr, columns_ptr, count_ptr, k, capacity, eps, offset,
+    x_ptr, nw_ptr, nb_ptr, place_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, ROUND: tl.constexpr,
     MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -73,13 +86,9 @@ def quantise_rows_kernel(
         tl.extra.cuda.gdc_wait()
     h = _normed(x_ptr + row * k, k_idx, mask, weight, bias, k, eps, NORM)
     if OUTLIERS:
-        out = tl.load(mask_ptr + k_idx, mask=mask, other=0).to(tl.int32)
-        place = tl.cumsum(out, axis=0) - 1
-        tl.store(o_ptr + row * capacity + place, h.to(o_ptr.dtype.element_ty), mask=mask & (out != 0))
-        if row == 0:
-            tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
-            tl.store(count_ptr, tl.sum(out, axis=0))
-        h = tl.where(out != 0, 0.0, h)
+        place = tl.load(place_ptr + k_idx, mask=mask, other=-1).to(tl.int32)
+        tl.store(o_ptr + row * capacity + place, h.to(o_ptr.dtype.element_ty), mask=place >= 0)
+        h = tl.where(place >= 0, 0.0, h)
     h = tl.where(mask, h, 0.0)
     # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
     peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST)
@@ -102,12 +111,14 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
     meta = {"num_warps": min(16, max(1, block // 512)), "enable_fp_fusion": False}  # rounds as torch does
     data = torch.empty_like(x, dtype=dtype)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    mask = taken = columns = count = None
+    place = taken = columns = count = None
+    capacity = 0
     if outliers is not None:
         capacity = room(outliers, k)
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
         columns = torch.empty(capacity, dtype=torch.int64, device=x.device)
         count = torch.empty(1, dtype=torch.int32, device=x.device)
+        place = torch.empty(k, dtype=torch.int16, device=x.device)
         if isinstance(outliers, torch.Tensor):
             mask = column_mask(outliers, k).view(torch.int8)
         else:
@@ -116,11 +127,12 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
                 outlier_mask_kernel, (triton.cdiv(rows, MASK_ROWS),),
                 x, nw, nb, mask, rows, k, eps, offset, float(outliers), **flags, ROWS=MASK_ROWS, **meta,
             )  # fmt: skip
-    pdl = programmatic(x.device) if mask is None else {}
+        launch(places_kernel, (1,), mask, place, columns, count, k, BLOCK_K=block, num_warps=meta["num_warps"])
+    pdl = programmatic(x.device) if place is None else {}
     launch(
         quantise_rows_kernel, (rows,),
-        x, nw, nb, mask, data, scales, taken, columns, count, k, 0 if mask is None else capacity, eps, offset, **flags,
-        OUTLIERS=mask is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype], LEAST=LEAST_PEAK, PDL=bool(pdl),
+        x, nw, nb, place, data, scales, taken, k, capacity, eps, offset, **flags,
+        OUTLIERS=place is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype], LEAST=LEAST_PEAK, PDL=bool(pdl),
         **meta, **pdl,
     )  # fmt: skip
     return QuantisedRows(data, scales, x.dtype, taken, columns, count)
@@ -129,7 +141,7 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
 def specimen(q: str, outliers: bool, k: int = 4096):
     """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
     types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
-    types |= {"mask_ptr": "*i8", "q_ptr": f"*{q}", "s_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"place_ptr": "*i16", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
     types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
     constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k), "OUTLIERS": outliers}
     constants |= {"ROUND": q == "i8", "MOST": 127.0 if q == "i8" else 448.0, "LEAST": LEAST_PEAK, "PDL": False}
@@ -143,4 +155,15 @@ def _mask_specimen():
     return outlier_mask_kernel, types, constants, 8
 
 
-SPECIMENS = (specimen("i8", False), specimen("i8", True), specimen("i8", False, 14336), _mask_specimen())
+def _places_specimen():
+    types = {"mask_ptr": "*i8", "place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32", "k": "i32"}
+    return places_kernel, types, {"BLOCK_K": 16384}, 16
+
+
+SPECIMENS = (
+    specimen("i8", False),
+    specimen("i8", True),
+    specimen("i8", False, 14336),
+    _mask_specimen(),
+    _places_specimen(),
+)

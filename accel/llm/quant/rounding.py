@@ -1,0 +1,69 @@
+"""Activations rounded to 8 bits, in linears of one model that are quantised already, and no longer."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from accel.options import Options
+from accel.patch import PatchConflict
+from accel.quant.module import QuantisedLinear
+from accel.quant.scheme import Scheme
+
+RULE = "activations"  # what the report calls it
+
+
+class Rounding:
+    """A patch: the schemes of quantised linears. `find` takes those in that a model has, `add` those made for it.
+
+    rows: (path, status, reason) of each that was found. Raises ValueError for one that cannot be, where `strict`
+    forbids it.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.pairs: list[tuple[QuantisedLinear, Scheme, Scheme]] = []  # with the scheme before, and now
+        self.rows: list[tuple[str, str, str]] = []
+
+    def find(self, model: nn.Module) -> None:
+        """Changes the linears at once."""
+        if self.options.activations is None:
+            return
+        for path, module in model.named_modules():
+            if type(module) is not QuantisedLinear:
+                continue
+            wanted = module.scheme.rounding(self.options.activations)
+            if isinstance(wanted, str):
+                if self.options.strict:
+                    raise ValueError(f"strict=True: {path} ({RULE}): {wanted}")
+                self.rows.append((path, "skipped", wanted))
+            elif wanted != module.scheme:
+                self.pairs.append((module, module.scheme, wanted))
+                self.rows.append((path, "patched", str(wanted)))
+        self.apply()
+
+    def add(self, modules: Iterable[QuantisedLinear]) -> None:
+        """Those that round already, for as long as this patch is there."""
+        self.pairs += [
+            (module, replace(module.scheme, activations=None), module.scheme)
+            for module in modules
+            if module.scheme.activations is not None
+        ]
+
+    def apply(self) -> None:
+        for module, _, scheme in self.pairs:
+            module.scheme = scheme
+
+    def check(self) -> None:
+        for module, _, scheme in self.pairs:
+            if module.scheme != scheme:
+                raise PatchConflict(f"the scheme of a linear was changed after accel.optimize, to {module.scheme}")
+
+    def undo(self) -> None:
+        for module, scheme, _ in self.pairs:
+            module.scheme = scheme
+
+
+def rounding(model: nn.Module) -> list[QuantisedLinear]:
+    """The quantised linears that round rows now."""
+    return [module for module in model.modules() if type(module) is QuantisedLinear and module.activations is not None]

@@ -1,0 +1,99 @@
+"""Products of rounded rows, judged one by one.
+
+A number next to a half may be rounded either way, and what follows it in a model then drifts as far as all rounding
+does. Each is therefore compared by itself, with the formula on the very input that it had.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from accel_kernels import Norm, QuantisedRows
+from accel_kernels import norm as norms
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST
+from torch import nn
+
+from accel.quality import Quality, relative_rms
+from accel.quant.activations import KERNELS, REFERENCES, THRESHOLD, RowProducts
+from accel.quant.module import setting
+
+# Times torch's own error: rounded once from float32, or after torch's float8 product, after the gate and at the end.
+LIMITS = {torch.int8: 2.0, torch.float8_e4m3fn: 4.0}
+FLOOR = 1e-5  # of the values: in float32 the order of sums matters more than the last rounding
+NEARLY = 0.01  # of a step: norms are summed in another order before their numbers are rounded
+
+
+@dataclass(frozen=True)
+class Judged(RowProducts):
+    """The kernels; `rows` and `products` tell of every result its error by what is allowed, and its relative RMS."""
+
+    rows: list[tuple[float, float]] = field(default_factory=list)
+    products: list[tuple[float, float]] = field(default_factory=list)
+
+    def rounded(self, x: torch.Tensor, activations: str, norm: Norm | None = None) -> QuantisedRows:
+        rows = KERNELS.rounded(x, activations, norm)
+        self.rows.append(_rounding(rows, x.double() if norm is None else norms.reference(x.double(), norm)))
+        return rows
+
+    def product(self, activations: str) -> Callable:
+        kernel, reference = KERNELS.product(activations), REFERENCES.product(activations)
+
+        def judged(x: QuantisedRows, *given, **more) -> torch.Tensor:
+            found, own = kernel(x, *given, **more), reference(x, *given, **more)
+            exact = reference(x._replace(scales=x.scales.double()), *given, **more)
+            meant = exact.isfinite()
+            pair = [one.double().masked_fill(~meant, 0) for one in (found, own)]
+            exact = exact.masked_fill(~meant, 0)
+            error, own_error = (relative_rms([exact], [one]) for one in pair)
+            self.products.append((error / (LIMITS[x.data.dtype] * own_error + FLOOR), error))
+            return found
+
+        return judged
+
+
+def _rounding(rows: QuantisedRows, h: torch.Tensor) -> tuple[float, float]:
+    """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded."""
+    scales, numbers, most = rows.scales.double(), rows.data.double(), MOST[rows.data.dtype]
+    meant = h.isfinite().all(-1, keepdim=True)
+    if bool((scales.isfinite() != meant).any()):
+        return math.inf, math.inf
+    h, scales = h.masked_fill(~meant, 0), scales.masked_fill(~meant, 1)
+    values, allowed = numbers * scales, scales * (0.5 + NEARLY)
+    if rows.data.dtype == torch.float8_e4m3fn:  # 3 bits behind the point, down to the subnormal numbers
+        allowed = torch.maximum(h.abs() / 16, scales * 2**-10) * (1 + NEARLY)
+    if rows.outliers is not None:
+        taken, columns = rows.taken(torch.float64)
+        values = values.index_add(-1, columns, taken.masked_fill(~meant, 0))
+        own = torch.zeros_like(h, dtype=torch.bool).index_fill(-1, columns[: int(rows.count)], True)
+        allowed = torch.where(own, h.abs() * torch.finfo(rows.dtype).eps + 1e-30, allowed)
+        if bool((h.abs().masked_fill(own, 0) > THRESHOLD * (1 + NEARLY)).any()):
+            return math.inf, math.inf
+    # A scale larger than need be would pass the rest.
+    full = (numbers.abs().amax(-1, keepdim=True) == most) | (scales * most <= 2 * LEAST_PEAK)
+    worst = ((values - h).abs() / allowed).masked_fill(~meant, 0).masked_fill(meant & ~full, torch.inf).max()
+    return float(worst), relative_rms([h], [values.masked_fill(~meant, 0)])
+
+
+def judge(model: nn.Module, run: Callable[[], object]) -> dict[str, Quality]:
+    """Quality of the rounded rows and of their products, in one run of an optimised model; empty where it has none."""
+    judged = Judged()
+    with setting(model, products=judged):
+        run()
+    named = {"rounded rows": judged.rows, "their products": judged.products}
+    return {name: _quality(found) for name, found in named.items() if found}
+
+
+def _quality(found: list[tuple[float, float]]) -> Quality:
+    errors, relative = zip(*found, strict=True)
+    worst, rms = (max(values, key=lambda value: (value != value, value)) for values in (errors, relative))
+    return Quality(
+        max_error=rms,
+        relative_error=rms,
+        psnr_db=-20 * math.log10(rms) if 0 < rms < math.inf else math.inf,
+        finite=math.isfinite(worst),
+        relative_rms=rms,
+        error=worst,
+        allowed=1.0,
+        measure=f"worst of {len(found)}, by what is allowed,",
+    )

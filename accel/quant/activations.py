@@ -1,0 +1,47 @@
+"""Products of many rows with both factors in 8 bits: each row rounded as it comes, by a scale of its own.
+
+Scales by token at run time: Yao et al., "ZeroQuant", 2022. Columns above a threshold kept in 16 bits: Dettmers et al.,
+"LLM.int8()", 2022. Few rows keep all their bits: there a product takes as long as reading its weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accel_kernels import Norm, QuantisedRows, fp8_linear, int8_linear, quantise_rows
+from accel_kernels.projection import MOST_ROWS
+
+NUMBERS = {"int8": torch.int8, "int8-outliers": torch.int8, "fp8": torch.float8_e4m3fn}
+THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
+
+
+def kind_of(activations: str) -> str:
+    """What a weight must be stored as, "int8" or "fp8"."""
+    return activations.partition("-")[0]
+
+
+def many(x: torch.Tensor) -> bool:
+    """Whether x (..., K) has so many rows that they are rounded."""
+    return x.numel() > MOST_ROWS * x.shape[-1]
+
+
+@dataclass(frozen=True)
+class RowProducts:
+    """The operations by which rows are rounded and multiplied."""
+
+    quantise_rows: Callable = quantise_rows
+    int8_linear: Callable = int8_linear
+    fp8_linear: Callable = fp8_linear
+
+    def rounded(self, x: torch.Tensor, activations: str, norm: Norm | None = None) -> QuantisedRows:
+        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`."""
+        outliers = THRESHOLD if activations == "int8-outliers" else None
+        return self.quantise_rows(x.contiguous(), norm=norm, dtype=NUMBERS[activations], outliers=outliers)
+
+    def product(self, activations: str) -> Callable:
+        """The operation that takes such rows, and a `Quantised` weight of the same kind."""
+        return self.fp8_linear if kind_of(activations) == "fp8" else self.int8_linear
+
+
+KERNELS = RowProducts()
+REFERENCES = RowProducts(quantise_rows.reference, int8_linear.reference, fp8_linear.reference)

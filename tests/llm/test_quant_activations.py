@@ -1,0 +1,260 @@
+"""Rows rounded to 8 bits, many of them only: against stock code in float64 whose linears get rounded inputs."""
+
+import copy
+
+import pytest
+import torch
+from changes import lora
+from families import layers, make, padded, prompt
+from modes import generate
+from quantised import held_by, logits
+from torch import nn
+
+import accel
+from accel.options import Options
+from accel.quant.activations import KERNELS, RowProducts
+from accel.quant.module import QuantisedLinear, dequantising, unrounded
+from accel.quant.rounding import quantise
+from accel.quant.scheme import Scheme
+
+FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
+KINDS = ("int8", "int8-outliers", "fp8")
+
+
+def by_token(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x (..., K) in float64 as it is after rounding, by definition; up to 64 rows as they are."""
+    if x.shape[:-1].numel() <= 64:
+        return x
+    out = torch.zeros_like(x, dtype=torch.bool)
+    if kind == "int8-outliers":
+        out |= (x.abs() > 6).flatten(0, -2).any(0)
+    rest = x.masked_fill(out, 0)
+    most = 448 if kind == "fp8" else 127
+    steps = rest * (most / rest.abs().amax(-1, keepdim=True).clamp_min(1e-30))
+    steps = steps.to(torch.float8_e4m3fn).double() if kind == "fp8" else steps.round()
+    return torch.where(out, x, steps * rest.abs().amax(-1, keepdim=True).clamp_min(1e-30) / most)
+
+
+def oracle(stock, ours, kind: str):
+    """A copy of stock over the weights of ours, with rounded inputs."""
+    twin = copy.deepcopy(stock)
+    for row in accel.report(ours).weights:
+        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
+        weight = held.numbers().double() * held.scales.double()
+        theirs.weight.data = (weight.t() if type(theirs).__name__ == "Conv1D" else weight).contiguous()
+        theirs.register_forward_pre_hook(lambda module, args: (by_token(args[0], kind), *args[1:]))
+    return twin
+
+
+def pair(name: str, kind: str, planted: bool = False):
+    stock = make(name, torch.float64)
+    if planted:
+        for module in stock.modules():
+            if "norm" in type(module).__name__.lower():
+                module.weight.data[5] *= 40.0
+    ours = accel.optimize(copy.deepcopy(stock), weights=kind.partition("-")[0], activations=kind)
+    return ours, oracle(stock, ours, kind), stock
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """double(): from now on everything is float64; stock norms and rotary tables are float32 else, and numbers next to
+    a half fall to the other side.
+    """
+
+    def enter():
+        monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+    return enter
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
+    ours, wanted, _ = pair(name, kind, planted=kind == "int8-outliers")
+    double()
+    for ids in (prompt(1, 100), prompt(1, 65), prompt(5, 13)):
+        assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
+    with unrounded(ours):
+        plain = ours(ids).logits
+    assert off(plain, ours(ids).logits) > 1e-3
+    for ids in (prompt(1, 64), prompt(3, 21)):
+        found = ours(ids).logits
+        assert off(found, wanted(ids).logits) < 1e-9
+        with unrounded(ours):
+            assert torch.equal(ours(ids).logits, found)
+    assert accel.report(ours).fallbacks == []
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama-biases", "gpt2"])
+def test_a_long_padded_prompt_is_continued_as_by_the_formula(name, kind, double):
+    ours, wanted, _ = pair(name, kind)
+    double()
+    ids, mask = padded((70, 41))
+    found, theirs = (generate(model, ids, mask) for model in (ours, wanted))
+    assert found.keys() == theirs.keys() and torch.equal(found["sequences"], theirs["sequences"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_an_adapter_on_top_is_added_to_rounded_products(kind, double):
+    ours, wanted, _ = pair("llama", kind)
+    for model in (ours, wanted):
+        model.family = "llama"
+        lora("first")(model)
+        model.to(torch.float64)
+    double()
+    ids = prompt(1, 80)
+    assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
+    assert accel.report(ours).fallbacks == []
+
+
+@torch.no_grad()
+def test_restore_gives_back_all_and_the_model_can_be_optimised_otherwise(tiny):
+    model, stock = make("llama-biases"), make("llama-biases")
+    before = tiny.snapshot(model)
+    for options in ({"activations": "int8"}, {}, {"activations": "int8-outliers"}):
+        accel.optimize(model, weights="int8", **options)
+        assert {module.activations for module in held_by(model)} == {options.get("activations")}
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
+
+
+@torch.no_grad()
+def test_of_linears_that_stay_quantised_rounding_is_taken_back():
+    model = make("llama")
+    accel.optimize(model, weights="int8", activations="int8", keep_original=False)
+    with pytest.warns(UserWarning, match="stay quantised"):
+        accel.restore(model)
+    assert {str(module.scheme) for module in held_by(model)} == {"int8 by row"}
+    accel.optimize(model, activations="int8-outliers")
+    sites = {path: reason for path, rule, status, reason in accel.report(model).sites if rule == "activations"}
+    assert sites["model.layers.0.mlp.up_proj"] == "int8 by row, activations int8-outliers beyond 64 rows"
+    assert len(sites) == len(held_by(model)) == 14
+    ids = prompt(1, 90)
+    rounded = model(ids).logits
+    accel.restore(model)
+    accel.optimize(model)
+    assert off(rounded, model(ids).logits) > 1e-3
+
+
+def test_the_report_says_which_linears_round():
+    model = make("llama")
+    accel.optimize(model, weights="fp8", activations="fp8")
+    report = accel.report(model)
+    assert {row["scheme"] for row in report.weights} == {"fp8 by row, activations fp8 beyond 64 rows"}
+    assert "activations fp8 beyond 64" in " ".join(str(report).split())
+    assert Options(weights="fp8", activations="fp8").lossy == "weights='fp8', activations='fp8'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int8", "activations": "int7"}, "activations='int7' is not one of None, 'int8', 'int8-outliers'"),
+        ({"weights": "int4", "activations": "int8"}, "activations='int8' needs weights='int8', not 'int4'"),
+        ({"weights": "int8-asym", "activations": "int8"}, "needs weights='int8', not 'int8-asym'"),
+        ({"weights": "int8", "activations": "fp8"}, "activations='fp8' needs weights='fp8', not 'int8'"),
+        ({"activations": "int8-outliers"}, "needs weights of the same kind, and the model holds none: give weights"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_an_error_and_changes_nothing(options, message, tiny):
+    model = make("llama")
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        accel.optimize(model, **options)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_linears_of_another_kind_are_left_alone_and_named():
+    model = accel.quantize(make("llama"), "int4-g32")
+    one = model.model.layers[1].mlp
+    plain = nn.Linear(64, 96, bias=False)
+    one.up_proj = QuantisedLinear(quantise(plain.weight, Scheme("int8")), None, torch.float32, Scheme("int8"))
+    with pytest.raises(ValueError, match="needs a weight of int8 by row; it is int4 by 32 columns"):
+        accel.optimize(model, activations="int8", strict=True)
+    accel.optimize(model, activations="int8")
+    rows = [(path, status) for path, rule, status, _ in accel.report(model).sites if rule == "activations"]
+    assert ("model.layers.1.mlp.up_proj", "patched") in rows and len(rows) == 14
+    with torch.no_grad():
+        assert model(prompt(1, 70)).logits.isfinite().all()
+    accel.restore(model)
+    assert one.up_proj.activations is None
+
+
+class Counting(RowProducts):
+    """The kernels, and how often rows were rounded."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "calls", [])
+
+    def rounded(self, x, activations, norm=None):
+        self.calls.append((tuple(x.shape), norm is not None))
+        return super().rounded(x, activations, norm)
+
+
+@torch.no_grad()
+def test_rows_are_rounded_once_for_all_that_share_them():
+    """Queries, keys and values; gate and up; the norm in front inside."""
+    model = accel.optimize(make("llama"), weights="int8", activations="int8")
+    counting = Counting()
+    for module in held_by(model):
+        module.products = counting
+    model(prompt(1, 70))
+    once = [((1, 70, 64), True), ((1, 70, 64), False), ((1, 70, 64), True), ((1, 70, 96), False)]
+    assert counting.calls == 2 * once
+    for layer in layers(model).values():  # queries in a call of their own: keys and values share rows still
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    counting.calls.clear()
+    model(prompt(1, 70))
+    assert counting.calls == 2 * [((1, 70, 64), False), *once]
+
+
+# -- the module by itself ----------------------------------------------------------------------------------------------
+
+
+def linear(kind: str, dtype: torch.dtype = torch.float64) -> QuantisedLinear:
+    plain = nn.Linear(48, 32, dtype=dtype)
+    scheme = Scheme(kind.partition("-")[0], activations=kind)
+    return QuantisedLinear(quantise(plain.weight, scheme), plain.bias, dtype, scheme)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_linear_rounds_many_rows(kind):
+    module = linear(kind)
+    x = torch.randn(13, 5, 48, dtype=torch.float64)
+    x[3, 2, 7] = 31.0
+    held = module.quantised
+    weight = held.numbers().double() * held.scales.double()
+    wanted = by_token(x, kind) @ weight.t() + module.bias
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(module(x.transpose(0, 1)), wanted.transpose(0, 1), rtol=1e-12, atol=1e-12)
+        with dequantising(module):
+            torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
+        exact = x @ module.weight.t() + module.bias
+        for context in (unrounded(module), torch.enable_grad()):
+            with context:
+                torch.testing.assert_close(module(x), exact, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(module(x[:12]), exact[:12], rtol=1e-12, atol=1e-12)
+    assert module.activations == kind and module.products is KERNELS
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@torch.no_grad()
+def test_what_is_not_finite_stays_in_its_row(kind):
+    module, x = linear(kind, torch.float32), torch.randn(70, 48)
+    x[9, 3], x[33, 0] = torch.nan, torch.inf
+    y = module(x)
+    good = torch.ones(70, dtype=torch.bool)
+    good[[9, 33]] = False
+    assert y[good].isfinite().all() and not y[~good].isfinite().any()
