@@ -1,27 +1,35 @@
 """Attention of a decode step over keys and values in bf16 and in 8 bits, in one CUDA graph: time, and speed of memory.
 
-python benchmarks/kv_cache.py OUT.json [--sweep]: the heads of Llama-3.1-8B, several numbers of rows and of stored
-tokens. --sweep: also other numbers of shares and registers of the kernel for 8 bits. What a whole token gains depends
-on the weights that it reads besides: `accel bench llm`.
+python benchmarks/kv_cache.py OUT.json [--sweep] [--quick]: the heads of Llama-3.1-8B, several numbers of rows and of
+stored tokens. "plain": the kernel for all stores, which the one for 8 bits replaces where it can. --sweep: also other
+numbers of shares and registers of the kernel for 8 bits. --quick: one row and 32, 8192 tokens each, and one of 32768.
+What a whole token gains depends on the weights that it reads besides: `accel bench llm`.
 """
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accel_kernels import KV, attend
 from accel_kernels.rounding import rounded
-from accel_kernels.triton_kernels import decode
+from accel_kernels.triton_kernels import attend as attend_kernels
+from accel_kernels.triton_kernels import decode_codes
 from decode_chain import BLOCK, DEVICE, DIM, DTYPE, HEADS, KV_HEADS, milliseconds, rand
 
 from accel.bench.machine import commit, machine, now
 
-ROWS, STORED = (1, 8, 32), (8192, 32768)
+SHAPES = [(rows, stored) for rows in (1, 8, 32) for stored in (8192, 32768)]
+QUICK = [(1, 8192), (1, 32768), (32, 8192)]
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST = 24 * 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
 LEAST = 2**30
-SWEEP = [(fill, registers) for fill in (2, 4, 8) for registers in (96, 128, 168, None)]
+CHOSEN = ("CODES_FILL", "MOST_SPLITS", "CODES_BLOCKS", "CODES_REGISTERS", "AHEAD")
+SWEEP = [
+    (4, 64, 8, 128, 0), (4, 64, 8, 128, 1), (4, 64, 8, 128, 3), (4, 32, 8, 128, 0), (2, 32, 8, 128, 0),
+    (4, 64, 4, 128, 0), (3, 64, 8, 168, 0), (3, 64, 8, 168, 2),
+]  # fmt: skip
 
 
 def size(rows: int, stored: int, codes: torch.dtype | None) -> int:
@@ -50,11 +58,14 @@ def store(rows: int, stored: int, codes: torch.dtype | None, layers: int) -> lis
     ]
 
 
-def measured(rows: int, stored: int, codes: torch.dtype | None) -> float:
-    """Microseconds a layer."""
+def stores(rows: int, stored: int, codes: torch.dtype | None) -> list[KV]:
+    """Of enough layers."""
     each = size(rows, stored, None)
-    layers = max(1, min(MOST // each, -(-LEAST // each)))
-    kvs = store(rows, stored, codes, layers)
+    return store(rows, stored, codes, max(1, min(MOST // each, -(-LEAST // each))))
+
+
+def measured(rows: int, kvs: list[KV]) -> float:
+    """Microseconds a layer."""
     qkv, angles = rand(rows, 1, HEADS + 2 * KV_HEADS, DIM), rand(rows, 1, DIM // 2)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
 
@@ -62,36 +73,53 @@ def measured(rows: int, stored: int, codes: torch.dtype | None) -> float:
         for kv in kvs:
             attend(q, k, v, kv, DIM**-0.5, cos=angles, sin=angles)
 
-    return round(1000 * milliseconds(step) / layers, 2)
+    return round(1000 * milliseconds(step) / len(kvs), 2)
 
 
-def main(path: Path, sweep: bool) -> None:
+@contextmanager
+def plain():
+    """The kernel for all stores takes what the one for 8 bits would."""
+    rule, attend_kernels.decodes_codes = attend_kernels.decodes_codes, lambda q, kv: False
+    try:
+        yield
+    finally:
+        attend_kernels.decodes_codes = rule
+
+
+def main(path: Path, sweep: bool, quick: bool) -> None:
     results = []
-    for rows in ROWS:
-        for stored in STORED:
-            row = {"rows": rows, "stored": stored}
-            for name, codes in KINDS.items():
-                us = measured(rows, stored, codes)
-                row |= {f"{name}_us": us, f"{name}_tb_s": round(size(rows, stored, codes) / us / 1e6, 2)}
-            row |= {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)}
-            if sweep:
-                row["sweep"] = swept(rows, stored)
-            results.append(row)
-            print(row, flush=True)
+    for rows, stored in QUICK if quick else SHAPES:
+        row = {"rows": rows, "stored": stored}
+        for name, codes in KINDS.items():
+            kvs = stores(rows, stored, codes)
+            us = measured(rows, kvs)
+            row |= {f"{name}_us": us, f"{name}_tb_s": round(size(rows, stored, codes) / us / 1e6, 2)}
+            if codes is not None:
+                with plain():
+                    row[f"{name}_plain_us"] = measured(rows, kvs)
+            del kvs
+        row |= {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)}
+        if sweep:
+            row["sweep"] = swept(rows, stored)
+        results.append(row)
+        print(row, flush=True)
     about = "attention of a decode step, heads of Llama-3.1-8B, one CUDA graph, microseconds a layer"
     result = {"case": "kv-cache", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
     path.write_text(json.dumps(result | {"rows": results}, indent=2) + "\n")
 
 
 def swept(rows: int, stored: int) -> list[dict]:
-    before, found = (decode.CODES_FILL, decode.CODES_REGISTERS), []
-    for fill, registers in SWEEP:
-        decode.CODES_FILL, decode.CODES_REGISTERS = fill, registers
-        found.append({"fill": fill, "registers": registers, "int8_us": measured(rows, stored, torch.int8)})
-    decode.CODES_FILL, decode.CODES_REGISTERS = before
+    before, found, kvs = [getattr(decode_codes, name) for name in CHOSEN], [], stores(rows, stored, torch.int8)
+    for values in SWEEP:
+        for name, value in zip(CHOSEN, values, strict=True):
+            setattr(decode_codes, name, value)
+        found.append(dict(zip(CHOSEN, values, strict=True)) | {"int8_us": measured(rows, kvs)})
+        print(found[-1], flush=True)
+    for name, value in zip(CHOSEN, before, strict=True):
+        setattr(decode_codes, name, value)
     return found
 
 
 if __name__ == "__main__":
     with torch.no_grad():
-        main(Path(sys.argv[1]), "--sweep" in sys.argv)
+        main(Path(sys.argv[1]), "--sweep" in sys.argv, "--quick" in sys.argv)

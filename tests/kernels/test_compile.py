@@ -18,6 +18,7 @@ import accel_kernels.triton_kernels as package
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 count, seen, kinds = 0, set(), {}
@@ -37,7 +38,8 @@ for info in pkgutil.iter_modules(package.__path__):
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
         options = {"num_warps": warps} | ({"num_stages": stages[0]} if stages else {})
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=target, options=options)
+        source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+        compiled = triton.compile(source(kernel, signature, constexprs), target=target, options=options)
         assert compiled.asm["cubin"], kernel.__name__
         assert compiled.metadata.shared <= 232448 or target.arch < 90, kernel.__name__
         count += 1

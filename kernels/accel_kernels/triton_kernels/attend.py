@@ -12,6 +12,7 @@ from accel_kernels.kv import VALID
 from accel_kernels.prompt_attention import PromptAttention
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.decode import decode, decodes
+from accel_kernels.triton_kernels.decode_codes import decode_codes, decodes_codes
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.online_softmax import attend_block, finish, load_block
 from accel_kernels.triton_kernels.rotary_store import (
@@ -134,7 +135,7 @@ def attend(
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
-        return decode(
+        return (decode_codes if decodes_codes(q, kv) else decode)(
             q, k, v, kv, scale, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window, softcap=softcap,
             sinks=sinks, slopes=slopes,
         )  # fmt: skip

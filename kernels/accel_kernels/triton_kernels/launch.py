@@ -1,4 +1,6 @@
-"""Powers of two, which block sizes are."""
+"""Powers of two, which block sizes are, and where kernels run."""
+
+import os
 
 
 def power_of_two(n: int) -> int:
@@ -9,3 +11,8 @@ def power_of_two(n: int) -> int:
 def floor_power_of_two(n: int) -> int:
     """The greatest power of two <= n, for n >= 1."""
     return 1 << (n.bit_length() - 1)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which knows no Gluon."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
