@@ -35,7 +35,8 @@ def rehearsal() -> Iterator[None]:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         token = _COMPILED.set(compiled)
         try:
-            with mode(threads):
+            # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
+            with mode(threads, ignore_errors=True):
                 yield
         finally:
             _COMPILED.reset(token)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from accel_kernels import OPS
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
 from accel_kernels.linear import LinearChooser
+from accel_kernels.rehearsal import launch, rehearsal
 
 NUMBERS = ("fp8_linear", "quantise_rows")  # neither rounds once what it is given: test_int8_linear.py
 CASES = [
@@ -87,3 +90,22 @@ def test_what_cublaslt_cannot_do_is_left_to_torch():
     ):
         assert torch.equal(chooser(x, weight), torch.nn.functional.linear(x, weight))
     assert not chooser.products and not chooser.choices
+
+
+@triton.jit
+def refused_kernel(ptr, WRONG: tl.constexpr):
+    tl.static_assert(not WRONG)
+    tl.store(ptr, 1)
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_others_be():
+    """Triton 3.6 leaves its asynchronous mode on where an error leaves it, with threads that are gone."""
+    mark = torch.zeros(1, device="cuda", dtype=torch.int32)
+    with pytest.raises(triton.CompilationError), rehearsal():
+        launch(refused_kernel, (1,), mark, WRONG=True)
+    with rehearsal():
+        launch(refused_kernel, (1,), mark, WRONG=False)
+    launch(refused_kernel, (1,), mark, WRONG=False)
+    assert mark.item() == 1
+    with pytest.raises(triton.CompilationError):
+        launch(refused_kernel, (1,), mark, WRONG=True)

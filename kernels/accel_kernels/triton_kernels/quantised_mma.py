@@ -99,7 +99,7 @@ def quantised_mma_kernel(
     COLUMNS: gl.constexpr = 4 * OWN
     BLOCKS: gl.constexpr = K // COLUMNS
     STEPS: gl.constexpr = (BLOCKS + num_warps - 1) // num_warps
-    SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4"
+    SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
     BROAD: gl.constexpr = SCALED and (K // GROUPS) % COLUMNS == 0  # a scale covers what is multiplied at a time
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     NEIGHBOURS: gl.constexpr = FORMAT == "fp8" or DTYPE == gl.float16
