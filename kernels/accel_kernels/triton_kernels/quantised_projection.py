@@ -81,7 +81,7 @@ def in_registers(x, weight, norm, up, format: str) -> bool:
     """Whether `quantised_mma` takes these, and is faster."""
     n, k = weight.shape
     rows = x.numel() // k
-    if manner(x.dtype) == "plain" or (x.is_cuda and capability(x.device) < (8, 0)):
+    if not x.is_cuda or capability(x.device) < (8, 0):
         return False
     if rows == 1 and (format != "int4" or norm is not None or up is not None or n >= 40 * multiprocessors(x.device)):
         return False
