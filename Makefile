@@ -25,7 +25,7 @@ demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel
 	$(BIN)/python -m accel demo $(ARGS)
 
 test: $(READY)  ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/gpu $(ARGS)

@@ -35,9 +35,10 @@ def test_a_mechanism_without_a_site_has_no_row(tiny):
     assert "resnet block" in names and "transformer stack and block" not in names
 
 
-def test_the_command_shows_them(tiny, tmp_path):
+def test_the_command_shows_them(tiny, tmp_path, monkeypatch):
     from accel.cli import app
 
+    monkeypatch.setattr(ablate, "__defaults__", (0.01, *ablate.__defaults__[1:]))
     tiny.unet().save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--device", "cpu", "--measure", "--json"])
     assert done.exit_code == 0, done.output

@@ -1,7 +1,7 @@
 """Each example is short, runs as it stands, and prints what it promises."""
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,15 +14,16 @@ DIGITS = ROOT / "examples" / "models" / "tiny-sd-digits"
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Runs an example as from the root of a checkout; gives what it prints."""
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an example as from the root of a checkout, in this process, where all it imports is already."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
 
     def started(name: str, *arguments: str) -> str:
-        command = [sys.executable, f"examples/{name}", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+        monkeypatch.setattr(sys, "argv", [f"examples/{name}", *arguments])
+        capsys.readouterr()
+        runpy.run_path(f"examples/{name}", run_name="__main__")
+        return capsys.readouterr().out
 
     return started
 
