@@ -264,6 +264,18 @@ def test_out_of_time_nothing_new_is_begun(tmp_path):
     assert "left out: decode" in result.output
 
 
+def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
+    def interrupted(work):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(runner.IN_TURNS, "prefill", interrupted)
+    result = bench(tmp_path, "--context", "32", "--parts", "decode,prefill,modes,ready")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
+    assert list(figures["parts"]) == ["decode"] and figures["sites"]
+    assert figures["skipped"] == [{"part": "ready", "case": "", "reason": "interrupted"}]
+
+
 def test_parts_keep_time_for_those_after_them():
     request = runner.Request("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
     going = runner.Run(request, turns.Clock(100.0))

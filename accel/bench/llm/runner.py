@@ -74,6 +74,7 @@ class Run:
     rows: dict[str, list | dict] = field(default_factory=dict)
     failed: list[dict] = field(default_factory=list)
     skipped: list[dict] = field(default_factory=list)
+    interrupted: bool = False
 
     def fail(self, part: str, case: str, variant: str, error: Exception) -> None:
         lines = str(error).strip().splitlines() or [""]
@@ -85,15 +86,15 @@ class Run:
         """Whether nothing new may be begun, which is noted."""
         after = list(PARTS)[list(PARTS).index(part) + 1 :]
         later = sum(PARTS[name] for name in after if name in self.request.parts)
-        if self.clock.left() > later * self.clock.total:
+        if self.clock.left() > later * self.clock.total and not self.interrupted:
             return False
-        reason = f"its share of {self.clock.total:g} seconds was over"
+        reason = "interrupted" if self.interrupted else f"its share of {self.clock.total:g} seconds was over"
         self.skipped.append({"part": part, "case": case, "reason": reason})
         return True
 
 
 def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> dict:
-    """The result as one dict, ready for JSON.
+    """The result as one dict, ready for JSON; of an interrupted run, what it had.
 
     Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
     """
@@ -157,6 +158,16 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
         one, told = quantised.variant(stock, name, options, device)
         variants.append(one)
         result.setdefault("quantised", {})[name] = told
+    try:
+        _parts(request, going, work, variants, stage)
+    except KeyboardInterrupt:  # what was measured is worth having
+        going.interrupted = True
+    report = accel.report(model).to_dict()
+    result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
+    return result | {"sites": dict(Counter(site["status"] for site in report["sites"]))}
+
+
+def _parts(request: Request, going: Run, work: cases.Work, variants: list[Variant], stage) -> None:
     for part in (part for part in IN_TURNS if part in request.parts):
         if not going.out_of_time(part):
             stage(part)
@@ -168,9 +179,6 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
     if "stalls" in request.parts and not going.out_of_time("stalls"):
         stage("stalls")
         _each(going, "stalls", {variant.name: partial(stalls.row, work, variant) for variant in variants})
-    report = accel.report(model).to_dict()
-    result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
-    return result | {"sites": dict(Counter(site["status"] for site in report["sites"]))}
 
 
 def _correct(model: nn.Module, stock: nn.Module, device: torch.device) -> dict:
