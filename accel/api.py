@@ -35,7 +35,7 @@ def optimize(obj, **options):
     parts = _parts(obj)
     for name, taken, kinds in (
         ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
-        ("activations", _is_language_model, "causal language models"),
+        ("activations", _takes_weights, "causal language models and denoisers, such as UNets"),
         ("kv_cache", _is_language_model, "causal language models"),
     ):
         value = getattr(chosen, name)
@@ -184,7 +184,7 @@ def _plan(part: object, context: Context) -> Plan:
 
             return LanguagePlan(part, own)
         own.graph_paths = family.graph_paths(part)
-        if context.options.weights is not None and denoises(part):
+        if (context.options.weights or context.options.activations) is not None and denoises(part):
             from accel.diffusion.plan import DenoiserPlan
 
             return DenoiserPlan(part, own)

@@ -15,7 +15,8 @@ from torch import nn
 from accel.passes import Passes
 from accel.patch import Stacked, stack_rows, stacked_rows
 from accel.quant.module import QuantisedLinear, in_rows
-from accel.quant.product import multiplied, placed, plain_linear, product
+from accel.quant.product import multiplied, placed, plain_linear, product, rounded_product, rounds
+from accel.quant.rows import Rows
 
 MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs for a moment on top
 MARK = "_accel_joint"  # where a tensor carries the outputs that are still to be taken
@@ -90,19 +91,25 @@ class JointLinears:
 
 
 def together(
-    layers: Sequence[nn.Linear], x: torch.Tensor, stack: bool = True, linear: Callable = F.linear
+    layers: Sequence[nn.Linear], x: torch.Tensor | Rows, stack: bool = True, linear: Callable = F.linear
 ) -> Sequence[torch.Tensor]:
     """The outputs of plain linears on x: views of one product where their weights lie in one storage.
 
     stack: put them there if they do not, as after a move to another dtype or device gave each its own storage again.
     """
-    stack = stack and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    whole = _stacked(layers, stack) if len({type(layer) for layer in layers}) == 1 else None
+    rows = x if isinstance(x, Rows) else Rows(x)
+    stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
+    kinds = {(type(layer), rounds(layer, rows.x)) for layer in layers}
+    whole = _stacked(layers, stack) if len(kinds) == 1 else None
     if whole is None:
-        return [product(layer, x, multiply=linear) for layer in layers]
+        return [product(layer, rows, multiply=linear) for layer in layers]
     *weight, bias = whole
     weight = layers[0].read(*weight) if type(layers[0]) is QuantisedLinear else weight[0]
-    return multiplied(x, weight, bias, linear).split([layer.out_features for layer in layers], dim=-1)
+    if rounds(layers[0], rows.x) is not None:
+        outputs = rounded_product(layers[0], rows, weight, bias)
+    else:
+        outputs = multiplied(rows.normed(), weight, bias, linear)
+    return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
 def alike(a: nn.Linear, b: nn.Linear) -> bool:

@@ -32,11 +32,12 @@ class Options:
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
         "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead of
         being symmetric. None leaves them as they are.
-    activations: lossy, for causal language models. Products of more than 64 rows, as of a prompt, multiply 8 bits by 8
-        bits: each token is rounded as it comes, by a scale of its own, to "int8" or "fp8", whichever the weights are.
-        "int8-outliers" keeps those columns of a token's channels in 16 bits in which any value of the call is above 6
-        (LLM.int8()). Up to 64 rows keep all their bits. It needs weights="int8" or "fp8", or a model whose weights are
-        so already. None rounds none but what the model itself says it rounds, see `accel.quantize`.
+    activations: lossy, for causal language models and denoisers. Products of more than 64 rows, as of a prompt or of an
+        image, multiply 8 bits by 8 bits: each token is rounded as it comes, by a scale of its own, to "int8" or "fp8",
+        whichever the weights are (fp8: not for denoisers in float16). "int8-outliers" keeps those columns of a token's
+        channels in 16 bits in which any value of the call is above 6 (LLM.int8()). Up to 64 rows keep all their bits;
+        so do those of the prompt in a denoiser's cross-attention. It needs weights="int8" or "fp8", or a model whose
+        weights are so already. None rounds none but what the model itself says it rounds, see `accel.quantize`.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,

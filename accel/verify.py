@@ -6,7 +6,6 @@ rounding error. Each model is therefore also given the very inputs it had in the
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,9 +13,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from accel.call import Call, as_tensors, seeded
 from accel.plan import Plan
 from accel.precision import finer, full_precision, in_dtype, upcast
 from accel.quality import Quality, compare, relative_rms
+from accel.quant.module import unrounded
+from accel.quant.rounded import judge
+from accel.quant.row_rounding import rounding
 from accel.structure import placement
 
 # A model may be this many times as far from full precision as stock is, and one rounding of its output more; in float32
@@ -39,9 +42,10 @@ def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, see
     """Quality of obj(*args, **kwargs), judged; obj is optimised by `plans`, before and after.
 
     Where weights are quantised the whole is compared with the original weights and told as lossy; what is judged, of
-    the model that holds them, is against stock code over the same quantised weights.
+    the model that holds them, is against stock code over the same quantised weights. So are rows that are rounded to 8
+    bits: the model is judged without, and the products of such rows one by one.
     """
-    call = Call(obj, args, _as_tensors(obj, args, kwargs), seed)
+    call = Call(obj, args, as_tensors(obj, args, kwargs), seed)
     lossy = ", ".join(filter(None, dict.fromkeys(plan.options.lossy for plan in plans.values()))) or None
     ours = call()
     recorder = Recorder({name: plan.root for name, plan in plans.items() if isinstance(plan.root, nn.Module)})
@@ -59,17 +63,28 @@ def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, see
         with plan.unfused():
             records[name].repeat(seed)
             records[name].measure()
-    # Over the same weights nothing is lossy but the step cache.
+    # Over the same weights, rows as they are, nothing is lossy but the step cache.
     cached = any(plan.options.step_cache is not None for plan in plans.values())
-    told = lossy if cached or not held else None
-    parts = {name: replace(record.judge(seed), lossy=told) for name, record in records.items()}
-    if held:
-        whole = replace(whole, note="; ".join(filter(None, (whole.note, _told(held)))))
+    rounds = {name: record for name, record in records.items() if rounding(record.module)}
+    told = lossy if cached or not (held or rounds) else None
+    parts = {}
+    for name, record in records.items():
+        with unrounded(record.module):
+            parts[name] = replace(record.judge(seed), lossy=told)
+    # One call, which no graph replays: the products' judge is new to the model.
+    products = {
+        name: judge(record.module, functools.partial(record.repeated, record.inputs[-1], seed))
+        for name, record in rounds.items()
+    }
+    notes = [whole.note, _told(held) if held else "", _rounded(products) if rounds else ""]
+    whole = replace(whole, note="; ".join(filter(None, notes)))
     if "" in parts:  # a single model, and obj itself is what was recorded
         alone = parts.pop("")
-        if not held:
+        if not held and not rounds:
             return replace(alone, finite=alone.finite and whole.finite)
         parts[SAME_WEIGHTS] = alone
+    for name, judged in products.items():
+        parts |= {f"{name}: {part}" if name else part: quality for part, quality in judged.items()}
     return replace(whole, parts=parts)
 
 
@@ -86,21 +101,10 @@ def _told(held: Mapping[str, Plan]) -> str:
     return f"{note}; so is the whole, where the original weights were not kept"
 
 
-class Call:
-    """obj(*args, **kwargs), each time from the same seed and with generators in the state they came in."""
-
-    def __init__(self, obj, args: tuple, kwargs: dict, seed: int):
-        self.obj, self.args, self.kwargs, self.seed = obj, args, kwargs, seed
-        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
-        self.generators = [(generator, generator.get_state()) for generator in given]
-
-    def __call__(self):
-        try:
-            with seeded(self.seed):
-                return self.obj(*self.args, **self.kwargs)
-        finally:
-            for generator, state in self.generators:
-                generator.set_state(state)
+def _rounded(products: Mapping[str, Mapping[str, Quality]]) -> str:
+    few = [name or "the model" for name, judged in products.items() if not judged]
+    told = f"{', '.join(filter(None, products)) or 'the model'} by itself is judged without rounding rows"
+    return f"{told}, of which {', '.join(few)} had too few in this call" if few else told
 
 
 @dataclass
@@ -126,8 +130,12 @@ class Record:
 
     def repeat(self, seed: int) -> None:
         """What the module as it is now makes of the same inputs takes the place of what was recorded."""
+        self.outputs = [self.repeated(given, seed) for given in self.inputs]
+
+    def repeated(self, given: tuple[tuple, dict], seed: int) -> list[torch.Tensor]:
+        """What the module as it is now makes of recorded inputs."""
         with seeded(seed):
-            self.outputs = [self.run(self.module, *_cloned(given)) for given in self.inputs]
+            return self.run(self.module, *_cloned(given))
 
     @property
     def unit(self) -> float:
@@ -303,26 +311,6 @@ def stock_models(plans) -> Iterator[None]:
     finally:
         for plan in undone:
             plan.apply()
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Without gradients, from this seed; the caller's random states are put back."""
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        torch.manual_seed(seed)
-        yield
-
-
-def _as_tensors(obj, args: tuple, kwargs: dict) -> dict:
-    """Asks a pipeline that would give PIL images for tensors: eight bits hide small errors, and turn NaN into black."""
-    try:
-        signature = inspect.signature(obj)
-        output_type = signature.parameters["output_type"]
-        given = signature.bind_partial(*args, **kwargs).arguments
-    except (KeyError, TypeError, ValueError):
-        return kwargs
-    return kwargs if "output_type" in given or output_type.default != "pil" else kwargs | {"output_type": "pt"}
 
 
 def _plain(leaf) -> bool:

@@ -14,7 +14,8 @@ from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise
 from accel.passes import Passes
 from accel.patch import Stacked
 from accel.probe import example
-from accel.quant.product import plain_linear, product
+from accel.quant.product import deferred, plain_linear, product
+from accel.quant.rows import Rows
 from accel.rule import Match, Skip
 from accel.structure import all_plain, foreign_processor, holds, meta_weights, untouched
 
@@ -55,33 +56,37 @@ class AttentionForward(FastForward):
     def unbiased(self, hidden_states, encoder_hidden_states=None, attention_mask=None, defer=True):
         """The output projection before residual and scale, and the bias that the caller still has to add to it.
 
-        On a CPU, or with defer=False, that is None: the product has added it.
+        With defer=False, or where the product adds it for nothing, that is None.
         """
         m = self.module
         image = hidden_states.dim() == 4
         x = nhwc(hidden_states) if image else hidden_states
         if m.group_norm is not None:
             x = normalise(self.kernels, x if image else as_image(x, x.shape[1], 1), m.group_norm)
-        rows = as_rows(x) if x.dim() == 4 else x
-        q, k, v = self._projections(rows, encoder_hidden_states)
+        rows = Rows(as_rows(x) if x.dim() == 4 else x)
+        out = self.attended(rows, encoder_hidden_states, attention_mask)
+        last = m.to_out[0]
+        defer = defer and deferred(last, out)
+        out = product(last, out, not defer, self.kernels.linear)
+        return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
+
+    def attended(self, rows: Rows, context: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """All before the output projection, of rows (B, S, C): (B, S, heads * D)."""
+        q, k, v = self._projections(rows, context)
         if attention_mask is None:
             out = self.kernels.attention(q, k, v)
         else:
             batch, heads = q.shape[:2]
-            mask = m.prepare_attention_mask(attention_mask, k.shape[2], batch)
+            mask = self.module.prepare_attention_mask(attention_mask, k.shape[2], batch)
             mask = mask.view(batch, heads, -1, mask.shape[-1])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = out.transpose(1, 2).reshape(rows.shape[0], -1, q.shape[1] * q.shape[3])
-        last = m.to_out[0]
-        defer = defer and out.is_cuda
-        out = product(last, out, not defer, self.kernels.linear)
-        return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
+        return out.transpose(1, 2).reshape(q.shape[0], -1, q.shape[1] * q.shape[3])
 
     def adds_nothing(self) -> bool:
         """Whether the output projection is all there is: no residual of its own, no scale."""
         return not self.module.residual_connection and self.module.rescale_output_factor == 1.0
 
-    def _projections(self, x, context) -> tuple[torch.Tensor, ...]:
+    def _projections(self, x: Rows, context) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:

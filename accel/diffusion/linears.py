@@ -2,14 +2,17 @@
 
 import inspect
 
+import torch
 from torch import nn
 
+from accel.quant.activations import kind_of
 from accel.quant.linears import BASE, inside, unfit
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
-from accel.structure import plain
+from accel.structure import holds, plain
 
 TIME = "timestep"
+UNIT = 16  # numbers of 8 bits that tensor cores take at once
 
 
 def denoises(model: object) -> bool:
@@ -34,6 +37,26 @@ def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Linear], dic
         else:
             skipped[path] = reason
     return chosen, skipped
+
+
+def prompt_projections(model: nn.Module) -> set[nn.Module]:
+    """Keys' and values' projections of cross-attention, in an adapter or out of it.
+
+    They read a prompt, tens of rows that stay the same through a loop, in which they are computed once.
+    """
+    crossing = (m for m in model.modules() if getattr(m, "is_cross_attention", False) and holds(m, "to_k", "to_v"))
+    return {part for m in crossing for layer in (m.to_k, m.to_v) for part in layer.modules()}
+
+
+def refuses_rounding(module: QuantisedLinear, activations: str) -> str | None:
+    """Why the products of this linear would not run in 8 bits."""
+    sizes = {"inputs": module.in_features}
+    if kind_of(activations) == "fp8":
+        if module.dtype == torch.float16:
+            return "in float16, while scaled products of float8 give bfloat16"
+        sizes["outputs"] = module.out_features
+    odd = [f"{size} {name}, not a multiple of {UNIT}" for name, size in sizes.items() if size % UNIT]
+    return odd[0] if odd else None
 
 
 def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:

@@ -5,13 +5,15 @@ matrix products on the channels-last image, which is a row matrix already, so no
 """
 
 import torch
+from accel_kernels import Norm
 from torch import nn
 
 from accel.diffusion.attention import AttentionForward
 from accel.forward import FastForward
 from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise, project
 from accel.probe import example
-from accel.quant.product import matrix, plain_linear, product
+from accel.quant.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
+from accel.quant.rows import Rows
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
 
@@ -42,7 +44,7 @@ class Stream:
 class TransformerBlockForward(FastForward):
     """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
 
-    An attention that is fused leaves its bias to the norm after it; any other is called as the module it is.
+    What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
     """
 
     def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
@@ -72,43 +74,58 @@ class TransformerBlockForward(FastForward):
         """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
         m = self.module
         extra = cross_attention_kwargs or {}
-        normed = self._norm(m.norm1, stream)
+        rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))
         context = encoder_hidden_states if m.only_cross_attention else None
-        self._attend(m.attn1, stream, normed, context, attention_mask, extra)
+        self._attend(m.attn1, stream, rows, context, attention_mask, extra)
         if m.attn2 is not None:
-            normed = self._norm(m.norm2, stream)
-            self._attend(m.attn2, stream, normed, encoder_hidden_states, encoder_attention_mask, extra)
-        normed = self._norm(m.norm3, stream)
-        stream.add(*self._feed_forward(normed))
+            rows = self._norm(m.norm2, stream, getattr(m.attn2, "to_q", None))
+            self._attend(m.attn2, stream, rows, encoder_hidden_states, encoder_attention_mask, extra)
+        self._feed_forward(stream, self._norm(m.norm3, stream, getattr(m.ff.net[0], "proj", None)))
 
-    def _norm(self, norm: nn.LayerNorm, stream: "Stream") -> torch.Tensor:
+    def _norm(self, norm: nn.LayerNorm, stream: "Stream", first: nn.Module | None) -> Rows:
+        """The stream, settled, and its norm, which is done now, or with the rounding where `first` rounds its rows."""
+        if rounds(first, stream.x) is not None:
+            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
         if stream.last is None and stream.bias is None:
-            return self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps)
+            return Rows(self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps))
         x, residual = (stream.x, None) if stream.last is None else (stream.last, stream.x)
         addends = {"residual": residual, "shift": stream.bias}
         normed, total = self.kernels.layer_norm(x, norm.weight, norm.bias, norm.eps, **addends)
         stream.settle(total)
-        return normed
+        return Rows(normed)
 
-    def _attend(self, attention, stream, x, context, mask, extra) -> None:
-        """A fused attention leaves its bias to the next norm; anything else is called as the module it is."""
+    def _attend(self, attention, stream, rows, context, mask, extra) -> None:
+        """Anything but a fused attention is called as the module it is."""
         call = {"encoder_hidden_states": context, "attention_mask": mask}
-        fused = AttentionForward.taken(attention, x, **call, **extra)
+        fused = AttentionForward.taken(attention, rows.x, **call, **extra)
         if fused is not None and fused.adds_nothing():
-            stream.add(*fused.unbiased(x, context, mask))
+            self._project(stream, attention.to_out[0], fused.attended(rows, context, mask))
         else:
-            stream.add(attention(x, **call, **extra))
+            stream.add(attention(rows.normed(), **call, **extra))
 
-    def _feed_forward(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _project(self, stream, linear, x) -> None:
+        """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
+        if rounds(linear, x) is not None:
+            residual = stream.x.contiguous()
+            stream.settle(rounded_product(linear, Rows(x), linear.quantised, linear.bias, residual=residual))
+        else:
+            defer = deferred(linear, x)
+            stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
+
+    def _feed_forward(self, stream, rows) -> None:
         net = self.module.ff.net
         up, down = getattr(net[0], "proj", None), net[2]
         reason = plain_linear(up) or plain_linear(down) or untouched(self.module.ff, *net)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
-            return self.module.ff(x), None
-        h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)
-        defer = h.is_cuda
-        return product(down, h, not defer, self.kernels.linear), down.bias if defer else None
+            stream.add(self.module.ff(rows.normed()))
+            return
+        if rounds(up, rows.x) is not None:
+            h = rounded_geglu(up, rows)
+        else:
+            x = rows.normed()
+            h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)
+        self._project(stream, down, h)
 
 
 class TransformerStackForward(FastForward):
@@ -128,8 +145,8 @@ class TransformerStackForward(FastForward):
         m = self.module
         x = nhwc(hidden_states)
         h = normalise(self.kernels, x, m.norm)
-        fold = x.is_cuda  # biases cost nothing in the pass that comes next, nor in a CPU matrix product
-        stream = Stream(project(as_rows(h), m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
+        fold = deferred(m.proj_in, rows := as_rows(h))
+        stream = Stream(project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
         call = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
             "encoder_hidden_states": encoder_hidden_states,
@@ -143,7 +160,7 @@ class TransformerStackForward(FastForward):
             else:
                 rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
                 stream.settle(rows)
-        rows = stream.total(self.kernels)
+        fold = deferred(m.proj_out, rows := stream.total(self.kernels))
         h = as_image(project(rows, m.proj_out, not fold, self.kernels.linear), *x.shape[2:])
         out = moments_kept(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return self._output(out) if return_dict else (out,)

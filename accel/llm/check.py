@@ -14,12 +14,12 @@ from accel.llm.compare import off
 from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
 from accel.llm.layer import LayerForward
 from accel.llm.prompt import STEP, filled, room_for
-from accel.llm.quant.rounding import rounding
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Shape, Store
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch
 from accel.quant.module import dequantising, unrounded
+from accel.quant.row_rounding import rounding
 
 # Root mean square over the logits, relative: a few layers' worth of rounding.
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -15,13 +15,13 @@ from accel.llm.layer import LayerForward
 from accel.llm.layer_spec import LayerSpec
 from accel.llm.prompt import Prompts
 from accel.llm.quant.quantisation import Quantisation
-from accel.llm.quant.rounding import rounding
 from accel.llm.record import LayerRecord
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import seams
 from accel.llm.step import Steps
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch, Stacked
+from accel.quant.row_rounding import rounding
 from accel.rule import Match, Rule, Skip
 from accel.rules.graph import obstacle
 from accel.rules.norms import match_layer_norm, match_rms_norm

@@ -1,7 +1,7 @@
 """Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
 
 import torch
-from accel_kernels import Norm, QuantisedRows
+from accel_kernels import Norm
 from accel_kernels.norm import ACTIVATIONS
 from accel_kernels.projection import apply_norm
 from torch import nn
@@ -10,7 +10,8 @@ from accel.llm.linear import QuantisedWeights, Weights, weights
 from accel.llm.norm_spec import NormSpec
 from accel.llm.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.patch import stack_rows, stacked_rows
-from accel.quant.activations import RowProducts, many
+from accel.quant.activations import many
+from accel.quant.rows import Rows
 from accel.settings import settings
 from accel.structure import tampered
 
@@ -41,38 +42,23 @@ class BoundHeadNorm:
         return given_back(self.bound(given(t, self.layout)), self.layout, t.shape[-1])
 
 
-class Before:
-    """What projections of one input share: the norm before them, done inside each, or once where that costs less; and
-    the rows rounded to 8 bits, norm included, once for all that multiply such.
+class Before(Rows):
+    """What projections of one input share: the norm before them, done inside each, or once where that costs less.
 
     times: how many projections there are.
     """
 
-    __slots__ = ("norm", "times", "x", "_normed", "_rounded")
+    __slots__ = ("times",)
 
     def __init__(self, x: torch.Tensor, norm: BoundNorm | None = None, times: int = 1):
         called = norm is not None and norm.norm is None
-        self.x, self.times = norm(x) if called else x, times
-        self.norm = None if norm is None or called else norm.norm
-        self._normed: torch.Tensor | None = None
-        self._rounded: dict[str, QuantisedRows] = {}
+        super().__init__(norm(x) if called else x, None if norm is None or called else norm.norm)
+        self.times = times
 
     def given(self) -> tuple[torch.Tensor, Norm | None]:
         """What an operation is given that takes a norm before its product."""
         once = self.norm is not None and self.times > 1 and many(self.x)
         return (self.normed(), None) if once else (self.x, self.norm)
-
-    def normed(self) -> torch.Tensor:
-        if self.norm is None:
-            return self.x
-        if self._normed is None:
-            self._normed = apply_norm(self.x, self.norm)
-        return self._normed
-
-    def rounded(self, products: RowProducts, activations: str) -> QuantisedRows:
-        if activations not in self._rounded:
-            self._rounded[activations] = products.rounded(self.x, activations, self.norm)
-        return self._rounded[activations]
 
 
 def product(

@@ -8,11 +8,11 @@ from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
 from accel.llm.quant.arrival import Arrival
-from accel.llm.quant.rounding import RULE as ROUNDING
-from accel.llm.quant.rounding import Rounding, rounding
 from accel.plan import Context, Plan, Row
 from accel.quant.activations import kind_of
 from accel.quant.quantisation import RULE
+from accel.quant.row_rounding import RULE as ROUNDING
+from accel.quant.row_rounding import Rounding, rounding
 
 
 class LanguagePlan(Plan):

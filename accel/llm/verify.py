@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from accel.agreement import Agreement, distributions, first_differences, perplexity
+from accel.call import seeded
 from accel.llm.inputs import KNOWN, causal, example_inputs
-from accel.llm.quant.rounding import rounding
-from accel.llm.rounded import judge
 from accel.plan import Plan
 from accel.quality import Quality, compare
 from accel.quant.module import unrounded
-from accel.verify import LIMIT, Record, seeded, stock_models
+from accel.quant.rounded import judge
+from accel.quant.row_rounding import rounding
+from accel.verify import LIMIT, Record, stock_models
 
 DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
 NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays

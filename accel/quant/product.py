@@ -8,7 +8,8 @@ from accel_kernels import Quantised, dequantise, quantised_projection
 from accel_kernels.projection import MOST_ROWS
 from torch import nn
 
-from accel.quant.module import QuantisedLinear
+from accel.quant.module import QuantisedLinear, in_rows
+from accel.quant.rows import Rows
 from accel.structure import plain, tampered
 
 
@@ -29,10 +30,46 @@ def matrix(linear: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     return dequantise(linear.quantised, dtype) if type(linear) is QuantisedLinear else linear.weight
 
 
-def product(linear: nn.Linear, x: torch.Tensor, bias: bool = True, multiply: Callable = F.linear) -> torch.Tensor:
+def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
+    """How this linear rounds the rows of x, a value of `Options.activations`; None where it does not."""
+    return linear.rounds(x) if type(linear) is QuantisedLinear else None
+
+
+def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether its bias is better left to the pass after it: on a CPU, and where rows are rounded, it costs nothing."""
+    return x.is_cuda and rounds(linear, x) is None
+
+
+def product(
+    linear: nn.Linear, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear
+) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear."""
+    rows = x if isinstance(x, Rows) else Rows(x)
+    shift = linear.bias if bias else None
+    if rounds(linear, rows.x) is not None:
+        return rounded_product(linear, rows, linear.quantised, shift)
     weight = linear.quantised if type(linear) is QuantisedLinear else linear.weight
-    return multiplied(x, weight, linear.bias if bias else None, multiply)
+    return multiplied(rows.normed(), weight, shift, multiply)
+
+
+def rounded_product(
+    linear: QuantisedLinear, rows: Rows, weight: Quantised, bias: torch.Tensor | None, **after
+) -> torch.Tensor:
+    """x W^T + b of rows in 8 bits, for a linear that rounds them, or others like it whose weights lie in one with its.
+
+    after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias, activation.
+    """
+    kind, products = linear.activations, linear.products
+    return products.product(kind)(rows.rounded(products, kind), weight, bias, **after)
+
+
+def rounded_geglu(linear: QuantisedLinear, rows: Rows) -> torch.Tensor:
+    """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
+    half = linear.out_features // 2
+    lists = [(None, None) if part is None else part.split(half) for part in in_rows(linear)]
+    (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
+    more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
+    return rounded_product(linear, rows, linear.read(*gate), gate_shift, **more)
 
 
 def multiplied(

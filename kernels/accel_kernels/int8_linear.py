@@ -164,6 +164,8 @@ CASES = (
     _case("llama-out", 2048, 4096, n=4096, residual=True),
     _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
     _case("llama-down", 2048, 14336, n=4096, residual=True, planted=(1, 77, 9000), outliers=6.0),
+    _case("sd15-out", 2, 4096, 320, n=320, bias=True, residual=True),
+    _case("sdxl-geglu", 2, 1024, 1280, n=5120, gate=True, bias=True, activation="gelu"),
     _case("llama-qkv-130", 130, 4096, n=6144, bias=True, planted=(7,), outliers=6.0),
 )
 

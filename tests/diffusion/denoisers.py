@@ -53,8 +53,8 @@ def transformer(name: str):
     return model
 
 
-def given(name: str, seed: int = 0) -> dict:
-    """Inputs of a transformer of this name."""
+def given(name: str, seed: int = 0, times: int = 1) -> dict:
+    """Inputs of a transformer of this name, of so many times 12 tokens to an image."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -63,11 +63,12 @@ def given(name: str, seed: int = 0) -> dict:
     inputs = {"encoder_hidden_states": rand(2, 5, 24), "timestep": torch.tensor([17.0, 400.0])}
     if name == "pixart":
         return inputs | {
-            "hidden_states": rand(2, 4, 8, 6),
+            "hidden_states": rand(2, 4, 8 * times, 6),
             "added_cond_kwargs": dict.fromkeys(("resolution", "aspect_ratio")),
         }
     inputs["pooled_projections"] = rand(2, 16)
     if name == "sd3":
-        return inputs | {"hidden_states": rand(2, 4, 8, 6)}
+        return inputs | {"hidden_states": rand(2, 4, 8 * times, 6)}
     inputs["timestep"] /= 1000  # this one counts from 0 to 1
-    return inputs | {"hidden_states": rand(2, 12, 16), "img_ids": torch.zeros(12, 3), "txt_ids": torch.zeros(5, 3)}
+    image = {"hidden_states": rand(2, 12 * times, 16), "img_ids": torch.zeros(12 * times, 3)}
+    return inputs | image | {"txt_ids": torch.zeros(5, 3)}

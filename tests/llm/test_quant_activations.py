@@ -7,7 +7,7 @@ import torch
 from changes import lora
 from families import layers, make, padded, prompt
 from modes import generate
-from quantised import held_by, logits
+from quantised import by_token, held_by, logits
 from torch import nn
 
 import accel
@@ -19,20 +19,6 @@ from accel.quant.scheme import Scheme
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")
-
-
-def by_token(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x (..., K) in float64 as it is after rounding, by definition; up to 64 rows as they are."""
-    if x.shape[:-1].numel() <= 64:
-        return x
-    out = torch.zeros_like(x, dtype=torch.bool)
-    if kind == "int8-outliers":
-        out |= (x.abs() > 6).flatten(0, -2).any(0)
-    rest = x.masked_fill(out, 0)
-    most = 448 if kind == "fp8" else 127
-    steps = rest * (most / rest.abs().amax(-1, keepdim=True).clamp_min(1e-30))
-    steps = steps.to(torch.float8_e4m3fn).double() if kind == "fp8" else steps.round()
-    return torch.where(out, x, steps * rest.abs().amax(-1, keepdim=True).clamp_min(1e-30) / most)
 
 
 def oracle(stock, ours, kind: str):

@@ -11,7 +11,7 @@ from families import layers, make, padded, prompt
 
 import accel
 from accel.agreement import perplexity
-from accel.llm import rounded as judging
+from accel.quant import rounded as judging
 from accel.quant.activations import RowProducts
 
 

@@ -1,6 +1,6 @@
 """Activations rounded to 8 bits, in linears of one model that are quantised already, and no longer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -25,14 +25,19 @@ class Rounding:
         self.pairs: list[tuple[QuantisedLinear, Scheme, Scheme]] = []  # with the scheme before, and now
         self.rows: list[tuple[str, str, str]] = []
 
-    def find(self, model: nn.Module) -> None:
-        """Changes the linears at once."""
+    def find(
+        self,
+        model: nn.Module,
+        left: Collection[nn.Module] = (),
+        refuses: Callable[[QuantisedLinear], str | None] = lambda module: None,
+    ) -> None:
+        """Changes the linears at once, but for those `left`. refuses: why one must not, where its scheme lets it."""
         if self.options.activations is None:
             return
         for path, module in model.named_modules():
-            if type(module) is not QuantisedLinear:
+            if type(module) is not QuantisedLinear or module in left:
                 continue
-            wanted = module.scheme.rounding(self.options.activations)
+            wanted = refuses(module) or module.scheme.rounding(self.options.activations)
             if isinstance(wanted, str):
                 if self.options.strict:
                     raise ValueError(f"strict=True: {path} ({RULE}): {wanted}")

@@ -1,0 +1,30 @@
+"""The rows that products of one input share: normed once, rounded to 8 bits once."""
+
+import torch
+from accel_kernels import Norm, QuantisedRows
+from accel_kernels.projection import apply_norm
+
+from accel.quant.activations import RowProducts
+
+
+class Rows:
+    """norm(x) for all that multiply it; x: (..., K). Rounded rows take the norm in before anything is rounded."""
+
+    __slots__ = ("norm", "x", "_normed", "_rounded")
+
+    def __init__(self, x: torch.Tensor, norm: Norm | None = None):
+        self.x, self.norm = x, norm
+        self._normed: torch.Tensor | None = None
+        self._rounded: dict[str, QuantisedRows] = {}
+
+    def normed(self) -> torch.Tensor:
+        if self.norm is None:
+            return self.x
+        if self._normed is None:
+            self._normed = apply_norm(self.x, self.norm)
+        return self._normed
+
+    def rounded(self, products: RowProducts, activations: str) -> QuantisedRows:
+        if activations not in self._rounded:
+            self._rounded[activations] = products.rounded(self.x, activations, self.norm)
+        return self._rounded[activations]
