@@ -8,7 +8,8 @@ from accel.bench import accuracy
 from accel.bench.cases import Case
 from accel.plan import PLAN
 from accel.precision import finer, upcast
-from accel.quality import compare
+from accel.quality import Quality, compare
+from accel.quant.rounded import judge
 
 
 def over_the_same_weights(
@@ -18,6 +19,11 @@ def over_the_same_weights(
     with vars(module)[PLAN].unfused():
         outputs = [case.call(module, kwargs) for kwargs in inputs]
         return outputs, accuracy.in_full(case, upcast(module, finer(dtype)), inputs, dtype)
+
+
+def products(case: Case, module: nn.Module, given: dict) -> dict[str, Quality]:
+    """Rows rounded to 8 bits and what is multiplied with them, each judged by itself in one call."""
+    return judge(module, lambda: case.call(module, given))
 
 
 def lost(module: nn.Module, outputs: list[torch.Tensor], stock: list[torch.Tensor]) -> dict:

@@ -62,4 +62,5 @@ def lost(result: dict) -> str:
     told = result["lost"]
     psnr = "equal to stock" if told["psnr_db"] is None else f"PSNR {told['psnr_db']:.1f} dB from stock"
     sizes = " instead of ".join(f"{told['weights_mb'][name]:,.0f}" for name in ("accel", "stock"))
-    return f"{result['case']}: {psnr}; {sizes} MiB of weights; errors are against the same rounded weights"
+    rows = ", without rounding rows" if "activations" in result else ""
+    return f"{result['case']}: {psnr}; {sizes} MiB of weights; errors are against the same rounded weights{rows}"

@@ -17,6 +17,8 @@ from accel.bench.machine import commit, machine, now
 from accel.bench.memory import peak_mb, release
 from accel.bench.ready import time_to_ready
 from accel.bench.timing import compare, seconds
+from accel.quality import Quality
+from accel.quant.module import unrounded
 
 STAGES = (
     "time to ready",
@@ -60,6 +62,14 @@ def _step(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], 
     return lambda i: case.call(module, inputs[i % len(inputs)])
 
 
+def _judged(products: dict[str, Quality]) -> dict[str, float]:
+    """Errors of rounded rows and of their products, by what is allowed. Raises WrongResult for one above 1."""
+    for name, quality in products.items():
+        if not quality.passed:
+            raise WrongResult(f"{name}: {quality.failure}")
+    return {name: quality.error for name, quality in products.items()}
+
+
 def _check(outputs: list, stock: list, exact: list) -> dict:
     """Errors against full precision; raises WrongResult where accel's is more than LIMIT times stock's."""
     errors = {
@@ -92,16 +102,17 @@ def run(
     compiled: bool = True,
     ready: bool = True,
     weights: str | None = None,
+    activations: str | None = None,
     budget_s: float = 2.0,
     stage: Callable[[str], None] = lambda name: None,
 ) -> dict:
     """Runs a case and gives its result as one dict, ready for JSON. Raises WrongResult before any figure.
 
-    weights: `Options.weights` of what is called accel; how exact it is, is then asked over the same rounded weights,
-    and how far from stock it is told as `lost`.
+    weights, activations: of `Options`, for what is called accel; how exact it is, is then asked over the same rounded
+    weights and without rounding rows, whose products are judged apart; how far from stock it is told as `lost`.
     """
     result = {
-        "case": case.name if weights is None else f"{case.name}-{weights}",
+        "case": "-".join(filter(None, (case.name, weights, activations and f"activations-{activations}"))),
         "about": case.about,
         "date": now(),
         "commit": commit(),
@@ -111,7 +122,7 @@ def run(
     stage(STAGES[0])
     result["ready"] = time_to_ready(case, device, dtype) if ready and weights is None else {}
     try:
-        found = _side_by_side(case, device, dtype, compiled, weights, budget_s, stage)
+        found = _side_by_side(case, device, dtype, compiled, weights, activations, budget_s, stage)
     finally:
         if compiled:
             torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
@@ -121,7 +132,7 @@ def run(
 
 
 @torch.no_grad()
-def _side_by_side(case, device, dtype, compiled, weights, budget_s, stage) -> dict:
+def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s, stage) -> dict:
     stage(STAGES[1])
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)
@@ -137,12 +148,17 @@ def _side_by_side(case, device, dtype, compiled, weights, budget_s, stage) -> di
     stock_memory = peak_mb(device, outputs, outputs)
 
     stage(STAGES[3])
-    options = {} if weights is None else {"weights": weights}
+    given = {"weights": weights, "activations": activations}
+    options = {name: value for name, value in given.items() if value is not None}
     in_process_s = seconds(lambda: (accel.optimize(module, **options), case.call(module, inputs[0])), device)
     ours = outputs()
     if weights is not None:
         result["lost"] = quantised.lost(module, ours, stock)
-        result["weights"] = weights
+        result |= options
+        if activations is not None:
+            result["products"] = _judged(quantised.products(case, module, inputs[-1]))
+        with unrounded(module):
+            ours = outputs()
         result["error"] = _check(ours, *quantised.over_the_same_weights(case, module, inputs, dtype))
     else:
         result["error"] = _check(ours, stock, exact)

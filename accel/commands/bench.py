@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
-from accel.options import WEIGHTS
+from accel.options import ACTIVATIONS, WEIGHTS, check_activations
 
 
 def bench(
@@ -25,6 +25,9 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="about how long to time each variant")] = 2.0,
     weights: Annotated[
         str | None, typer.Option(help="cases: of accel.optimize, such as int8; stock keeps its own; no time to ready")
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="cases: of accel.optimize, with --weights of the same kind, such as int8")
     ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
@@ -44,10 +47,13 @@ def bench(
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
     if weights is not None:
         _checked(weights, folders, chosen)
+    if activations is not None:
+        _fit(activations, weights, kind)
     compiled = place.type == "cuda" if compiled is None else compiled
 
     def run_case(case, stage) -> dict:
-        given = {"compiled": compiled, "ready": ready, "weights": weights, "budget_s": seconds}
+        given = {"compiled": compiled, "ready": ready, "budget_s": seconds}
+        given |= {"weights": weights, "activations": activations}
         return runner.run(case, place, kind, **given, stage=stage)
 
     def run_folder(path, stage) -> dict:
@@ -111,6 +117,21 @@ def _checked(weights: str, folders: list[Path], cases: list) -> None:
     others = [str(path) for path in folders] + [case.name for case in cases if case.entry != "forward"]
     if others:
         raise typer.BadParameter(f"for cases of UNets; not for {', '.join(others)}", param_hint="--weights")
+
+
+def _fit(activations: str, weights: str | None, dtype) -> None:
+    if activations not in ACTIVATIONS:
+        message = f"{activations!r} is none of {', '.join(ACTIVATIONS)}"
+    elif weights is None:
+        message = f"{activations!r} needs --weights {activations.partition('-')[0]}"
+    elif activations == "fp8" and dtype == parse_dtype("fp16", None):
+        message = "'fp8' gives bfloat16: give --dtype bf16"
+    else:
+        try:
+            return check_activations(activations, weights)
+        except ValueError as error:
+            message = str(error)
+    raise typer.BadParameter(message, param_hint="--activations")
 
 
 def _stage(progress, task, name: str, stages: tuple[str, ...]) -> Callable[[str], None]:

@@ -196,6 +196,23 @@ def test_bench_with_quantised_weights(tmp_path):
         assert refused.exit_code == 2 and told in " ".join(refused.output.split())
 
 
+def test_bench_with_activations_in_8_bits(tmp_path):
+    given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05")
+    result = accel("bench", "tiny", *given, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "cpu-tiny-int8-activations-int8.json").read_text())
+    assert found["activations"] == "int8" and found["lost"]["psnr_db"] > 40 and found["restored_bit_equal"]
+    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
+    assert 0 < max(found["products"].values()) <= 1 and set(found["products"]) == {"rounded rows", "their products"}
+    for options, told in (
+        (("--activations", "int8"), "needs --weights int8"),
+        (("--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
+        (("--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
+    ):
+        refused = accel("bench", "tiny", *options)
+        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
+
+
 def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
     """A plugin that scales its output: the benchmark must say so, write nothing and fail."""
     import accel as plugin
