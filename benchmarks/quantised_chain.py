@@ -1,7 +1,8 @@
 """The products of one token of a Llama-3.1-8B shape with weights in fewer bits, in one CUDA graph, without a model.
 
-python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS]: every kernel against float32 first, then what the 129
-products take for several numbers of rows beside bf16's, whose head all of them share. --sweep: other block shapes too.
+python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS] [--wgmma]: every kernel against float32 first, then what
+the 129 products take for several numbers of rows beside bf16's, whose head all of them share. --sweep: other block
+shapes too. --wgmma: quantised_wgmma too, for more than 16 rows, in the tile that is fastest for each product.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from accel_kernels.rehearsal import rehearsal
 from accel_kernels.triton_kernels.projection import Shape
 from accel_kernels.triton_kernels.quantised_mma import Tile
 from accel_kernels.triton_kernels.quantised_projection import one_row_shape
+from accel_kernels.triton_kernels.quantised_wgmma import WideTile
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
@@ -71,11 +73,13 @@ class Token:
             return self.op(x, layer[part], norm=self.norm, **more)
         return self.op(x, layer[part], residual=residual, **more)
 
-    def step(self, x: torch.Tensor) -> None:
+    def step(self, x: torch.Tensor, tiles: dict[str, WideTile] | None = None) -> None:
+        shapes = {part: {"shape": tile} for part, tile in (tiles or dict.fromkeys(SIZES)).items()}
         for layer in self.layers:
-            qkv = self.product("qkv", layer, x, x)
-            x = self.product("out", layer, qkv.view(-1)[: x.numel()].view(x.shape), x)
-            x = self.product("down", layer, self.product("gate", layer, x, x), x)
+            qkv = self.product("qkv", layer, x, x, **shapes["qkv"])
+            x = self.product("out", layer, qkv.view(-1)[: x.numel()].view(x.shape), x, **shapes["out"])
+            gated = self.product("gate", layer, x, x, **shapes["gate"])
+            x = self.product("down", layer, gated, x, **shapes["down"])
         projection(x, self.head)
 
     def only(self, part: str, x: torch.Tensor, residual: torch.Tensor, **more) -> None:
@@ -83,7 +87,7 @@ class Token:
             self.product(part, layer, x, residual, **more)
 
 
-def error(op, args: tuple, more: dict) -> dict[str, float]:
+def error(op, args: tuple, more: dict, **shape) -> dict[str, float]:
     """Largest error against float32 as a share of torch's with the weight in the dtype of x. NaN never passes."""
     wide = {k: Norm(*(t.float() if isinstance(t, torch.Tensor) else t for t in v)) if isinstance(v, Norm) else
             v.float() if isinstance(v, torch.Tensor) else v for k, v in more.items()}  # fmt: skip
@@ -92,13 +96,13 @@ def error(op, args: tuple, more: dict) -> dict[str, float]:
     empty = torch.empty
     torch.empty = lambda *a, **k: empty(*a, **k).fill_(float("nan"))
     try:
-        ours = (op.triton(*args, **more).float() - truth).abs().max()
+        ours = (op.triton(*args, **more, **shape).float() - truth).abs().max()
     finally:
         torch.empty = empty
     return {"ours": float(ours / truth.abs().max()), "torch": float(theirs / truth.abs().max())}
 
 
-def checks(report: bool = True) -> list[dict]:
+def checks(report: bool = True, by_hand: bool = False) -> list[dict]:
     found = []
     for name in FORMATS:
         for dtype in (torch.bfloat16, torch.float16):
@@ -114,10 +118,13 @@ def checks(report: bool = True) -> list[dict]:
                     more |= {"up": given[1], "activation": "silu"}
                 x = rand(rows, k, dtype=dtype)
                 about = {"format": name, "dtype": str(dtype)[6:], "rows": rows, "part": part, "zeros": zeros}
-                found.append(about | error(quantised_projection, (x, given[0], None), more))
-                one = found[-1]
-                if report and not one["ours"] <= 2 * one["torch"] + 1e-6:
-                    print("WRONG", one, flush=True)
+                tiles = wide_tiles(name, rows) if by_hand and rows > 16 else []
+                for tile in [None, *tiles]:
+                    shape = {"shape": tile} if tile else {}
+                    found.append(about | shape | error(quantised_projection, (x, given[0], None), more, **shape))
+                    one = found[-1]
+                    if report and not one["ours"] <= 2 * one["torch"] + 1e-6:
+                        print("WRONG", one, flush=True)
     return found
 
 
@@ -141,6 +148,45 @@ def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
             (16, 16, 1),
         ]
     return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
+
+
+def wide_tiles(name: str, rows: int) -> list[WideTile]:
+    """One or two programs to a multiprocessor; x in shared memory takes 4 bits twice what it takes 8."""
+    if name == "int4" and rows > 32:
+        found = [(128, 8, 6, 3, 1), (128, 8, 4, 3, 1), (128, 8, 4, 4, 1), (128, 8, 3, 2, 1)]
+    elif rows > 32:
+        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (256, 8, 4, 3, 1), (64, 4, 6, 3, 2), (128, 8, 6, 6, 1)]
+    else:
+        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (256, 8, 4, 4, 1), (64, 4, 5, 3, 2), (128, 8, 3, 3, 2)]
+    return [WideTile(*one) for one in found]
+
+
+def by_hand(token: Token, rows: int, until: float) -> tuple[list[dict], dict]:
+    """Each product 32 times by `quantised_wgmma`; and the 129 with what was fastest, beside the chain's own row."""
+    found, best = [], {}
+    for part, (n, k) in SIZES.items():
+        x, residual = rand(rows, k), rand(rows, n)
+        for tile in wide_tiles(token.name, rows):
+            if time.monotonic() > until and part in best:
+                break
+            ms = milliseconds(lambda: token.only(part, x, residual, shape=tile))  # noqa: B023 (run at once)
+            us, tbs = ms / LAYERS * 1e3, token.bytes[part] / ms / 1e9
+            found.append({"format": token.name, "rows": rows, "part": part, "wide": list(tile), "us": round(us, 2),
+                          "tb_per_s": round(tbs, 2)})  # fmt: skip
+            if part not in best or ms < best[part][0]:
+                best[part] = ms, tile
+            print(found[-1], flush=True)
+    tiles = {part: tile for part, (_, tile) in best.items()}
+    x = rand(rows, HIDDEN)
+    ms = milliseconds(lambda: token.step(x, tiles))
+    whole = {
+        "format": token.name,
+        "rows": rows,
+        "products_ms": ms,
+        "wide": {part: list(t) for part, t in tiles.items()},
+    }
+    print(whole, flush=True)
+    return found, whole
 
 
 def swept_rows(name: str, rows: int) -> bool:
@@ -172,24 +218,28 @@ def sweep(token: Token, rows: int, until: float) -> list[dict]:
     return found
 
 
-def main(path: Path, seconds: float, formats: list[str], rows: list[int]) -> None:
+def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma: bool) -> None:
     begun = time.monotonic()
     with rehearsal():
-        checks(report=False)
+        checks(report=False, by_hand=wgmma)
     torch.cuda.synchronize()
     print("compiled", round(time.monotonic() - begun, 1), flush=True)
     torch.manual_seed(0)
-    checked = checks()
+    checked = checks(by_hand=wgmma)
     worst = max(checked, key=lambda one: one["ours"] / max(one["torch"], 1e-9))
     print("checked", len(checked), "worst", worst, round(time.monotonic() - begun, 1), flush=True)
     head, norm = rand(WORDS, HIDDEN, spread=HIDDEN**-0.5), Norm(rand(HIDDEN), None, 1e-5)
     tokens = {name: Token(name, head, norm) for name in ("bf16", *formats)}
-    found, swept = [], []
+    found, swept, wide = [], [], []
     with rehearsal():
         for token in tokens.values():
             for count in rows:
                 every, token.layers = token.layers, token.layers[:1]
                 token.step(rand(count, HIDDEN))
+                if wgmma and count > 16 and token.name != "bf16":
+                    for part, (n, k) in SIZES.items():
+                        for tile in wide_tiles(token.name, count):
+                            token.only(part, rand(count, k), rand(count, n), shape=tile)
                 if seconds and swept_rows(token.name, count):
                     for part, (n, k) in SIZES.items():
                         for shape in shapes(token.name, part, count):
@@ -204,12 +254,18 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int]) -> Non
             found.append({"format": token.name, "rows": count, "products_ms": ms, "tb_per_s": round(tbs, 2)})
             print(found[-1], flush=True)
     for token in tokens.values():
+        for count in [count for count in rows if wgmma and count > 16 and token.name != "bf16"]:
+            times, whole = by_hand(token, count, begun + 480)
+            swept += times
+            wide.append(whole)
+    for token in tokens.values():
         for count in [count for count in rows if seconds and swept_rows(token.name, count)]:
             swept += sweep(token, count, begun + seconds)
     print("done", round(time.monotonic() - begun, 1), flush=True)
     about = "the 129 products of a token, Llama-3.1-8B shape, head in bf16, one CUDA graph; int4: groups of 128"
     result = {"case": "quantised-chain", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
-    path.write_text(json.dumps(result | {"checks": checked, "rows": found, "sweep": swept}, indent=2) + "\n")
+    result |= {"checks": checked, "rows": found, "wgmma": wide, "sweep": swept}
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
@@ -218,6 +274,7 @@ if __name__ == "__main__":
     parser.add_argument("--sweep", type=float, default=0.0)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--wgmma", action="store_true")
     given = parser.parse_args()
     with torch.no_grad():
-        main(given.out, given.sweep, given.formats, given.rows)
+        main(given.out, given.sweep, given.formats, given.rows, given.wgmma)

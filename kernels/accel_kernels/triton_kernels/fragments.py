@@ -82,9 +82,9 @@ def places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout:
 
 
 @gluon.jit
-def weight_factor(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
-                   ZEROS: gl.constexpr, RAW: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """(S, N, 4 J) words as the left factor, (S, N, columns). scales, zeros: (S, N, 4), of each thread's words."""
+def unpacked(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
+             ZEROS: gl.constexpr, RAW: gl.constexpr):  # fmt: skip
+    """(S, N, 4 J) words as (S, N, columns) in the factor's order. scales, zeros: (S, N, 4), of each thread's words."""
     S: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
     J: gl.constexpr = words.shape[2] // 4
@@ -98,7 +98,14 @@ def weight_factor(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexp
     else:
         w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).reshape([S, N, 4, J, 2, 2])
         w = w.permute((0, 1, 3, 5, 2, 4)).reshape([S, N, 16 * J])
-    return gl.convert_layout(w.to(DTYPE, bitcast=True), layout)
+    return w.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def weight_factor(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
+                  ZEROS: gl.constexpr, RAW: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """(S, N, 4 J) words as the left factor, (S, N, columns). scales, zeros: (S, N, 4), of each thread's words."""
+    return gl.convert_layout(unpacked(words, scales, zeros, FORMAT, DTYPE, SCALED, ZEROS, RAW), layout)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_bias
 from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
 from accel_kernels.triton_kernels.quantised_mma import Tile, columns, quantised_mma
 from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
+from accel_kernels.triton_kernels.quantised_wgmma import WideTile, quantised_wgmma
 from accel_kernels.triton_kernels.shares import upcast
 from accel_kernels.triton_kernels.unpacking import manner
 
@@ -22,7 +23,7 @@ FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 def quantised_projection(
     x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0, shape=None
 ):  # fmt: skip
-    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size.
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, a Tile or a WideTile, else chosen.
 
     One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
     """
@@ -34,6 +35,9 @@ def quantised_projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
+    if isinstance(shape, WideTile):  # a candidate, for those who ask for it
+        quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, shape, y)
+        return y
     if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, norm, up, format)):
         tile = shape or mma_tile(rows, n, format, gate, x.device)
         quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, tile, y)

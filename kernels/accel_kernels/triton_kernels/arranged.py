@@ -1,0 +1,110 @@
+"""Rows of x in the order in which `quantised_wgmma` unpacks columns of the weight, their norm on the way.
+
+A thread of that kernel reads 16 bytes of a row of the weight at a time. What they stand for are its columns of several
+instructions, which take two neighbours from each of four threads, and two more. The order repeats every 128 bytes of
+the weight: a box.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.launch import power_of_two
+from accel_kernels.triton_kernels.projection import apply_norm
+
+BLOCK = 1024  # columns of a program without a norm
+WIDEST = 16384  # columns that a program holds in registers
+
+
+def box_columns(format: str) -> int:
+    return 256 if format == "int4" else 128
+
+
+@triton.jit
+def column_of(place, INT4: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Which column of x stands at this place. Bits of a place: number of the pair, thread, half of an instruction's
+    columns, instruction of the word (4 bits alone), word, half of the box; the number of a pair is the lowest."""
+    pair, thread, half = place & 1, place >> 1 & 3, place >> 3 & 1
+    if INT4:
+        number = pair * 4 + (place >> 4 & 1) * 2 + half
+        column = thread * 64 + (place >> 7 & 1) * 32 + (place >> 5 & 3) * 8 + number
+        box = place >> 8 << 8
+    else:
+        if NEIGHBOURS:
+            number = half * 2 + pair
+        else:
+            number = pair * 2 + half
+        column = thread * 32 + (place >> 6 & 1) * 16 + (place >> 4 & 3) * 4 + number
+        box = place >> 7 << 7
+    return box + column
+
+
+@triton.jit
+def arranged_kernel(
+    x_ptr, nw_ptr, nb_ptr, y_ptr, ticket_ptr, tickets, columns, padded, eps, offset, NORM: tl.constexpr,
+    HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, INT4: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = column_of(place, INT4, NEIGHBOURS)
+    mask = column < columns
+    if HAS_NW:
+        weight = tl.load(nw_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+    if HAS_NB:
+        bias = tl.load(nb_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
+    if NORM != "none":
+        x = x.to(tl.float32)
+        if NORM == "layer":
+            x = tl.where(mask, x - tl.sum(x, axis=0) / columns, 0.0)
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / columns + eps)
+        if HAS_NW:
+            x *= weight
+        if HAS_NB:
+            x += bias
+    tl.store(y_ptr + row * padded + place, x.to(y_ptr.dtype.element_ty), mask=place < padded)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        t_idx = tl.arange(0, BLOCK_T)
+        tl.store(ticket_ptr + t_idx, tl.zeros((BLOCK_T,), tl.int32), mask=t_idx < tickets)
+
+
+def arranged(x, norm, format: str, padded: int, tickets: int):
+    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded): its columns in the order of the weight's
+    factor, zeros beyond K; and int32 (tickets,) of zeros, which need no launch of their own this way."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if norm is not None and padded > WIDEST:
+        x, norm = apply_norm(x, norm), None
+    y = torch.empty((rows, padded), device=x.device, dtype=x.dtype)
+    counts = torch.empty((tickets,), device=x.device, dtype=torch.int32)
+    weight, bias, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+    block = BLOCK if norm is None else power_of_two(padded)
+    pdl = programmatic(x.device)
+    launch(
+        arranged_kernel, (rows, triton.cdiv(padded, block)),
+        x, weight, bias, y, counts, tickets, columns, padded, float(eps), float(offset),
+        NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=weight is not None,
+        HAS_NB=bias is not None, INT4=format == "int4", NEIGHBOURS=format == "fp8" or x.dtype == torch.float16,
+        BLOCK_C=block, BLOCK_T=power_of_two(tickets), PDL=bool(pdl), num_warps=min(16, max(4, block // 512)), **pdl,
+    )  # fmt: skip
+    return y, counts
+
+
+def _specimen(norm: str, int4: bool):
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "y")} | {"ticket_ptr": "*i32"}
+    types |= dict.fromkeys(("tickets", "columns", "padded"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    constants = {
+        "NORM": norm, "HAS_NW": norm != "none", "HAS_NB": norm == "layer", "INT4": int4, "NEIGHBOURS": False,
+        "BLOCK_C": BLOCK if norm == "none" else 4096, "BLOCK_T": 64, "PDL": False,
+    }  # fmt: skip
+    return arranged_kernel, types, constants, 8
+
+
+SPECIMENS = tuple(_specimen(norm, int4) for norm, int4 in (("none", False), ("rms", True), ("layer", False)))

@@ -1,0 +1,290 @@
+"""A weight of fewer bits times 17 to 64 rows, for Hopper: both read through shared memory, numbers multiplied out of
+registers by a whole warpgroup.
+
+All of x is read again for every tile of the weight: with tiles of 128 rows, 64 rows of x are a byte to each byte of a
+weight in 8 bits. Words of the weight come in boxes of 128 bytes of a row through a ring, x through a shorter one, in
+the order of columns of `arranged`. While a piece is multiplied, the next is unpacked.
+
+A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
+it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
+tile is two blocks of rows: neighbours, or the same of a weight and of its gate's; their rows alternate by eight in the
+instruction, so that a thread has what belongs together.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from accel_kernels.op import multiprocessors
+from accel_kernels.rehearsal import launch
+from accel_kernels.triton_kernels.activations import activate
+from accel_kernels.triton_kernels.arranged import arranged, box_columns
+from accel_kernels.triton_kernels.dependents import programmatic
+from accel_kernels.triton_kernels.int8_wgmma import all_threads, start_load
+from accel_kernels.triton_kernels.launch import power_of_two
+from accel_kernels.triton_kernels.pairs import middle
+from accel_kernels.triton_kernels.projection import both_biases
+from accel_kernels.triton_kernels.warpgroup_factor import blocks, both, factor, half_layout, scales_and_zeros
+
+WORDS = 32  # of a row in a box
+
+
+@gluon.jit
+def _load_words(desc, ready, ring, at, low, high, BOXES: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr,
+                STAGES: gl.constexpr):  # fmt: skip
+    """Starts the load of a block of the program's step `at`, of none beyond its last. TILE: rows from tile to tile."""
+    step, slot = low + at, at % STAGES
+    place = [step // BOXES * TILE + FIRST, step % BOXES * 32]
+    start_load(desc, place, ready.index(slot), ring.index(slot), pred=step < high)
+
+
+@gluon.jit
+def _load_x(desc, ready, ring, at, low, high, BOXES: gl.constexpr, BOX: gl.constexpr, FIRST: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
+    step, slot = low + at, at % STAGES
+    start_load(desc, [0, step % BOXES * BOX + FIRST], ready.index(slot), ring.index(slot), pred=step < high)
+
+
+@gluon.jit
+def _write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED: gl.constexpr,
+           HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
+           num_warps: gl.constexpr):  # fmt: skip
+    """Rows `first` and on of the weight, whose sums are y (rows, M), of its gate's `other`."""
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
+    y = gl.convert_layout(y, OUT)
+    row = gl.expand_dims(first + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, OUT)), 1)
+    out = gl.expand_dims(gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, OUT)), 0)
+    if not SCALED:
+        y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+    if HAS_BIAS:
+        y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+    y = activate(y, KIND)
+    if GATE:
+        other = gl.convert_layout(other, OUT)
+        if not SCALED:
+            other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+        if HAS_BIAS:
+            other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
+        y *= other
+    y *= scale
+    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
+    if RESIDUAL:
+        y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
+    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=("m", "total", "share"))
+def quantised_wgmma_kernel(
+    x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, m, n, total,
+    share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """share: steps of a program; total: of all. A piece is half a box: 16 bytes of a thread in each of its rows."""
+    H: gl.constexpr = BLOCK_N // 2
+    TILE: gl.constexpr = H if GATE else BLOCK_N
+    PIECE: gl.constexpr = 128 if FORMAT == "int4" else 64
+    BOXES: gl.constexpr = (K + 2 * PIECE - 1) // (2 * PIECE)
+    X_BYTES: gl.constexpr = 2 * BLOCK_M * PIECE * 2
+    SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
+    SPLIT: gl.constexpr = GROUPS > 1 and (K // GROUPS) % (PIECE // 2) != 0
+    MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    READ: gl.constexpr = half_layout(num_warps, H, 8)
+    # A ring to each operand: of two loads into one the compiler makes the second wait for all warps.
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], w_desc.layout)
+    us = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], u_desc.layout)
+    xs = gl.allocate_shared_memory(DTYPE, [X_STAGES, BLOCK_M, PIECE], x_desc.layout)
+    zs = gl.allocate_shared_memory(DTYPE, [X_STAGES, BLOCK_M, PIECE], x_desc.layout)
+    w_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(STAGES):
+        mbarrier.init(w_ready.index(early), count=1)
+    for early in gl.static_range(X_STAGES):
+        mbarrier.init(x_ready.index(early), count=1)
+    fence_async_shared()
+    all_threads()
+    low = gl.program_id(0) * share
+    high = gl.minimum(low + share, total)
+    for early in gl.static_range(STAGES - 1):
+        mbarrier.expect(w_ready.index(early), 2 * H * 128, pred=low + early < high)
+    for early in gl.static_range(X_STAGES - 1):
+        mbarrier.expect(x_ready.index(early), X_BYTES, pred=low + early < high)
+    for early in gl.static_range(STAGES - 1):
+        _load_words(w_desc, w_ready, ws, early, low, high, BOXES, TILE, 0, STAGES)
+    for early in gl.static_range(STAGES - 1):
+        _load_words(u_desc, w_ready, us, early, low, high, BOXES, TILE, 0 if GATE else H, STAGES)
+    ahead = ()
+    if SCALED:
+        for early in gl.static_range(2):
+            ahead = ahead + (
+                scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, SPLIT,
+                                 ZEROS, GATE, num_warps),
+            )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for early in gl.static_range(X_STAGES - 1):
+        _load_x(x_desc, x_ready, xs, early, low, high, BOXES, 2 * PIECE, 0, X_STAGES)
+        _load_x(x_desc, x_ready, zs, early, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
+    for tile in range(low // BOXES, gl.cdiv(high, BOXES)):
+        begin, end = gl.maximum(low, tile * BOXES), gl.minimum(high, (tile + 1) * BOXES)
+        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        for step in range(begin, end):
+            at = step - low
+            mbarrier.wait(w_ready.index(at % STAGES), at // STAGES & 1)
+            words = both(ws.index(at % STAGES).load(READ), us.index(at % STAGES).load(READ))
+            words = words.reshape([BLOCK_N, 4, 2, 4]).permute((0, 1, 3, 2)).reshape([BLOCK_N, 16, 2])
+            pieces = gl.split(words)
+            scaling = ((), ())
+            if SCALED:
+                scaling = (ahead[0][0], ahead[0][1 if SPLIT else 0])
+            x_slot = at % X_STAGES
+            left = factor(pieces[0], scaling[0], FORMAT, DTYPE, SCALED, ZEROS, MIDDLE, LEFT, num_warps)
+            mbarrier.wait(x_ready.index(x_slot), at // X_STAGES & 1)
+            acc = warpgroup_mma(left, xs.index(x_slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            all_threads()  # all warps are done with the step before this one
+            w_at, x_at = at + STAGES - 1, at + X_STAGES - 1
+            mbarrier.expect(w_ready.index(w_at % STAGES), 2 * H * 128, pred=low + w_at < high)
+            mbarrier.expect(x_ready.index(x_at % X_STAGES), X_BYTES, pred=low + x_at < high)
+            # In this order: before two loads that one barrier counts the compiler makes all warps meet.
+            _load_words(w_desc, w_ready, ws, w_at, low, high, BOXES, TILE, 0, STAGES)
+            _load_x(x_desc, x_ready, xs, x_at, low, high, BOXES, 2 * PIECE, 0, X_STAGES)
+            _load_words(u_desc, w_ready, us, w_at, low, high, BOXES, TILE, 0 if GATE else H, STAGES)
+            _load_x(x_desc, x_ready, zs, x_at, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
+            if SCALED:  # behind the fence that the compiler sets before those loads
+                more = scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H,
+                                        SPLIT, ZEROS, GATE, num_warps)  # fmt: skip
+                ahead = (ahead[1], more)
+            left = factor(pieces[1], scaling[1], FORMAT, DTYPE, SCALED, ZEROS, MIDDLE, LEFT, num_warps)
+            acc = warpgroup_mma(left, zs.index(x_slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        done = end - begin == BOXES
+        if end - begin < BOXES:
+            row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA)), 1)
+            place = row * BLOCK_M + gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA)), 0)
+            first, last = tile * BOXES // share, ((tile + 1) * BOXES - 1) // share
+            # A program has at most two such sums: of a tile begun by others, and of one that it begins.
+            own = gl.program_id(0) * 2 + (gl.program_id(0) == first).to(gl.int32)
+            gl.store(part_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, acc)
+            all_threads()
+            done = gl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") == last - first
+            if done:
+                acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+                for program in range(first, last + 1):
+                    part = program * 2 + (program == first).to(gl.int32)
+                    acc += gl.load(part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, cache_modifier=".cg")
+        if done:
+            y, other = blocks(acc)
+            to = tile * TILE
+            _write(y, other, to, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
+                   RESIDUAL, KIND, num_warps)  # fmt: skip
+            if not GATE:
+                _write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
+                       RESIDUAL, KIND, num_warps)  # fmt: skip
+
+
+class WideTile(NamedTuple):
+    """Rows of the weight to a tile, its gate's included; warps; stages of the rings; programs to a multiprocessor."""
+
+    rows: int
+    warps: int
+    stages: int
+    x_stages: int
+    programs: int
+
+
+def wide_tile(rows: int, format: str) -> WideTile:
+    """One program to a multiprocessor, as many boxes on their way as its shared memory holds; not measured yet."""
+    if rows > 32:
+        return WideTile(128, 8, 6, 3, 1) if format == "int4" else WideTile(128, 8, 8, 4, 1)
+    return WideTile(128, 8, 9, 4, 1)
+
+
+def refusal(x, weight, up) -> str | None:
+    """Why `quantised_wgmma` cannot take what `quantised_projection` supports; the device is the caller's to check."""
+    n, k = weight.shape
+    scaled = weight.scales.shape[1] > 1 or weight.data.dtype == torch.int32 or weight.zeros is not None
+    if x.numel() // k > 64:
+        return f"{x.numel() // k} rows, more than 64"
+    if weight.data.shape[1] * weight.data.element_size() % 16:
+        return f"rows of {k} columns, not a multiple of 16 bytes"
+    if scaled and any(one is not None and one.scales.dtype != x.dtype for one in (weight, up)):
+        return f"scales of {weight.scales.dtype} before a product of {x.dtype}"
+    if any(one is not None and one.data.data_ptr() % 16 for one in (weight, up)):
+        return "a weight not at a multiple of 16 bytes"
+    return None
+
+
+def _layout(words: bool):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if words else 16, rank=2)
+
+
+def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, tile, y):
+    """Same arguments and result as `quantised_mma`, on compute capability 9.0 alone, up to 64 rows.
+
+    tile: a WideTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
+    """
+    reason = refusal(x, weight, up)
+    if reason is not None:
+        raise ValueError(reason)
+    if tile.warps % 4 or tile.rows % (16 * tile.warps):
+        raise ValueError(f"{tile.rows} rows to {tile.warps} warps: warps come by 4, rows by 16 to a warp")
+    n, k = weight.shape
+    rows, gate, pdl = x.numel() // k, up is not None, programmatic(x.device)
+    up_bias = both_biases(bias, up_bias, gate)
+    if gate and bias is None and up_bias is not None:
+        bias = torch.zeros_like(up_bias)
+    box, half = box_columns(format), tile.rows // 2
+    boxes = triton.cdiv(k, box)
+    tiles = triton.cdiv(n, half if gate else tile.rows)
+    share = triton.cdiv(tiles * boxes, tile.programs * multiprocessors(x.device))
+    programs, block_m = triton.cdiv(tiles * boxes, share), max(32, power_of_two(rows))
+    registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
+    parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
+    placed, tickets = arranged(x, norm, format, boxes * box, tiles)
+    other = up if gate else weight
+    described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
+        TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))
+        for one in (weight, other)
+    ]
+    launch(
+        quantised_wgmma_kernel, (programs,),
+        *described, weight.scales, weight.zeros, other.scales, other.zeros, bias, up_bias, residual, y, parts, tickets,
+        rows, n, tiles * boxes, share, float(scale),
+        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else
+        gl.float16, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, GATE=gate,
+        RESIDUAL=residual is not None, KIND=activation, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages,
+        X_STAGES=tile.x_stages, PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+    )  # fmt: skip
+
+
+def specimen(format: str, rows: int, gate: bool, group: int, zeros: bool, tile: WideTile, dtype: str = "bf16"):
+    """What a compile check builds: kernel, argument types, constants, warps."""
+    boxed = {"x": (dtype, rows, box_columns(format) // 2), "w": ("i32", tile.rows // 2, WORDS)}
+    boxed["u"] = boxed["w"]
+    types = {f"{a}_desc": f"tensordesc<{t}[{h},{w}],{_layout(a != 'x')!r}>" for a, (t, h, w) in boxed.items()}
+    types |= {f"{name}_ptr": f"*{dtype}" for name in "s us b c r y".split()}
+    types |= {"z_ptr": "*i8", "uz_ptr": "*i8", "part_ptr": "*fp32", "ticket_ptr": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("m", "n", "total", "share"), "i32")
+    constants = {
+        "K": 4096, "GROUPS": 4096 // group if group else 1, "FORMAT": format,
+        "DTYPE": gl.bfloat16 if dtype == "bf16" else gl.float16, "ZEROS": zeros, "HAS_BIAS": False, "GATE": gate,
+        "RESIDUAL": not gate, "KIND": "silu" if gate else None, "BLOCK_M": rows, "BLOCK_N": tile.rows,
+        "STAGES": tile.stages, "X_STAGES": tile.x_stages, "PDL": True, "num_warps": tile.warps,
+    }  # fmt: skip
+    return quantised_wgmma_kernel, types, constants, tile.warps

@@ -1,0 +1,204 @@
+"""Gluon kernels of Hopper run as plain Python over numpy in float64, one program after the other.
+
+What is asynchronous happens as late as it may, a product when it is waited for, a load when its barrier is; or a load
+at once. So a buffer that is loaded anew too early, or read too early, gives wrong sums, and a wait for what no load
+completes raises. Where registers lie is the compiler's business: conversions of layouts change nothing here.
+"""
+
+from types import FunctionType
+
+import numpy as np
+
+
+class Array:
+    """A block of values as Gluon has it: operators broadcast, methods have Gluon's names."""
+
+    def __init__(self, data):
+        self.data = np.asarray(data)
+
+    def __getattr__(self, name):
+        if name in ("shape", "__index__", "__int__"):
+            return getattr(self.data, name)
+        raise AttributeError(name)
+
+    def __index__(self):
+        return int(self.data)
+
+    def __bool__(self):
+        return bool(self.data)
+
+    def to(self, dtype, bitcast=False):
+        return Array(self.data.astype(np.int64) if self.data.dtype == bool else self.data)
+
+    def reshape(self, shape):
+        return Array(self.data.reshape(shape))
+
+    def permute(self, order):
+        return Array(self.data.transpose(order))
+
+
+def plain(value):
+    return value.data if isinstance(value, Array) else np.asarray(value)
+
+
+def _operator(name):
+    def apply(self, other):
+        return Array(getattr(self.data, name)(plain(other)))
+
+    return apply
+
+
+for _name in "add sub mul floordiv mod and or lt le gt ge eq radd rsub rmul rfloordiv rmod".split():
+    setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
+Array.__neg__ = lambda self: Array(-self.data)
+Array.__hash__ = None
+
+
+class Pointer:
+    """Memory and offsets into it."""
+
+    class dtype:
+        element_ty = "element"
+
+    def __init__(self, memory, offsets=0):
+        self.memory, self.offsets = memory, np.asarray(offsets)
+
+    def __add__(self, more):
+        return Pointer(self.memory, self.offsets + plain(more))
+
+
+class Ring:
+    """Shared memory, or a buffer of it."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def index(self, slot):
+        return Ring(self.data[int(slot)])
+
+    def permute(self, order):
+        return Ring(self.data.transpose(order))
+
+    def load(self, layout):
+        return Array(self.data.copy())
+
+
+class Barriers:
+    def __init__(self, count):
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, slot):
+        return self.all[int(slot)]
+
+
+class Barrier:
+    def __init__(self):
+        self.phase, self.owed, self.expected, self.loads = 0, 0, False, []
+
+    def wait(self, parity):
+        assert self.phase % 2 == int(parity), "a wait for a phase that is over"
+        assert self.expected, "a wait for what nothing loads"
+        for load in self.loads:
+            load()
+        assert self.owed == 0, f"{self.owed} bytes expected that no load brings"
+        self.phase, self.expected, self.loads = self.phase + 1, False, []
+
+
+class Descriptor:
+    layout = None
+
+    def __init__(self, data, box, size):
+        self.data, self.box, self.size = data, box, size
+
+
+class Gluon:
+    """Stands for the module `gl`, and for the instructions of Hopper; `memory` is what programs share."""
+
+    constexpr = object
+    int8 = int16 = int32 = int64 = float32 = float16 = bfloat16 = "dtype"
+    minimum = staticmethod(lambda a, b: Array(np.minimum(plain(a), plain(b))))
+    maximum = staticmethod(lambda a, b: Array(np.maximum(plain(a), plain(b))))
+    cdiv = staticmethod(lambda a, b: -(-a // b))
+    join = staticmethod(lambda a, b: Array(np.stack((a.data, b.data), -1)))
+    split = staticmethod(lambda a: (Array(a.data[..., 0]), Array(a.data[..., 1])))
+    expand_dims = staticmethod(lambda a, axis: Array(np.expand_dims(a.data, axis)))
+    arange = staticmethod(lambda start, end, layout=None: Array(np.arange(start, end)))
+    zeros = staticmethod(lambda shape, dtype, layout: Array(np.zeros(shape)))
+    convert_layout = staticmethod(lambda value, layout: value)
+    static_range = staticmethod(range)
+
+    def __init__(self, at_once):
+        self.at_once, self.program, self.pending = at_once, 0, []
+
+    def __getattr__(self, name):  # layouts
+        return lambda *args, **more: None
+
+    def program_id(self, axis):
+        return Array(self.program)
+
+    def load(self, pointer, mask=True, other=0.0, cache_modifier=None):
+        mask = np.broadcast_to(plain(mask), np.broadcast_shapes(np.shape(plain(mask)), pointer.offsets.shape))
+        at = np.where(mask, pointer.offsets, 0)
+        return Array(np.where(mask, pointer.memory[at].astype(float), other))
+
+    def store(self, pointer, value, mask=True):
+        offsets, values, mask = np.broadcast_arrays(pointer.offsets, plain(value), plain(mask))
+        pointer.memory[offsets[mask]] = values[mask]
+
+    def atomic_add(self, pointer, value, sem):
+        before = pointer.memory[int(pointer.offsets)]
+        pointer.memory[int(pointer.offsets)] += value
+        return Array(before)
+
+    def allocate_shared_memory(self, dtype, shape, layout):
+        return Barriers(shape[0]) if shape[1:] == [1] else Ring(np.full(shape, np.nan))
+
+    def init(self, barrier, count):
+        assert count == 1
+
+    def expect(self, barrier, size, pred):
+        if pred:
+            assert not barrier.expected, "a barrier expects before its phase is over"
+            barrier.expected, barrier.owed = True, size
+
+    def wait(self, barrier, parity):
+        barrier.wait(parity)
+
+    def start_load(self, descriptor, place, barrier, ring, pred):
+        if not pred:
+            return
+        high, wide = descriptor.box
+        row, column = (int(one) for one in place)
+
+        def load():
+            found = descriptor.data[row : row + high, column : column + wide]
+            ring.data[...] = 0
+            ring.data[: found.shape[0], : found.shape[1]] = found
+
+        assert barrier.expected, "a load that no barrier expects"
+        barrier.owed -= high * wide * descriptor.size
+        if self.at_once:
+            load()
+        else:
+            barrier.loads.append(load)
+
+    def warpgroup_mma(self, left, right, acc, is_async):
+        self.pending.append((acc, left, right))
+        return acc
+
+    def warpgroup_mma_wait(self, left_over, deps):
+        while len(self.pending) > left_over:
+            acc, left, right = self.pending.pop(0)
+            acc.data += left.data @ right.data
+        return deps[0]
+
+
+def rebuilt(modules, **instead):
+    """The modules' functions of the device as plain Python, with `instead` for what they name."""
+    names = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None) if type(value).__name__.endswith("JITFunction") else None
+            names[name] = value if function is None else FunctionType(function.__code__, names, name)
+    names.update(instead)
+    return names
