@@ -4,9 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from accel_kernels import OPS
+from accel_kernels import OPS, quantised_projection
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
 from accel_kernels.linear import LinearChooser
+from accel_kernels.quantised_projection import quantise
 from accel_kernels.rehearsal import launch, rehearsal
 
 NUMBERS = ("fp8_linear", "quantise_rows")  # neither rounds once what it is given: test_int8_linear.py
@@ -96,6 +97,19 @@ def test_what_cublaslt_cannot_do_is_left_to_torch():
     ):
         assert torch.equal(chooser(x, weight), torch.nn.functional.linear(x, weight))
     assert not chooser.products and not chooser.choices
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_scales_of_another_dtype_than_the_rows(rows, scales, as_good_as_torch):
+    """A model that is moved to another dtype keeps the scales it was quantised with."""
+    torch.manual_seed(0)
+    weight = quantise(torch.randn(70, 256, device="cuda"), torch.int32, 32, zeros=True)
+    weight = weight._replace(scales=weight.scales.to(scales))
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(rows, 256, device="cuda", dtype=dtype)
+        assert quantised_projection.supports(x, weight) is None
+        as_good_as_torch(quantised_projection, (x, weight), {}, dtype)
 
 
 @triton.jit

@@ -87,6 +87,8 @@ def in_registers(x, weight, norm, up, format: str) -> bool:
     rows = x.numel() // k
     if not x.is_cuda or capability(x.device) < (8, 0):
         return False
+    if weight.scales.dtype != x.dtype:  # it multiplies by their bits
+        return False
     if rows == 1 and (format != "int4" or norm is not None or up is not None or n >= 40 * multiprocessors(x.device)):
         return False
     aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight.data, up and up.data))
