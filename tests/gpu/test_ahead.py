@@ -251,10 +251,7 @@ def test_threads_side_by_side(steps):
 
 
 def test_memory_stays_flat():
-    """Steps in vain, and stores that die while one is on its way.
-
-    What the allocator keeps for later depends on how far the GPU is behind: on what else it does.
-    """
+    """Steps in vain, and stores that die while one is on its way."""
     ours, _ = new_pair()
     warm(ours, (6,))
     ids = prompt(1, 6).cuda()
@@ -264,7 +261,7 @@ def test_memory_stays_flat():
         ours.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=end, pad_token_id=0)
         torch.cuda.synchronize()
         used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert used[10][0] >= used[-1][0] and 1.1 * used[10][1] >= used[-1][1], (used[10], used[-1])
+    assert used[10][0] >= used[-1][0] and used[10][1] >= used[-1][1], (used[10], used[-1])
 
 
 def test_a_step_nobody_takes_keeps_nothing_alive():

@@ -100,9 +100,7 @@ def test_activations_in_8_bits(name, activations, dtype):
         assert float((found - wanted).norm() / wanted.norm()) < 0.005
     for length in LENGTHS:
         quality = accel.verify(ours, input_ids=prompt(1, length).cuda())
-        # Where rounding sends tokens to other experts, what the steps have in common with the truth is chance.
-        assert quality.passed or has_router(ours), quality.verdict
-        assert "their products" in quality.parts
+        assert quality.passed and "their products" in quality.parts, quality.verdict
 
 
 @pytest.mark.parametrize("activations", KINDS)
