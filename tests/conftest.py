@@ -267,6 +267,8 @@ for helper in ("families", "modes", "changes", "walks", "held_out", "quantised",
     load(f"llm/{helper}")
 load("diffusion/denoisers")
 load("kernels/warpgroups")
+if importlib.util.find_spec("triton"):
+    load("kernels/code_kernel")
 
 
 @pytest.fixture

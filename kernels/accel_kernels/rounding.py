@@ -19,10 +19,14 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     """
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     top = wide.abs().amax(-1)
-    small, most = top < LEAST, TOPS[dtype]
+    small = top < LEAST
+    most = torch.full_like(top, TOPS[dtype])  # by a plain number torch may divide, and divides one, in two roundings
     scales = (top / most).masked_fill(small, 0.0).float()
     codes = wide * (most / top).masked_fill(small, 0.0).unsqueeze(-1)
-    return ((codes + 0.5).floor() if dtype == torch.int8 else codes).to(dtype), scales
+    if dtype == torch.int8:
+        below = codes.floor()
+        codes = torch.where(codes >= below + 0.5, below + 1, below)
+    return codes.to(dtype), scales
 
 
 def restored(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

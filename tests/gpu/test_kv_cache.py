@@ -6,6 +6,8 @@ import gc
 import pytest
 import torch
 from accel_kernels import attend
+from accel_kernels.rounding import restored, rounded
+from code_kernel import run, ties
 from families import make, padded, prompt
 from modes import MODES, generate, same
 from rounded_cache import rounding
@@ -73,6 +75,30 @@ def test_logits_in_half_precision_are_as_exact_as_those_of_stock(name, dtype, ki
         truth, theirs = logits(exact), logits(stock)
     for _ in range(2):
         assert (logits(ours) - truth).norm() <= 2 * (theirs - truth).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_numbers_between_two_codes_are_rounded_bit_for_bit_as_the_reference(kind, dtype):
+    t = ties(CODES[kind], dtype)
+    wanted = rounded(t, CODES[kind])  # on the CPU
+    codes, scales = torch.empty_like(t, dtype=CODES[kind], device="cuda"), torch.empty(len(t), device="cuda")
+    run(t.cuda(), codes, scales, 4)
+    for mine, scale in ((codes, scales), rounded(t.cuda(), CODES[kind])):
+        assert torch.equal(mine.cpu().float(), wanted[0].float()) and torch.equal(scale.cpu(), wanted[1])
+
+
+@pytest.mark.parametrize("name", ["llama-decode-8k-int8", "llama-decode-8k-fp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_decode_kernel_stores_values_between_two_codes_as_the_reference(name, dtype):
+    if "fp8" in name and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit floats here")
+    case = next(case for case in attend.cases if case.name == name)
+    (q, k, v, kv, scale), kwargs = case.make(torch.device("cuda"), dtype)
+    v = ties(kv.values.dtype, dtype, v.shape[:-1].numel(), v.shape[-1]).view(v.shape).cuda()
+    attend.triton(q, k, v, kv, scale, **kwargs)
+    stored, (codes, scales) = kv.stored(), rounded(v, kv.values.dtype)
+    got = kv.read(stored + 1, torch.float32)[1][:, stored:]
+    assert torch.equal(got, restored(codes, scales, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

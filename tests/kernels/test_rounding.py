@@ -1,13 +1,33 @@
 """Keys and values in 8 bits: the rounding itself, and attention over what was rounded against fp32 over the same."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accel_kernels import KV, attend
 from accel_kernels.rounding import TOPS, restored, rounded
 
 pytest.importorskip("triton")
+from code_kernel import run, ties
+
 KINDS = [pytest.param(dtype, id=str(dtype).split(".")[1]) for dtype in TOPS]
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+TO_PTX = """
+import sys
+import triton
+import triton.language as tl
+from code_kernel import codes_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+types = {"x_ptr": "*fp16", "codes_ptr": sys.argv[1], "scale_ptr": "*fp32"}
+constants = {"DIM": 64, "ROWS": 1, "CODE": getattr(tl, sys.argv[2])}
+source = ASTSource(codes_kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -40,6 +60,44 @@ def test_heads_of_zeros_of_tiny_and_of_endless_numbers(code):
     back = restored(*rounded(t, code), torch.float32)
     assert torch.equal(back[:2], torch.zeros(2, 8))
     assert not back[2].isfinite().all() and back[3].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("code", KINDS)
+def test_codes_and_scales_are_of_divisions_rounded_once(code, dtype):
+    """Against fp64, of which one rounding to fp32 is that of the exact quotient."""
+    t = ties(code, dtype)
+    codes, scales = rounded(t, code)
+    top = t.double().abs().amax(-1)
+    assert torch.equal(scales, (top / TOPS[code]).float())
+    steps = t.float() * (TOPS[code] / top).float()[:, None]
+    wanted = (steps.double() + 0.5).floor() if code == torch.int8 else steps.to(code).double()
+    assert torch.equal(codes.double(), wanted)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_kernel_rounds_bit_for_bit_as_the_reference(dtype):
+    """Of 8-bit floats the interpreter cuts off what GPUs round, so tests/gpu compares those."""
+    t = ties(torch.int8, dtype)
+    codes, scales = torch.full_like(t, 99, dtype=torch.int8), torch.full((len(t),), torch.nan)
+    run(t, codes, scales, 32)
+    wanted = rounded(t, torch.int8)
+    assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
+
+
+@pytest.mark.parametrize("code", KINDS)
+def test_compiled_it_divides_exactly_and_adds_to_no_unrounded_product(code, tmp_path):
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
+    environment.pop("TRITON_INTERPRET", None)
+    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parent)])
+    pointer, name = ("*i8", "int8") if code == torch.int8 else ("*fp8e4nv", "float8e4nv")
+    done = subprocess.run(
+        [sys.executable, "-c", TO_PTX, pointer, name], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "div.rn.f32" in done.stdout
+    assert not [word for word in ("div.full", "div.approx", "rcp.", "fma.") if word in done.stdout]
 
 
 def over(name: str):

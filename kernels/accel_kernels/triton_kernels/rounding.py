@@ -98,14 +98,16 @@ def power_below(x):
 
 @triton.jit
 def rounded(x, CODE: tl.constexpr):
-    """Codes of x, (rows, D) in fp32, and the scale of every row."""
+    """Codes of x, (rows, D) in fp32, and the scale of every row, bit for bit as `accel_kernels.rounding` has them."""
     TOP: tl.constexpr = INT8_TOP if CODE == tl.int8 else FLOAT8_TOP
     size = tl.abs(x)
     top, total = tl.max(size, axis=1), tl.sum(size, axis=1)
     top = tl.where(total == total, top, total)  # a maximum may leave NaN out
     small = top < AT_LEAST
-    scale = tl.where(small, 0.0, top / TOP)
-    codes = x * tl.where(small, 0.0, TOP / tl.where(small, 1.0, top))[:, None]
+    # `/` is an approximation on a GPU, and what lies in the middle of two codes would fall either way.
+    scale = tl.where(small, 0.0, tl.div_rn(top, TOP))
+    codes = x * tl.where(small, 0.0, tl.div_rn(TOP, tl.where(small, 1.0, top)))[:, None]
     if CODE == tl.int8:
-        codes = tl.floor(codes + 0.5)
+        below = tl.floor(codes)  # half is added to this, as a compiler adds to a product without rounding it
+        codes = tl.where(codes >= below + 0.5, below + 1.0, below)
     return codes.to(CODE), scale
