@@ -266,6 +266,7 @@ STEP_ORACLE = load("step_oracle").Oracle
 for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
 load("diffusion/denoisers")
+load("gpu/device_memory")
 load("kernels/warpgroups")
 if importlib.util.find_spec("triton"):
     load("kernels/code_kernel")

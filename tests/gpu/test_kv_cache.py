@@ -1,13 +1,13 @@
 """Keys and values in 8 bits on a GPU: compiled kernels, graphs, flash attention for prompts, and memory."""
 
 import copy
-import gc
 
 import pytest
 import torch
 from accel_kernels import attend
 from accel_kernels.rounding import restored, rounded
 from code_kernel import run, ties
+from device_memory import allocated
 from families import make, padded, prompt
 from modes import MODES, generate, same
 from rounded_cache import rounding
@@ -158,9 +158,8 @@ def test_the_cache_takes_half_the_memory(kind):
                                .to("cuda", torch.bfloat16), kv_cache=option)  # fmt: skip
         cache = DynamicCache()
         model(prompt(4, 16).cuda(), past_key_values=cache)
-        gc.collect()
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         store_of(cache).reserve(4, 16000)
-        peaks.append(torch.cuda.memory_allocated() - before)
+        peaks.append(allocated() - before)
         del model, cache
     assert 0.5 < peaks[1] / peaks[0] < 0.53

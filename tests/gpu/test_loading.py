@@ -1,9 +1,8 @@
 """A folder of quantised weights goes to a GPU as it lies: never whole in 16 bits, nor twice."""
 
-import gc
-
 import pytest
 import torch
+from device_memory import allocated
 from families import make
 from modes import generate
 
@@ -13,12 +12,6 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
 LAYERS = 12
 
 pytestmark = pytest.mark.usefixtures("exact")
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Quantised weights on a GPU: memory is really saved and given back, graphs hold, results are those of the weights."""
 
 import copy
-import gc
 
 import pytest
 import torch
+from device_memory import allocated
 from families import make, padded, prompt
 from modes import MODES, generate, same
 from quantised import held_by, rounded
@@ -133,12 +133,6 @@ def test_generating_after_a_long_prompt_with_rounded_rows(name, mode):
     for _ in range(2):
         again = mode(ours, *inputs)
         assert again.keys() == first.keys() and accel.report(ours).fallbacks == []
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.parametrize(("weights", "share"), [("int8", 0.55), ("int4", 0.35), ("fp8", 0.55)])

@@ -1,12 +1,12 @@
 """Denoisers with weights in 8 bits on a GPU: fused blocks and graphs over them, memory saved and given back."""
 
 import copy
-import gc
 from pathlib import Path
 
 import pytest
 import torch
 from denoisers import DITS, given, transformer
+from device_memory import allocated
 from quantised import held_by, rounded
 from torch.utils._pytree import tree_map
 
@@ -159,12 +159,6 @@ def test_a_pipeline_draws_what_stock_draws_over_the_same_weights():
     over = drawn()
     pipe.unet = optimised
     assert min(psnr(image, over) for image in ours) > 45
-
-
-def allocated() -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.parametrize("keep", [True, False])
