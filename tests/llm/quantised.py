@@ -64,3 +64,37 @@ class Counting(TorchDispatchMode):
         self.alive = {place: one for place, one in self.alive.items() if not one.expired()}
         self.most = max(self.most, len(self.alive))
         return result
+
+
+class Bytes(TorchDispatchMode):
+    """The most bytes that matrices of whole numbers took at once, on real memory: those of the model from the start,
+    and what operations give. A file that is loaded is no operation's.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None):
+        super().__init__()
+        self.alive = {}
+        held = [] if model is None else [*model.parameters(), *model.buffers()]
+        for tensor in held:
+            self._see(tensor.untyped_storage(), tensor)
+        self.start = self.most = self._taken()
+
+    def _see(self, storage, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 2 and not tensor.is_meta and tensor.numel() and tensor.dtype.itemsize in (1, 4):
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+                self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+
+    def _taken(self) -> int:
+        self.alive = {place: one for place, one in self.alive.items() if not one[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if type(t) is torch.Tensor}
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in given:
+                    self._see(storage, tensor)
+        self.most = max(self.most, self._taken())
+        return result

@@ -9,7 +9,7 @@ import torch
 from families import in_turn, layers, make, padded
 from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
 from modes import generate, same
-from quantised import Counting, held_by, logits
+from quantised import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -169,6 +169,28 @@ def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
         model(torch.tensor([[3, 4, 5]]))
     assert len(held_by(model)) == 42
     assert 0 < counted.most <= 7, f"{counted.most} at once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [
+        *((kind, None) for kind in ("int8", "int8 bytes", "int4-g32", "fp8", *KINDS)),
+        *((kind, "int8") for kind in ("int8", "int8 bytes", "bitsandbytes")),
+    ],
+)
+def test_numbers_are_never_held_twice(kind, activations, folders):
+    """Neither repacked nor given back: the model's, and what a few operations need for one weight."""
+    model = arrived(kind)[0] if kind in KINDS else copy.deepcopy(compressed(folders("llama-biases", kind)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with Bytes(model) as counted:
+        accel.optimize(model, activations=activations)
+        assert held_by(model)
+        ours = counted.most
+        counted.most = counted.start
+        accel.restore(model)
+    most = counted.start + 2 * 96 * 64
+    assert counted.start > 0 and ours <= most and counted.most <= most, (counted.start, ours, counted.most)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import in_turn, make, padded
 from modes import generate, same
-from quantised import Counting, held_by, logits
+from quantised import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -99,6 +99,29 @@ def test_no_weight_is_ever_whole(scheme, saved):
     with Counting({96 * 64, 64 * 64}) as counted:
         accel.optimize(model)(torch.tensor([[3, 4, 5]]))
     assert counted.most <= 7
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activations"),
+    [("int8", None), ("int8", "int8"), ("int8-asym", None), ("int4-g32-asym", None), ("fp8", None)],
+)
+def test_numbers_are_never_held_twice(scheme, activations, saved):
+    """What stays, and besides it no more than one weight, of which a layer has seven."""
+    model, folder = saved("llama-biases", scheme, num_hidden_layers=6)
+    if activations is not None:
+        for module in held_by(model):
+            module.scheme = module.scheme.rounding(activations)
+        model.save_pretrained(folder)
+        assert "int-quantized" in (folder / "config.json").read_text()
+    before = {file: file.read_bytes() for file in folder.glob("*.safetensors")}
+    with Bytes() as counted:
+        loaded = accel.load(folder)
+    stays = sum(tensor.nbytes for m in held_by(loaded) for tensor in (m.data, m.zeros) if tensor is not None)
+    assert counted.most <= stays + 96 * 64, f"{counted.most} bytes of {stays}"
+    assert {module.activations for module in held_by(loaded)} == {activations}
+    for mine, theirs in zip(held_by(loaded), held_by(model), strict=True):
+        assert torch.equal(mine.data, theirs.data)
+    assert {file: file.read_bytes() for file in folder.glob("*.safetensors")} == before
 
 
 def test_it_can_be_saved_again(saved, tmp_path):

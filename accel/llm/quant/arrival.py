@@ -80,9 +80,12 @@ class Arrival(Swap):
             self.guard.undo()
         vars(self.root)["_forward_pre_hooks"].update(self.hooks)
         exchange(self.root, [(new, arrived.module) for arrived, new in self.pairs])
-        for arrived, new in self.pairs:
+        while self.pairs:
+            arrived, new = self.pairs[-1]
             arrived.refill(new.quantised, None if new.dtype == self.dtype else new.dtype)
-        self.pairs, self.hooks, self.there = [], {}, False
+            self.pairs.pop()
+            new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
+        self.hooks, self.there = {}, False
 
 
 def _recognised(module: nn.Module, dtype) -> Arrived | str | None:

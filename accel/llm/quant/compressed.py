@@ -46,14 +46,17 @@ def parts(quantised: Quantised, format: str = PACKED) -> dict[str, torch.Tensor]
     return found
 
 
-def read(held: Mapping[str, torch.Tensor | None]) -> Quantised:
-    """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold."""
+def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quantised:
+    """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold.
+
+    taken: nobody else reads the parts. Then the numbers lie where the packed ones did, whatever their layout.
+    """
     scales = _held(held, "weight_scale")
     if not scales.is_floating_point() or scales.dtype in BYTES:
         raise ValueError(f"scales of dtype {scales.dtype}")
     data, zeros = held.get("weight"), held.get("weight_zero_point")
     if held.get("weight_packed") is not None:
-        data, zeros = _unpacked(held["weight_packed"], _held(held, "weight_shape"), scales, zeros)
+        data, zeros = _unpacked(held["weight_packed"], _held(held, "weight_shape"), scales, zeros, taken)
     elif data is None or data.dtype not in BYTES or data.dim() != 2:
         raise ValueError("a weight that is no matrix of int8 or float8_e4m3fn, nor packed")
     rows = data.shape[0]
@@ -76,7 +79,9 @@ def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
     return held[name]
 
 
-def _unpacked(words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple:
+def _unpacked(
+    words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, taken: bool
+) -> tuple:
     """Data and zero points as a Quantised has them."""
     if words.dtype != torch.int32 or words.dim() != 2 or shape.numel() != 2:
         raise ValueError(f"a packed weight {tuple(words.shape)} of {words.dtype}")
@@ -89,7 +94,7 @@ def _unpacked(words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, ze
         if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
             raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
         zeros = (unpacked_zeros if wide == 4 else _zeros_of_bytes)(zeros, rows)
-    return (words if wide == 4 else from_bytes(words)), zeros
+    return (words if wide == 4 else from_bytes(words, taken)), zeros
 
 
 def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
@@ -108,9 +113,10 @@ def unpacked_zeros(words: torch.Tensor, rows: int) -> torch.Tensor:
     return unpack(words.t())[:, :rows].t().contiguous()
 
 
-def from_bytes(words: torch.Tensor) -> torch.Tensor:
-    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4), stored plus 128."""
-    return (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+def from_bytes(words: torch.Tensor, taken: bool = False) -> torch.Tensor:
+    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4), stored plus 128; in the same memory where that is `taken`."""
+    stored = words.contiguous().view(torch.uint8)
+    return (stored.bitwise_xor_(128) if taken else stored ^ 128).view(torch.int8)
 
 
 def to_bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -157,14 +157,16 @@ def _finish(model: nn.Module, said: dict) -> None:
     pairs = []
     for path, module in model.named_modules():
         if type(module) is Held:
-            quantised = compressed.read({name: p.detach() for name, p in module._parameters.items() if p is not None})
+            held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+            quantised, bias = compressed.read(held, taken=True), module.bias
+            module._parameters.clear()  # what became another tensor is gone before the next does
             if not bool(quantised.scales.isfinite().all()):
                 raise ValueError(f"{path}: NaN or Inf among its scales")
             scheme = compressed.scheme_of(quantised)
             activations = compressed.activations_of(said, path)
             rounding = scheme if activations is None else scheme.rounding(activations)
             scheme = scheme if isinstance(rounding, str) else rounding
-            pairs.append((module, QuantisedLinear(quantised, module.bias, model.dtype, scheme)))
+            pairs.append((module, QuantisedLinear(quantised, bias, model.dtype, scheme)))
     exchange(model, pairs)
     if pairs:
         vars(model)[SAVE] = Saving(model)
