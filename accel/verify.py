@@ -172,7 +172,10 @@ class Record:
             self.note = f"no reference in full precision ({reason}); judged by units of rounding"
 
     def _distance(self, outputs: list[list[torch.Tensor]]) -> float:
-        return relative_rms(sum(self.exact, []), sum(outputs, []))
+        return self.apart(sum(self.exact, []), sum(outputs, []))
+
+    def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+        return relative_rms(wanted, got)
 
     def elsewhere(self) -> bool:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""

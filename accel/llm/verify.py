@@ -15,6 +15,7 @@ from torch import nn
 from accel.agreement import Agreement, distributions, first_differences, perplexity
 from accel.call import seeded
 from accel.llm.inputs import KNOWN, causal, example_inputs
+from accel.llm.routed import Layers, far, median_rms
 from accel.plan import Plan
 from accel.quality import Quality, compare
 from accel.quant.module import unrounded
@@ -40,11 +41,34 @@ class Forced:
 
 
 class Logits(Record):
-    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding."""
+    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding.
+
+    routed: rounding may send tokens to other experts, so that the median token is what is judged, see `routed`.
+    """
+
+    routed = False
 
     @property
     def allowance(self) -> float:
         return DEEP * super().allowance
+
+    def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+        return median_rms(wanted, got) if self.routed else super().apart(wanted, got)
+
+    def judge(self, seed: int) -> Quality:
+        quality = super().judge(seed)
+        if not self.routed:
+            return quality
+        truth, stock, ours = (None if runs is None else sum(runs, []) for runs in (self.exact, self.outputs, self.ours))
+        tokens = sum(len(logits) for logits in stock)
+        if truth is None:
+            quality = replace(quality, error=self.apart(stock, ours))
+            told = f"{far(stock, ours)} of {tokens} tokens"
+        else:
+            told = f"of {tokens} tokens {far(truth, stock)} of stock's, {far(truth, ours)} of accel's"
+        note = f"judged by the median token; sent to other experts by rounding, or attending to such: {told}"
+        measure = quality.measure.replace("relative RMS", "relative RMS of the median token")
+        return replace(quality, measure=measure, note="; ".join(filter(None, (quality.note, note))))
 
 
 class Prompt(Logits):
@@ -107,7 +131,7 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         ours = _greedy(model, inputs)[0]
     with plan.as_arrived() if plan.arrived else stock_models([plan]), unrounded(model), seeded(seed):
         tokens, logits = _greedy(model, inputs)
-        prompt, decode = _recorded(model, inputs, tokens)
+        prompt, decode, layers = _recorded(plan, inputs, tokens)
     stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
     exact = None if prompt.exact is None or decode.exact is None else _joined(prompt.exact, decode.exact)
     if plan.arrived:
@@ -115,7 +139,7 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     if plan.weights:
         note = "prompt and decode are judged against stock code over the same quantised weights"
         with plan.unfused(), unrounded(model), seeded(seed):
-            prompt, decode = _recorded(model, inputs, tokens)
+            prompt, decode, layers = _recorded(plan, inputs, tokens)
         if not all(row["reversible"] for row in plan.weights):
             asked.pop("weights", None)
             note = "stock has the quantised weights here: the originals were not kept"
@@ -123,6 +147,8 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
     if "kv_cache" in asked:
         parts = {name: replace(part, lossy=f"kv_cache={asked['kv_cache']!r}") for name, part in parts.items()}
+    with unrounded(model):
+        parts |= layers.judge(seed)
     if rounds:
         with seeded(seed):
             products = judge(model, lambda: prompt.run(model, (), inputs))
@@ -131,6 +157,7 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         parts |= products
         few = "" if products else ", of which this prompt has too few"
         note = "; ".join(filter(None, (note, f"prompt and decode are judged without rounding rows{few}")))
+    note = "; ".join(filter(None, (note, layers.note)))
     lossy = ", ".join(f"{name}={value!r}" for name, value in asked.items()) or None
     optimised = _joined(prompt.ours, decode.ours)
     whole = compare(stock, optimised)
@@ -161,13 +188,20 @@ def _told(plan: Plan, rounds: bool) -> dict[str, str]:
     return {name: chosen[name] for name in names if chosen.get(name) is not None}
 
 
-def _recorded(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode]:
-    """The prompt, and the steps in which these tokens are written, as the model computes them now."""
+def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode, Layers]:
+    """The prompt, and the steps in which these tokens are written, as the model computes them now; and its layers that
+    choose experts.
+    """
+    model, layers = plan.root, Layers(plan)
+    recorder = layers.recorder()
     prompt, decode = Prompt(model), Decode(model)
     for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
-        record.keep(((), given), record.run(model, (), given))
+        record.routed = bool(recorder.found)
+        with recorder:
+            record.keep(((), given), record.run(model, (), given))
         record.measure()
-    return prompt, decode
+    layers.keep(recorder)
+    return prompt, decode, layers
 
 
 def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""Layers that send each token to experts of a router's choice, compared by themselves.
+
+Where two experts are nearly equal to the router, rounding decides, in stock as in ours: what such a token becomes has
+little in common, and tokens after it attend to it. How many there are on either side is chance. A model with routers is
+therefore judged by its median token, and what the median may miss here: each routed layer on equal inputs, where both
+choose alike, and each expert on its own.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from accel_kernels.experts import MOST_TOKENS
+from torch import nn
+
+from accel.llm.decoder import DecoderForward
+from accel.llm.experts import ExpertsForward
+from accel.patch import ForwardPatch
+from accel.plan import Plan
+from accel.quality import Quality
+from accel.verify import FLOOR, Record, Recorder
+
+ALIKE = 4  # units of rounding that two sums of the same products may be apart
+FAR = 4  # times the error of the median token
+
+
+def median_rms(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+    """Error of the median row by the size of the median row, of the worst of pairs (rows, columns)."""
+    pairs = [(a.double().cpu(), b.double().cpu()) for a, b in zip(wanted, got, strict=True)]
+    found = [(b - a).norm(dim=-1).median() / a.norm(dim=-1).median().clamp_min(1e-30) for a, b in pairs]
+    return torch.stack(found).max().item()
+
+
+def far(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> int:
+    """How many rows are much further off than the median one."""
+    errors = [(b.double() - a.double()).norm(dim=-1) for a, b in zip(wanted, got, strict=True)]
+    return sum(int((error > FAR * error.median()).sum()) for error in errors)
+
+
+def routed(plan: Plan) -> dict[str, nn.Module]:
+    """By path, the modules that are called as a whole since they choose: of layers without one first projection; of
+    layers that are not understood what holds a stack of experts.
+    """
+    patches = [patch for patch in plan.patches if isinstance(patch, ForwardPatch)]
+    layers = [layer for patch in patches if isinstance(patch.value, DecoderForward) for layer in patch.value.layers]
+    wholes = {layer.module.get_submodule(layer.spec.mlp.whole) for layer in layers if not layer.spec.mlp.first}
+    paths = {path: module for path, module in plan.root.named_modules() if module in wholes}
+    inside = {child for module in wholes for child in module.modules()}
+    stacks = [module for module in plan.root.modules() if module not in inside and _stacked(module)]
+    return paths | {path: module for path, module in plan.root.named_modules() if module in stacks}
+
+
+def _stacked(module: nn.Module) -> bool:
+    """Whether it holds a matrix for every expert, of at least two kinds."""
+    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+    return len(stacks) > 1 and len({p.shape[0] for p in stacks}) == 1
+
+
+class Layer(Record):
+    """A routed layer on what it was given, a prompt and a step: against stock, which chooses by the same numbers."""
+
+    @property
+    def allowance(self) -> float:
+        return max(FLOOR, ALIKE * self.unit)
+
+    def measure(self) -> None:
+        """In full precision the router may choose otherwise."""
+
+
+class Experts(Record):
+    """Each expert on a token, by itself; every token is compared by itself."""
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        return [row for out in super().run(module, args, kwargs) for row in out]
+
+
+@dataclass
+class Layers:
+    """Records of the routed layers of a plan, and of the experts in them that are fused."""
+
+    plan: Plan
+    layers: dict[str, Layer] = field(default_factory=dict)
+    experts: dict[str, Experts] = field(default_factory=dict)
+    note: str = ""
+
+    def recorder(self) -> Recorder:
+        return Recorder(routed(self.plan))
+
+    def keep(self, recorder: Recorder) -> None:
+        """While the model computes as stock does: what its layers were given, and what it makes of that."""
+        fused = [
+            one for one in self.plan.patches if isinstance(one, ForwardPatch) and isinstance(one.value, ExpertsForward)
+        ]
+        paths = {module: path for path, module in self.plan.root.named_modules()}
+        records, self.note = recorder.records(), recorder.note()
+        for path, record in records.items():
+            self.layers[path] = Layer(record.module, record.inputs, record.outputs)
+            x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
+            for patch in fused:
+                if f"{paths[patch.owner]}.".startswith(f"{path}."):
+                    self.experts[paths[patch.owner]] = _each(patch.owner, x)
+
+    def judge(self, seed: int) -> dict[str, Quality]:
+        """The worst of each kind, once the model is optimised again."""
+        named = {"routed layers": self.layers, "each expert": self.experts}
+        judged = {name: {path: one.judge(seed) for path, one in found.items()} for name, found in named.items()}
+        return {name: _worst(found) for name, found in judged.items() if found}
+
+
+def _each(module: nn.Module, x: torch.Tensor) -> Experts:
+    experts = next(p.shape[0] for p in module._parameters.values() if p.dim() == 3)
+    index = torch.arange(experts, device=x.device)[:, None]
+    x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
+    ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
+    pieces = zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True)
+    record = Experts(module, [(piece, {}) for piece in pieces])
+    record.repeat(0)
+    record.measure()
+    return record
+
+
+def _worst(found: dict[str, Quality]) -> Quality:
+    def measure(item: tuple[str, Quality]) -> tuple[bool, float]:
+        share = item[1].error / item[1].allowed
+        return not item[1].finite or share != share, share
+
+    path, quality = max(found.items(), key=measure)
+    note = f"the worst of {len(found)}, {path}"
+    return replace(quality, note="; ".join(filter(None, (note, quality.note))))
+
+
+def _tensors(given: tuple[tuple, dict]) -> list[torch.Tensor]:
+    args, kwargs = given
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
