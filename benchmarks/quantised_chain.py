@@ -158,11 +158,13 @@ def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
 def wide_tiles(name: str, rows: int) -> list[WideTile]:
     """One or two programs to a multiprocessor; x in shared memory takes 4 bits twice what it takes 8."""
     if name == "int4" and rows > 32:
-        found = [(128, 8, 6, 3, 1), (128, 8, 3, 2, 1), (256, 8, 3, 2, 1), (128, 8, 2, 2, 2)]
+        found = [(128, 8, 6, 3, 1), (128, 8, 3, 2, 1), (64, 4, 4, 2, 2)]
     elif rows > 32:
-        found = [(128, 8, 8, 4, 1), (64, 4, 6, 3, 2), (64, 4, 4, 2, 3), (256, 8, 4, 3, 1)]
+        found = [(128, 8, 8, 4, 1), (64, 4, 6, 3, 2), (64, 4, 4, 2, 3)]
     elif rows > 16:
-        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (64, 4, 5, 3, 2), (256, 8, 3, 2, 1)]
+        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (64, 4, 5, 3, 2), (64, 4, 4, 2, 3)]
+    elif name == "int4":
+        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (64, 4, 5, 2, 4), (256, 8, 6, 3, 1)]
     else:
         found = [(128, 8, 4, 2, 2), (256, 8, 4, 4, 1), (256, 8, 3, 2, 2), (128, 8, 3, 2, 3)]
     return [WideTile(*one) for one in found]

@@ -1,4 +1,4 @@
-"""The product of 17 to 64 rows by warpgroups: no interpreter runs it, so here it is emulated, compiled and read."""
+"""The product of few rows by warpgroups: no interpreter runs it, so here it is emulated, compiled and read."""
 
 import os
 import subprocess
@@ -36,6 +36,8 @@ def numbers_of(format, neighbours, middle):
                 number = one.view(FORMATS[format]).double().numpy()
             if isinstance(zeros, Array):
                 number = number + middle + zeros.data
+            elif flags[-1]:  # raw
+                number = number + middle
             found.append(Array(number * scales.data if isinstance(scales, Array) else number))
         return found
 
@@ -70,13 +72,15 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbours
     format = {INT8: "int8", INT4: "int4", FP8: "fp8"}[weight.data.dtype]
     (n, k), rows, gate = weight.shape, x.shape[0], up is not None
     box, half, other = arranged.box_columns(format), tile.rows // 2, up or weight
-    boxes, block_m = -(-k // box), 32 if rows <= 32 else 64
+    boxes, block_m = -(-k // box), max(8, 1 << (rows - 1).bit_length())
     tiles = -(-n // (half if gate else tile.rows))
     share = -(-tiles * boxes // (processors * tile.programs))
     programs = -(-tiles * boxes // share)
     machine, kernel = device(format, neighbours, at_once)
     column = arranged.column_of.fn(np.arange(boxes * box), format == "int4", neighbours)
     placed = np.pad(x, ((0, 0), (0, boxes * box - k)))[:, column]
+    sums = np.full((2 * boxes, block_m), np.nan)
+    sums[:, :rows] = placed.reshape(rows, 2 * boxes, box // 2).sum(2).T
     y, parts = np.full(rows * n, np.nan), np.full(programs * 2 * tile.rows * block_m, np.nan)
     tickets = np.zeros(tiles, np.int64)
 
@@ -92,7 +96,7 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbours
         kernel(
             Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
             Descriptor(words(other), (half, 32), 4), *map(pointer, vectors), pointer(bias), pointer(bias),
-            pointer(residual), pointer(y), pointer(parts), pointer(tickets), rows, n, tiles * boxes, share, 0.5,
+            pointer(residual), pointer(y), pointer(parts), pointer(tickets), pointer(sums), rows, n, tiles * boxes, share, 0.5,
             K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", ZEROS=weight.zeros is not None,
             HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND="relu", BLOCK_M=block_m,
             BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, PDL=True, num_warps=tile.warps,
@@ -102,6 +106,9 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbours
 
 CASES = {
     "int8": ("int8", 17, 640, 200, 0, False, False),
+    "int8 one row": ("int8", 1, 384, 130, 0, False, False),
+    "int4 128 gate zeros, three rows": ("int4", 3, 768, 70, 128, True, True),
+    "int8 groups of 64": ("int8", 9, 320, 130, 64, False, False),
     "int8 by whole tiles": ("int8", 64, 128, 300, 0, False, False),
     "int8 padded, groups of 16, zeros": ("int8", 33, 208, 130, 16, True, False),
     "int8 gate": ("int8", 20, 384, 100, 0, False, True),
@@ -200,13 +207,25 @@ def test_a_slot_loaded_too_early_is_seen(monkeypatch):
 def test_no_bank_conflict():
     """Eight lanes at a time read 16 bytes each; sixteenths of a row of 128 bytes lie swizzled by the row's number."""
     layout = warpgroup_factor.half_layout(8, 64, 8)
-    assert layout.reg_bases[:3] == [[0, 1], [0, 2], [0, 4]]
-    for first in range(0, 32, 8):
-        banks = set()
-        for lane in range(first, first + 8):
-            row, word = np.sum([base for bit, base in enumerate(layout.lane_bases) if lane >> bit & 1] or [[0, 0]], 0)
-            banks.add(int(word) // 4 ^ int(row) % 8)  # of a thread's first sixteenth; the second is one further
-        assert len(banks) == 8 and {bank ^ 1 for bank in banks} == banks
+    assert layout.reg_bases[:3] == [[0, 1], [0, 2], [0, 16]]
+    for piece in (0, 16):
+        for first in range(0, 32, 8):
+            banks = set()
+            for lane in range(first, first + 8):
+                bases = [base for bit, base in enumerate(layout.lane_bases) if lane >> bit & 1]
+                row, word = np.sum(bases or [[0, 0]], 0)
+                banks.add((int(word) + piece) // 4 ^ int(row) % 8)
+            assert len(banks) == 8
+
+
+def test_rows_stand_in_the_factor_where_threads_read_them():
+    """Lanes' rows in memory, in the order of the factor's: what `both` and `weight_row` have to agree on."""
+    layout = warpgroup_factor.half_layout(8, 64, 8)
+    steps = [base[0] for base in layout.lane_bases[2:]]  # of bits 0, 1 and 2 of a row of the factor
+    weight_row = rebuilt((warpgroup_factor,), gl=Gluon(True))["weight_row"]
+    for place in range(128):
+        row = sum(step for bit, step in enumerate(steps) if place >> bit & 1) + place // 16 * 8
+        assert int(weight_row(Array(place), 0, 1000, 64, True)) == row
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -217,13 +236,15 @@ def test_arranged(format, norm, dtype):
     x = torch.randn(3, 416).to(dtype)
     given = {"none": None, "rms": Norm(torch.rand(416).to(dtype), None, 1e-5, offset=1.0)}
     given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centred=True)
-    found, tickets = arranged.arranged(x, given[norm], format, 512, 5)
+    found, tickets, sums = arranged.arranged(x, given[norm], format, 512, 5, 8)
     wanted = x if norm == "none" else reference(x.double(), given[norm])
     column = arranged.column_of.fn(np.arange(512), format == "int4", format == "fp8" or dtype == torch.float16)
     assert sorted(column) == list(range(512)) and (tickets == 0).all()
     wanted = torch.nn.functional.pad(wanted, (0, 96))[:, column].double()
     step = 2.0 ** (-10 if dtype == torch.float16 else -7)  # the interpreter truncates bfloat16
     assert ((found.double() - wanted).abs() <= step * wanted.abs() + 1e-6).all()
+    pieces = found.float().unflatten(1, (-1, 128 if format == "int4" else 64))
+    assert torch.allclose(sums[:, :3].T, pieces.sum(2), rtol=1e-5, atol=1e-5)
 
 
 def test_refusals():

@@ -48,9 +48,10 @@ def _operator(name):
     return apply
 
 
-for _name in "add sub mul floordiv mod and or lt le gt ge eq radd rsub rmul rfloordiv rmod".split():
+for _name in "add sub mul floordiv mod and or rshift lt le gt ge eq radd rsub rmul rfloordiv rmod rand ror".split():
     setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
 Array.__neg__ = lambda self: Array(-self.data)
+Array.__invert__ = lambda self: Array(~self.data)
 Array.__hash__ = None
 
 
@@ -118,6 +119,7 @@ class Gluon:
     int8 = int16 = int32 = int64 = float32 = float16 = bfloat16 = "dtype"
     minimum = staticmethod(lambda a, b: Array(np.minimum(plain(a), plain(b))))
     maximum = staticmethod(lambda a, b: Array(np.maximum(plain(a), plain(b))))
+    where = staticmethod(lambda mask, a, b: Array(np.where(plain(mask), plain(a), plain(b))))
     cdiv = staticmethod(lambda a, b: -(-a // b))
     join = staticmethod(lambda a, b: Array(np.stack((a.data, b.data), -1)))
     split = staticmethod(lambda a: (Array(a.data[..., 0]), Array(a.data[..., 1])))
@@ -182,7 +184,8 @@ class Gluon:
         else:
             barrier.loads.append(load)
 
-    def warpgroup_mma(self, left, right, acc, is_async):
+    def warpgroup_mma(self, left, right, acc, is_async, use_acc=True):
+        acc = acc if use_acc else Array(np.zeros_like(acc.data))
         self.pending.append((acc, left, right))
         return acc
 

@@ -1,8 +1,8 @@
 """Rows of x in the order in which `quantised_wgmma` unpacks columns of the weight, their norm on the way.
 
-A thread of that kernel reads 16 bytes of a row of the weight at a time. What they stand for are its columns of several
-instructions, which take two neighbours from each of four threads, and two more. The order repeats every 128 bytes of
-the weight: a box.
+A thread of that kernel reads 16 bytes of a row of the weight at a time, four threads 64: a piece, half a box. What they
+stand for are its columns of several instructions, which take two neighbours from each of four threads, and two more.
+The order repeats with every piece.
 """
 
 import torch
@@ -25,27 +25,27 @@ def box_columns(format: str) -> int:
 @triton.jit
 def column_of(place, INT4: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """Which column of x stands at this place. Bits of a place: number of the pair, thread, half of an instruction's
-    columns, instruction of the word (4 bits alone), word, half of the box; the number of a pair is the lowest."""
+    columns, instruction of the word (4 bits alone), word; the number of a pair is the lowest."""
     pair, thread, half = place & 1, place >> 1 & 3, place >> 3 & 1
     if INT4:
         number = pair * 4 + (place >> 4 & 1) * 2 + half
-        column = thread * 64 + (place >> 7 & 1) * 32 + (place >> 5 & 3) * 8 + number
-        box = place >> 8 << 8
+        column = thread * 32 + (place >> 5 & 3) * 8 + number
+        piece = place >> 7 << 7
     else:
         if NEIGHBOURS:
             number = half * 2 + pair
         else:
             number = pair * 2 + half
-        column = thread * 32 + (place >> 6 & 1) * 16 + (place >> 4 & 3) * 4 + number
-        box = place >> 7 << 7
-    return box + column
+        column = thread * 16 + (place >> 4 & 3) * 4 + number
+        piece = place >> 6 << 6
+    return piece + column
 
 
 @triton.jit
 def arranged_kernel(
-    x_ptr, nw_ptr, nb_ptr, y_ptr, ticket_ptr, tickets, columns, padded, eps, offset, NORM: tl.constexpr,
-    HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, INT4: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, nw_ptr, nb_ptr, y_ptr, sum_ptr, ticket_ptr, tickets, columns, padded, block_m, eps, offset,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, INT4: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,40 +69,50 @@ def arranged_kernel(
             x *= weight
         if HAS_NB:
             x += bias
-    tl.store(y_ptr + row * padded + place, x.to(y_ptr.dtype.element_ty), mask=place < padded)
+    x = x.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * padded + place, x, mask=place < padded)
+    if SUMS:  # of what is multiplied, piece by piece
+        PIECE: tl.constexpr = 128 if INT4 else 64
+        piece = tl.program_id(1) * (BLOCK_C // PIECE) + tl.arange(0, BLOCK_C // PIECE)
+        sums = tl.sum(x.to(tl.float32).reshape(BLOCK_C // PIECE, PIECE), axis=1)
+        tl.store(sum_ptr + piece * block_m + row, sums, mask=piece * PIECE < padded)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         t_idx = tl.arange(0, BLOCK_T)
         tl.store(ticket_ptr + t_idx, tl.zeros((BLOCK_T,), tl.int32), mask=t_idx < tickets)
 
 
-def arranged(x, norm, format: str, padded: int, tickets: int):
+def arranged(x, norm, format: str, padded: int, tickets: int, block_m: int | None = None):
     """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded): its columns in the order of the weight's
-    factor, zeros beyond K; and int32 (tickets,) of zeros, which need no launch of their own this way."""
+    factor, zeros beyond K; int32 (tickets,) of zeros, which need no launch of their own this way; and with block_m,
+    from `rows` on, the sums of every piece of every row, float32 (pieces, block_m), else None."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     if norm is not None and padded > WIDEST:
         x, norm = apply_norm(x, norm), None
     y = torch.empty((rows, padded), device=x.device, dtype=x.dtype)
     counts = torch.empty((tickets,), device=x.device, dtype=torch.int32)
+    pieces = padded // (box_columns(format) // 2)
+    sums = None if block_m is None else torch.empty((pieces, block_m), device=x.device, dtype=torch.float32)
     weight, bias, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
     block = BLOCK if norm is None else power_of_two(padded)
     pdl = programmatic(x.device)
     launch(
         arranged_kernel, (rows, triton.cdiv(padded, block)),
-        x, weight, bias, y, counts, tickets, columns, padded, float(eps), float(offset),
+        x, weight, bias, y, sums, counts, tickets, columns, padded, block_m or 0, float(eps), float(offset),
         NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=weight is not None,
         HAS_NB=bias is not None, INT4=format == "int4", NEIGHBOURS=format == "fp8" or x.dtype == torch.float16,
-        BLOCK_C=block, BLOCK_T=power_of_two(tickets), PDL=bool(pdl), num_warps=min(16, max(4, block // 512)), **pdl,
+        SUMS=sums is not None, BLOCK_C=block, BLOCK_T=power_of_two(tickets), PDL=bool(pdl),
+        num_warps=min(16, max(4, block // 512)), **pdl,
     )  # fmt: skip
-    return y, counts
+    return y, counts, sums
 
 
 def _specimen(norm: str, int4: bool):
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "y")} | {"ticket_ptr": "*i32"}
-    types |= dict.fromkeys(("tickets", "columns", "padded"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "y")} | {"sum_ptr": "*fp32", "ticket_ptr": "*i32"}
+    types |= dict.fromkeys(("tickets", "columns", "padded", "block_m"), "i32") | {"eps": "fp32", "offset": "fp32"}
     constants = {
         "NORM": norm, "HAS_NW": norm != "none", "HAS_NB": norm == "layer", "INT4": int4, "NEIGHBOURS": False,
-        "BLOCK_C": BLOCK if norm == "none" else 4096, "BLOCK_T": 64, "PDL": False,
+        "SUMS": int4, "BLOCK_C": BLOCK if norm == "none" else 4096, "BLOCK_T": 64, "PDL": False,
     }  # fmt: skip
     return arranged_kernel, types, constants, 8
 

@@ -3,7 +3,9 @@ registers by a whole warpgroup.
 
 All of x is read again for every tile of the weight: with tiles of 128 rows, 64 rows of x are a byte to each byte of a
 weight in 8 bits. Words of the weight come in boxes of 128 bytes of a row through a ring, x through a shorter one, in
-the order of columns of `arranged`. While a piece is multiplied, the next is unpacked.
+the order of columns of `arranged`. While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a
+row, it multiplies the products rather than the numbers; what 4-bit numbers have more than they stand for is taken off
+there, by sums of x.
 
 A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
 it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,7 +38,14 @@ from accel_kernels.triton_kernels.int8_wgmma import all_threads, start_load
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.pairs import middle
 from accel_kernels.triton_kernels.projection import both_biases
-from accel_kernels.triton_kernels.warpgroup_factor import blocks, both, factor, half_layout, scales_and_zeros
+from accel_kernels.triton_kernels.warpgroup_factor import (
+    blocks,
+    both,
+    factor,
+    half_layout,
+    row_scales,
+    scales_and_zeros,
+)
 
 WORDS = 32  # of a row in a box
 
@@ -54,6 +64,19 @@ def _load_x(desc, ready, ring, at, low, high, BOXES: gl.constexpr, BOX: gl.const
             STAGES: gl.constexpr):  # fmt: skip
     step, slot = low + at, at % STAGES
     start_load(desc, [0, step % BOXES * BOX + FIRST], ready.index(slot), ring.index(slot), pred=step < high)
+
+
+@gluon.jit
+def _scaled(acc, part, scaling, sums, MIDDLE: gl.constexpr, ABOVE: gl.constexpr, ZEROS: gl.constexpr):
+    """acc + a piece's products times the scales of its rows; sums: of x, what is above the numbers times them."""
+    if ABOVE:
+        over = gl.expand_dims(sums, 0)
+        if ZEROS:
+            over *= gl.expand_dims(scaling[1].to(gl.float32), 1) + MIDDLE
+        else:
+            over *= MIDDLE
+        part -= over
+    return acc + part * gl.expand_dims(scaling[0].to(gl.float32), 1)
 
 
 @gluon.jit
@@ -86,8 +109,8 @@ def _write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, sca
 
 @gluon.jit(do_not_specialize=("m", "total", "share"))
 def quantised_wgmma_kernel(
-    x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, m, n, total,
-    share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr,
+    x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, sum_ptr, m,
+    n, total, share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -98,11 +121,14 @@ def quantised_wgmma_kernel(
     BOXES: gl.constexpr = (K + 2 * PIECE - 1) // (2 * PIECE)
     X_BYTES: gl.constexpr = 2 * BLOCK_M * PIECE * 2
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
-    SPLIT: gl.constexpr = GROUPS > 1 and (K // GROUPS) % (PIECE // 2) != 0
+    BROAD: gl.constexpr = broad(K, GROUPS, FORMAT, ZEROS)
+    ABOVE: gl.constexpr = BROAD and (FORMAT == "int4" or ZEROS)
     MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     READ: gl.constexpr = half_layout(num_warps, H, 8)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    OF_X: gl.constexpr = gl.SliceLayout(0, MMA)
     # A ring to each operand: of two loads into one the compiler makes the second wait for all warps.
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], w_desc.layout)
     us = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], u_desc.layout)
@@ -127,12 +153,18 @@ def quantised_wgmma_kernel(
     for early in gl.static_range(STAGES - 1):
         _load_words(u_desc, w_ready, us, early, low, high, BOXES, TILE, 0 if GATE else H, STAGES)
     ahead = ()
-    if SCALED:
-        for early in gl.static_range(2):
+    for early in gl.static_range(2):
+        if BROAD:
             ahead = ahead + (
-                scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, SPLIT,
-                                 ZEROS, GATE, num_warps),
+                row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS, GATE,
+                           ROWS),
             )  # fmt: skip
+        elif SCALED:
+            ahead = ahead + (
+                scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS,
+                                 GATE, num_warps),
+            )  # fmt: skip
+    x_row = gl.arange(0, BLOCK_M, layout=OF_X)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -146,16 +178,21 @@ def quantised_wgmma_kernel(
             at = step - low
             mbarrier.wait(w_ready.index(at % STAGES), at // STAGES & 1)
             words = both(ws.index(at % STAGES).load(READ), us.index(at % STAGES).load(READ))
-            words = words.reshape([BLOCK_N, 4, 2, 4]).permute((0, 1, 3, 2)).reshape([BLOCK_N, 16, 2])
-            pieces = gl.split(words)
+            pieces = gl.split(words.reshape([BLOCK_N, 2, 16]).permute((0, 2, 1)))
+            sums = (0.0, 0.0)
+            if ABOVE:
+                place = sum_ptr + step % BOXES * (2 * BLOCK_M) + x_row
+                sums = (gl.load(place, mask=x_row < m, other=0.0), gl.load(place + BLOCK_M, mask=x_row < m, other=0.0))
             scaling = ((), ())
             if SCALED:
-                scaling = (ahead[0][0], ahead[0][1 if SPLIT else 0])
+                scaling = ahead[0]
             x_slot = at % X_STAGES
-            left = factor(pieces[0], scaling[0], FORMAT, DTYPE, SCALED, ZEROS, MIDDLE, LEFT, num_warps)
+            left = factor(pieces[0], scaling[0], FORMAT, DTYPE, SCALED and not BROAD, ZEROS and not BROAD, BROAD,
+                          MIDDLE, LEFT, num_warps)  # fmt: skip
             mbarrier.wait(x_ready.index(x_slot), at // X_STAGES & 1)
-            acc = warpgroup_mma(left, xs.index(x_slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            first = warpgroup_mma(left, xs.index(x_slot).permute((1, 0)), acc, use_acc=not BROAD, is_async=True)
+            if not BROAD:
+                acc = warpgroup_mma_wait(1, deps=(first,))
             all_threads()  # all warps are done with the step before this one
             w_at, x_at = at + STAGES - 1, at + X_STAGES - 1
             mbarrier.expect(w_ready.index(w_at % STAGES), 2 * H * 128, pred=low + w_at < high)
@@ -165,13 +202,25 @@ def quantised_wgmma_kernel(
             _load_x(x_desc, x_ready, xs, x_at, low, high, BOXES, 2 * PIECE, 0, X_STAGES)
             _load_words(u_desc, w_ready, us, w_at, low, high, BOXES, TILE, 0 if GATE else H, STAGES)
             _load_x(x_desc, x_ready, zs, x_at, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
-            if SCALED:  # behind the fence that the compiler sets before those loads
-                more = scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H,
-                                        SPLIT, ZEROS, GATE, num_warps)  # fmt: skip
+            # Scales of the step after the next: behind the fence that the compiler sets before those loads.
+            if BROAD:
+                more = row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS,
+                                  GATE, ROWS)  # fmt: skip
                 ahead = (ahead[1], more)
-            left = factor(pieces[1], scaling[1], FORMAT, DTYPE, SCALED, ZEROS, MIDDLE, LEFT, num_warps)
-            acc = warpgroup_mma(left, zs.index(x_slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            elif SCALED:
+                more = scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H,
+                                        ZEROS, GATE, num_warps)  # fmt: skip
+                ahead = (ahead[1], more)
+            left = factor(pieces[1], scaling[1], FORMAT, DTYPE, SCALED and not BROAD, ZEROS and not BROAD, BROAD,
+                          MIDDLE, LEFT, num_warps)  # fmt: skip
+            second = warpgroup_mma(left, zs.index(x_slot).permute((1, 0)), acc, use_acc=not BROAD, is_async=True)
+            if BROAD:
+                part = warpgroup_mma_wait(1, deps=(first,))
+                acc = _scaled(acc, part, scaling[0], sums[0], MIDDLE, ABOVE, ZEROS)
+                part = warpgroup_mma_wait(0, deps=(second,))
+                acc = _scaled(acc, part, scaling[1], sums[1], MIDDLE, ABOVE, ZEROS)
+            else:
+                acc = warpgroup_mma_wait(1, deps=(second,))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         done = end - begin == BOXES
         if end - begin < BOXES:
@@ -196,6 +245,13 @@ def quantised_wgmma_kernel(
             if not GATE:
                 _write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
                        RESIDUAL, KIND, num_warps)  # fmt: skip
+
+
+@constexpr_function
+def broad(columns, groups, format, zeros):
+    """Whether one scale covers a piece of a row, so that it is left to the products."""
+    piece = 128 if format == "int4" else 64
+    return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0
 
 
 class WideTile(NamedTuple):
@@ -253,10 +309,12 @@ def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, sc
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)
     share = triton.cdiv(tiles * boxes, tile.programs * multiprocessors(x.device))
-    programs, block_m = triton.cdiv(tiles * boxes, share), max(32, power_of_two(rows))
+    programs, block_m = triton.cdiv(tiles * boxes, share), max(8, power_of_two(rows))
     registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
     parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
-    placed, tickets = arranged(x, norm, format, boxes * box, tiles)
+    zeros, groups = weight.zeros is not None, weight.scales.shape[1]
+    above = broad(k, groups, format, zeros) and (format == "int4" or zeros)
+    placed, tickets, sums = arranged(x, norm, format, boxes * box, tiles, block_m if above else None)
     other = up if gate else weight
     described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
         TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))
@@ -265,9 +323,9 @@ def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, sc
     launch(
         quantised_wgmma_kernel, (programs,),
         *described, weight.scales, weight.zeros, other.scales, other.zeros, bias, up_bias, residual, y, parts, tickets,
-        rows, n, tiles * boxes, share, float(scale),
-        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else
-        gl.float16, ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, GATE=gate,
+        sums, rows, n, tiles * boxes, share, float(scale),
+        K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
+        ZEROS=zeros, HAS_BIAS=bias is not None, GATE=gate,
         RESIDUAL=residual is not None, KIND=activation, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages,
         X_STAGES=tile.x_stages, PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip
@@ -279,7 +337,14 @@ def specimen(format: str, rows: int, gate: bool, group: int, zeros: bool, tile: 
     boxed["u"] = boxed["w"]
     types = {f"{a}_desc": f"tensordesc<{t}[{h},{w}],{_layout(a != 'x')!r}>" for a, (t, h, w) in boxed.items()}
     types |= {f"{name}_ptr": f"*{dtype}" for name in "s us b c r y".split()}
-    types |= {"z_ptr": "*i8", "uz_ptr": "*i8", "part_ptr": "*fp32", "ticket_ptr": "*i32", "scale": "fp32"}
+    types |= {
+        "z_ptr": "*i8",
+        "uz_ptr": "*i8",
+        "part_ptr": "*fp32",
+        "sum_ptr": "*fp32",
+        "ticket_ptr": "*i32",
+        "scale": "fp32",
+    }
     types |= dict.fromkeys(("m", "n", "total", "share"), "i32")
     constants = {
         "K": 4096, "GROUPS": 4096 // group if group else 1, "FORMAT": format,
