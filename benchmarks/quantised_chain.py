@@ -134,39 +134,33 @@ def checks(report: bool = True, by_hand: bool = False) -> list[dict]:
 
 
 def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
-    """Others than what the kernel chooses, few enough to compile within a minute; for one row also the plain kernel."""
+    """Others than what the kernel chooses, few enough to compile within a minute; for one row of `one_row_kernel`."""
+    if rows == 1:
+        usual = one_row_shape(*SIZES[part], name, part == "gate")
+        found = [(2, 2, 6), (2, 4, 4), (2, 4, 6), (4, 2, 4), (4, 4, 4), (1, 2, 8), (1, 4, 6)]
+        return [usual, *(usual._replace(rows=n, warps=warps, stages=stages) for n, warps, stages in found)]
     gate = part == "gate"
     if rows > 16:
         found = [(32, 4, 1), (32, 8, 1), (16, 8, 2), (16, 4, 2), (64, 4, 1), (16, 8, 1)]
     elif gate:
         found = [(16, 4, 1), (16, 4, 2), (16, 4, 3), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2)]
     else:
-        found = [
-            (16, 8, 2),
-            (16, 8, 4),
-            (16, 4, 4),
-            (32, 4, 1),
-            (32, 4, 2),
-            (32, 4, 3),
-            (32, 8, 1),
-            (32, 8, 2),
-            (16, 16, 1),
-        ]
-    return [*(Tile(*one) for one in found), *([one_row_shape(*SIZES[part], name, part == "gate")] if rows == 1 else ())]
+        found = [(16, 8, 2), (16, 8, 4), (16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (16, 16, 1)]
+    return [Tile(*one) for one in found]
 
 
 def wide_tiles(name: str, rows: int) -> list[WideTile]:
     """One or two programs to a multiprocessor; x in shared memory takes 4 bits twice what it takes 8."""
     if name == "int4" and rows > 32:
-        found = [(128, 8, 6, 3, 1), (128, 8, 3, 2, 1), (64, 4, 4, 2, 2)]
+        found = [(128, 8, 3, 2, 1), (64, 4, 4, 2, 2)]
     elif rows > 32:
-        found = [(128, 8, 8, 4, 1), (64, 4, 6, 3, 2), (64, 4, 4, 2, 3)]
+        found = [(128, 8, 8, 4, 1), (64, 4, 6, 3, 2)]
     elif rows > 16:
-        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (64, 4, 5, 3, 2), (64, 4, 4, 2, 3)]
+        found = [(128, 8, 8, 4, 1), (64, 4, 5, 3, 2)]
     elif name == "int4":
-        found = [(128, 8, 8, 4, 1), (128, 8, 4, 2, 2), (64, 4, 5, 2, 4), (256, 8, 6, 3, 1)]
+        found = [(128, 8, 4, 2, 2), (64, 4, 5, 2, 4)]
     else:
-        found = [(128, 8, 4, 2, 2), (256, 8, 4, 4, 1), (256, 8, 3, 2, 2), (128, 8, 3, 2, 3)]
+        found = [(128, 8, 3, 2, 3), (256, 8, 4, 4, 1)]
     return [WideTile(*one) for one in found]
 
 
@@ -226,6 +220,13 @@ def sweep(token: Token, rows: int, until: float) -> list[dict]:
     return found
 
 
+def resize(hidden: int, inner: int, qkv: int) -> None:
+    """Products of another model's sizes."""
+    global HIDDEN, INNER, QKV
+    HIDDEN, INNER, QKV = hidden, inner, qkv
+    SIZES.update({"qkv": (qkv, hidden), "out": (hidden, hidden), "gate": (inner, hidden), "down": (hidden, inner)})
+
+
 def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma: bool) -> None:
     begun = time.monotonic()
     with rehearsal():
@@ -283,6 +284,9 @@ if __name__ == "__main__":
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--wgmma", action="store_true")
+    parser.add_argument("--sizes", nargs=3, type=int, metavar=("HIDDEN", "INNER", "QKV"))
     given = parser.parse_args()
+    if given.sizes:
+        resize(*given.sizes)
     with torch.no_grad():
         main(given.out, given.sweep, given.formats, given.rows, given.wgmma)

@@ -96,7 +96,8 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbours
         kernel(
             Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
             Descriptor(words(other), (half, 32), 4), *map(pointer, vectors), pointer(bias), pointer(bias),
-            pointer(residual), pointer(y), pointer(parts), pointer(tickets), pointer(sums), rows, n, tiles * boxes, share, 0.5,
+            pointer(residual), pointer(y), pointer(parts), pointer(tickets), pointer(sums), rows, n,
+            tiles * boxes, share, 0.5,
             K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", ZEROS=weight.zeros is not None,
             HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND="relu", BLOCK_M=block_m,
             BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, PDL=True, num_warps=tile.warps,

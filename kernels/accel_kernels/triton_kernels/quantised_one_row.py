@@ -124,13 +124,21 @@ def _words(w_ptr, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
-def _products(words, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr,
-              ZEROS: tl.constexpr, MANNER: tl.constexpr, PER: tl.constexpr):  # fmt: skip
-    """(quads, rows) sums of weights times h, scaled where scales are by group."""
-    if GROUPED:
-        s = tl.load(s_ptr + group)
+def _numbers(s_ptr, z_ptr, n_row, groups, inside, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
+    """Scales and zeros of quads by rows, read as early as the words; where there are none, anything."""
+    at = n_row[None, :] * GROUPS + groups[:, None]
+    s, z = at, at
+    if GROUPS > 1:
+        s = tl.load(s_ptr + at, mask=inside)
     if ZEROS:
-        z = tl.load(z_ptr + group)
+        z = tl.load(z_ptr + at, mask=inside)
+    return s, z
+
+
+@triton.jit
+def _products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr,
+              MANNER: tl.constexpr, PER: tl.constexpr):  # fmt: skip
+    """(quads, rows) sums of weights times h, scaled where scales are by group."""
     numbers = planes(words, two16, FORMAT, MANNER)
     if FORMAT == "int4" or (FORMAT == "int8" and MANNER == "rough"):
         total = numbers[0] * hs[0][:, None] - over[:, None]
@@ -169,9 +177,13 @@ def one_row_kernel(
     always = tl.full((1, 1, 1), 1, tl.int1)
     # The first weights before the wait: they do not depend on the kernel in front.
     w = _words(w_ptr, n_row, q_idx, always, WORDS, EVEN)
-    u = w
+    every = tl.full((1, 1), 1, tl.int1)
+    groups = tl.minimum(q_idx, QUADS - 1) // GROUP_QUADS
+    s, z = _numbers(s_ptr, z_ptr, n_row, groups, every, GROUPS, ZEROS)
+    u, t, v = w, s, z
     if GATE:
         u = _words(u_ptr, n_row, q_idx, always, WORDS, EVEN)
+        t, v = _numbers(us_ptr, uz_ptr, n_row, groups, every, GROUPS, ZEROS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     mean = 0.0
@@ -195,36 +207,40 @@ def one_row_kernel(
             hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, q_idx, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
         over, sums = _excess_of(hs, FORMAT, MANNER, PER), _sum(hs, 1, PER)
         step = tl.num_programs(0) * BLOCK_N
-        groups = (tl.minimum(q_idx, QUADS - 1) // GROUP_QUADS)[:, None]
         for block in range(first, n, step):
             n_idx = block + tl.arange(0, BLOCK_N)
             n_row = tl.minimum(n_idx, n - 1).to(tl.int64)
             more = tl.full((1, 1, 1), block + step, tl.int32) < n
             later = tl.minimum(n_idx + step, n - 1).to(tl.int64)
             next_w = _words(w_ptr, later, q_idx, more, WORDS, EVEN)
-            next_u = next_w
+            some = more.reshape(1, 1)
+            next_s, next_z = _numbers(s_ptr, z_ptr, later, groups, some, GROUPS, ZEROS)
+            next_u, next_t, next_v = next_w, next_s, next_z
             if GATE:
                 next_u = _words(u_ptr, later, q_idx, more, WORDS, EVEN)
-            group = n_row[None, :] * GROUPS + groups
-            acc = _products(w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
+                next_t, next_v = _numbers(us_ptr, uz_ptr, later, groups, some, GROUPS, ZEROS)
+            acc = _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             acc_u = acc
             if GATE:
-                acc_u = _products(u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
+                acc_u = _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             _write(
                 acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED, HAS_BIAS,
                 GATE, RESIDUAL, KIND,
             )  # fmt: skip
-            w, u = next_w, next_u
+            w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
     else:
         acc = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
         acc_u = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
         for start in tl.static_range(0, QUADS, BLOCK_Q):
             at = start + q_idx
-            next_w, next_u = w, u
+            next_w, next_s, next_z, next_u, next_t, next_v = w, s, z, u, t, v
             if start + BLOCK_Q < QUADS:
+                later = tl.minimum(at + BLOCK_Q, QUADS - 1) // GROUP_QUADS
                 next_w = _words(w_ptr, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                next_s, next_z = _numbers(s_ptr, z_ptr, n_row, later, every, GROUPS, ZEROS)
                 if GATE:
                     next_u = _words(u_ptr, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                    next_t, next_v = _numbers(us_ptr, uz_ptr, n_row, later, every, GROUPS, ZEROS)
             xs = _vector(x_ptr, at, K, DTYPE, PER)
             if NORM == "rms":  # a factor of the whole sum: known only when all of x has been seen, and needed then
                 squares += _sum(xs, 2, PER)
@@ -232,11 +248,10 @@ def one_row_kernel(
             if NORM != "none":
                 hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, at, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
             over, sums = _excess_of(hs, FORMAT, MANNER, PER), _sum(hs, 1, PER)
-            group = n_row[None, :] * GROUPS + (tl.minimum(at, QUADS - 1) // GROUP_QUADS)[:, None]
-            acc += _products(w, hs, over, sums, s_ptr, z_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
+            acc += _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
             if GATE:
-                acc_u += _products(u, hs, over, sums, us_ptr, uz_ptr, group, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
-            w, u = next_w, next_u
+                acc_u += _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, MANNER, PER)
+            w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
         if NORM == "rms":
             factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         n_idx = first + tl.arange(0, BLOCK_N)

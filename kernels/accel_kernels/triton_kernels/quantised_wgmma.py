@@ -3,9 +3,9 @@ registers by a whole warpgroup.
 
 All of x is read again for every tile of the weight: with tiles of 128 rows, 64 rows of x are a byte to each byte of a
 weight in 8 bits. Words of the weight come in boxes of 128 bytes of a row through a ring, x through a shorter one, in
-the order of columns of `arranged`. While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a
-row, it multiplies the products rather than the numbers; what 4-bit numbers have more than they stand for is taken off
-there, by sums of x.
+the order of columns of `arranged`. While a piece is multiplied, the next is unpacked. Where one scale covers a piece
+of a row, it multiplies the products rather than the numbers; what 4-bit numbers have more than they stand for is taken
+off there, by sums of x.
 
 A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
 it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
@@ -110,9 +110,10 @@ def _write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, sca
 @gluon.jit(do_not_specialize=("m", "total", "share"))
 def quantised_wgmma_kernel(
     x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, sum_ptr, m,
-    n, total, share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    n, total, share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
+    ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all. A piece is half a box: 16 bytes of a thread in each of its rows."""
     H: gl.constexpr = BLOCK_N // 2
@@ -121,7 +122,7 @@ def quantised_wgmma_kernel(
     BOXES: gl.constexpr = (K + 2 * PIECE - 1) // (2 * PIECE)
     X_BYTES: gl.constexpr = 2 * BLOCK_M * PIECE * 2
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
-    BROAD: gl.constexpr = broad(K, GROUPS, FORMAT, ZEROS)
+    BROAD: gl.constexpr = broad(K, GROUPS, FORMAT, ZEROS, BLOCK_M)
     ABOVE: gl.constexpr = BROAD and (FORMAT == "int4" or ZEROS)
     MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
@@ -248,10 +249,10 @@ def quantised_wgmma_kernel(
 
 
 @constexpr_function
-def broad(columns, groups, format, zeros):
-    """Whether one scale covers a piece of a row, so that it is left to the products."""
+def broad(columns, groups, format, zeros, rows):
+    """Whether one scale covers a piece of a row, so that it is left to the products; of many rows they are more."""
     piece = 128 if format == "int4" else 64
-    return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0
+    return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0 and rows <= 32
 
 
 class WideTile(NamedTuple):
@@ -313,7 +314,7 @@ def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, sc
     registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
     parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
     zeros, groups = weight.zeros is not None, weight.scales.shape[1]
-    above = broad(k, groups, format, zeros) and (format == "int4" or zeros)
+    above = broad(k, groups, format, zeros, block_m) and (format == "int4" or zeros)
     placed, tickets, sums = arranged(x, norm, format, boxes * box, tiles, block_m if above else None)
     other = up if gate else weight
     described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
