@@ -19,10 +19,14 @@ def held_by(model) -> list:
 
 def rounded(stock, ours, dtype: torch.dtype | None = None):
     """A copy of stock, in dtype where one is given, whose linears have the weights that ours hold."""
-    twin = copy.deepcopy(stock).to(dtype or stock.dtype)
+    twin = copy.deepcopy(stock)
+    if dtype is not None:
+        twin.to(dtype)
     for row in accel.report(ours).weights:
         theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
         held = held.dequantised(theirs.weight.dtype)
+        if theirs is twin.get_output_embeddings():  # the words it may share a weight with stay as they are
+            theirs.weight = torch.nn.Parameter(theirs.weight.detach())
         theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
     return twin
 
