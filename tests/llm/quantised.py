@@ -3,11 +3,13 @@
 import copy
 
 import torch
-from families import padded
+from families import make, padded
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+
+HEADS = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
 
 
 def held_by(model) -> list:
@@ -15,6 +17,17 @@ def held_by(model) -> list:
     from accel.quant.module import QuantisedLinear
 
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
+
+def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **options):
+    """(stock, the same quantised)."""
+    stock = make(name, dtype)
+    return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
+
+
+def sites(model) -> dict[str, tuple[str, str]]:
+    """What the report says of weights: status and reason by path."""
+    return {path: (status, why) for path, rule, status, why in accel.report(model).sites if rule == "weights"}
 
 
 def rounded(stock, ours, dtype: torch.dtype | None = None):

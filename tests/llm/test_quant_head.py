@@ -9,7 +9,7 @@ import torch
 from changes import CHANGES
 from families import BY_NAME, in_turn, make, padded, prompt
 from modes import MODES, generate, same
-from quantised import held_by, logits, rounded
+from quantised import HEADS, held_by, logits, optimized, rounded, sites
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -18,24 +18,13 @@ from accel.quant import module as holding
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 
-SCHEMES = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
 # Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.
 FAMILIES = ("llama", "llama-tied", "gemma2", "granite", "cohere", "gpt2", "mixtral", "deepseek-v3")
 USED = ("greedy-padded", "sample", "beam", "assisted", "assisted-by-its-like", "continued-padded", "prompt-lookup")
 BY_MODE = {mode.name: mode for mode in MODES}
 
 
-def sites(model) -> dict[str, tuple[str, str]]:
-    return {path: (status, why) for path, rule, status, why in accel.report(model).sites if rule == "weights"}
-
-
-def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **options):
-    """(stock, ours)"""
-    stock = make(name, dtype)
-    return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
-
-
-@pytest.mark.parametrize(("name", "mode", "weights"), in_turn(FAMILIES, USED, SCHEMES))
+@pytest.mark.parametrize(("name", "mode", "weights"), in_turn(FAMILIES, USED, HEADS))
 def test_it_writes_what_stock_writes_over_the_same_weights(name, mode, weights):
     stock, ours = optimized(name, weights)
     head = ours.get_output_embeddings()
@@ -75,7 +64,7 @@ def test_all_logits_of_a_prompt(name):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"),
-    in_turn(("llama", "gemma2", "gpt2"), SCHEMES[:3], (torch.bfloat16, torch.float16)),
+    in_turn(("llama", "gemma2", "gpt2"), HEADS[:3], (torch.bfloat16, torch.float16)),
     ids=str,
 )
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights, dtype):
@@ -90,7 +79,7 @@ def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights,
 # -- undone, copied, adapted -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
+@pytest.mark.parametrize("weights", HEADS)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "deepseek-v3"])
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)

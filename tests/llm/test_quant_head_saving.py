@@ -8,9 +8,8 @@ import torch
 from families import in_turn, make, padded
 from foreign import GptqLinear
 from modes import generate, same
-from quantised import held_by, logits, rounded
+from quantised import HEADS, held_by, logits, optimized, rounded, sites
 from safetensors.torch import load_file
-from test_quant_head import SCHEMES, optimized, sites
 from transformers import AutoModelForCausalLM
 
 import accel
@@ -22,7 +21,7 @@ APART = Scheme("int8")
 
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"),
-    in_turn(("llama", "llama-tied", "gemma2", "gpt2"), SCHEMES, (torch.float32, torch.bfloat16)),
+    in_turn(("llama", "llama-tied", "gemma2", "gpt2"), HEADS, (torch.float32, torch.bfloat16)),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*linear layers, .* are saved in the model's dtype")
