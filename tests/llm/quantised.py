@@ -38,7 +38,9 @@ def rounded(stock, ours, dtype: torch.dtype | None = None):
     for row in accel.report(ours).weights:
         theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
         held = held.dequantised(theirs.weight.dtype)
-        if theirs is twin.get_output_embeddings():  # the words it may share a weight with stay as they are
+        if (
+            theirs is getattr(twin, "get_output_embeddings", lambda: None)()
+        ):  # the words it may share a weight with stay as they are
             theirs.weight = torch.nn.Parameter(theirs.weight.detach())
         theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
     return twin
