@@ -1,5 +1,6 @@
 """The quantised linears a model arrived with, repacked into ours, and given back."""
 
+from accel_kernels import Quantised
 from torch import nn
 
 from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
@@ -32,7 +33,7 @@ class Arrival(Swap):
             answer = _recognised(module, self.dtype)
             if isinstance(answer, Arrived):
                 self.found[path] = answer
-                scheme = self._scheme(answer)
+                scheme = self._scheme(answer, answer.read())
                 note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
@@ -44,16 +45,17 @@ class Arrival(Swap):
         if self.found and self.guard is not None:
             self.guard.apply()
         for arrived in self.found.values():
-            new = QuantisedLinear(arrived.read(), arrived.bias, self.dtype, self._scheme(arrived))
+            quantised = arrived.read()
+            new = QuantisedLinear(quantised, arrived.bias, self.dtype, self._scheme(arrived, quantised))
             self.pairs.append((arrived, new))
             arrived.release()
         exchange(self.root, [(arrived.module, new) for arrived, new in self.pairs])
         if self.found and not any(status == "skipped" for _, status, _ in self.rows):
             self._take_hooks()
 
-    def _scheme(self, arrived: Arrived) -> Scheme:
+    def _scheme(self, arrived: Arrived, quantised: Quantised) -> Scheme:
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
-        scheme = scheme_of(arrived.read())
+        scheme = scheme_of(quantised)
         exact = self.activations is None or arrived.module in self.head
         rounding = scheme if exact else scheme.rounding(self.activations)
         return scheme if isinstance(rounding, str) else rounding
