@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "xformers", "triton", "matmul", "sdpa")
 LAYOUT = ("auto", "channels_last", "keep")
-WEIGHTS = (
+SCHEMES = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
+HEAD = "-head"  # behind one of them: the output head too
+WEIGHTS = (*SCHEMES, *(scheme + HEAD for scheme in SCHEMES))
 KV_CACHE = ("int8", "fp8")
 ACTIVATIONS = ("int8", "int8-outliers", "fp8")
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
@@ -31,7 +33,8 @@ class Options:
         blocks and embeddings of a UNet or diffusion transformer, are stored in fewer bits, rounded to nearest: "int8"
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
         "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the numbers cover least to largest instead of
-        being symmetric. None leaves them as they are.
+        being symmetric. "-head" behind any of these, as in "int4-g64-head", keeps the output head of a language model
+        in 8 bits too: as the layers, or by "int8" where these have 4. None leaves them as they are.
     activations: lossy, for causal language models and denoisers. Products of more than 64 rows, as of a prompt or of an
         image, multiply 8 bits by 8 bits: each token is rounded as it comes, by a scale of its own, to "int8" or "fp8",
         whichever the weights are (fp8: not for denoisers in float16). "int8-outliers" keeps those columns of a token's
@@ -97,7 +100,7 @@ def check_activations(activations: str | None, weights: str | None) -> None:
     if activations is None or weights is None:
         return
     kind = activations.partition("-")[0]
-    if weights != kind:
+    if weights.removesuffix(HEAD) != kind:
         raise ValueError(f"activations={activations!r} needs weights={kind!r}, not {weights!r}")
 
 

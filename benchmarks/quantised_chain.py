@@ -1,8 +1,9 @@
 """The products of one token of a Llama-3.1-8B shape with weights in fewer bits, in one CUDA graph, without a model.
 
-python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS] [--wgmma]: every kernel against float32 first, then what
-the 129 products take for several numbers of rows beside bf16's, whose head all of them share. --sweep: other block
-shapes too. --wgmma: quantised_wgmma too, for more than 16 rows, in the tile that is fastest for each product.
+python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS] [--wgmma] [--head]: every kernel against float32 first,
+then what the 129 products take for several numbers of rows beside bf16's, whose head all of them share. --head: heads
+of their own instead, in 8 bits, as of weights="int8-head". --sweep: other block shapes too. --wgmma: quantised_wgmma
+too, for more than 16 rows, in the tile that is fastest for each product.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def nbytes(given: torch.Tensor | Quantised) -> int:
 class Token:
     """The products of one step; `layers` hold weights of one format, distinct for each of them."""
 
-    def __init__(self, name: str, head: torch.Tensor, norm: Norm):
+    def __init__(self, name: str, head: torch.Tensor | Quantised, norm: Norm):
         self.name, self.head, self.norm = name, head, norm
         self.op = projection if name == "bf16" else quantised_projection.triton
         self.layers = [{k: weight(name, *SIZES[k[:4] if k != "up" else "gate"]) for k in (*SIZES, "up")}
@@ -80,7 +81,7 @@ class Token:
             x = self.product("out", layer, qkv.view(-1)[: x.numel()].view(x.shape), x, **shapes["out"])
             gated = self.product("gate", layer, x, x, **shapes["gate"])
             x = self.product("down", layer, gated, x, **shapes["down"])
-        projection(x, self.head)
+        (quantised_projection.triton if isinstance(self.head, Quantised) else projection)(x, self.head)
 
     def only(self, part: str, x: torch.Tensor, residual: torch.Tensor, **more) -> None:
         for layer in self.layers:
@@ -227,7 +228,7 @@ def resize(hidden: int, inner: int, qkv: int) -> None:
     SIZES.update({"qkv": (qkv, hidden), "out": (hidden, hidden), "gate": (inner, hidden), "down": (hidden, inner)})
 
 
-def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma: bool) -> None:
+def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma: bool, own: bool) -> None:
     begun = time.monotonic()
     with rehearsal():
         checks(report=False, by_hand=wgmma)
@@ -238,7 +239,8 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma:
     worst = max(checked, key=lambda one: one["ours"] / max(one["torch"], 1e-9))
     print("checked", len(checked), "worst", worst, round(time.monotonic() - begun, 1), flush=True)
     head, norm = rand(WORDS, HIDDEN, spread=HIDDEN**-0.5), Norm(rand(HIDDEN), None, 1e-5)
-    tokens = {name: Token(name, head, norm) for name in ("bf16", *formats)}
+    heads = {name: weight("fp8" if name == "fp8" else "int8", WORDS, HIDDEN) for name in formats if own}
+    tokens = {name: Token(name, heads.get(name, head), norm) for name in ("bf16", *formats)}
     found, swept, wide = [], [], []
     with rehearsal():
         for token in tokens.values():
@@ -259,7 +261,7 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma:
         for count in rows:
             x = rand(count, HIDDEN)
             ms = milliseconds(lambda: token.step(x))  # noqa: B023 (run at once)
-            tbs = (sum(token.bytes.values()) + nbytes(head)) / ms / 1e9
+            tbs = (sum(token.bytes.values()) + nbytes(token.head)) / ms / 1e9
             found.append({"format": token.name, "rows": count, "products_ms": ms, "tb_per_s": round(tbs, 2)})
             print(found[-1], flush=True)
     for token in tokens.values():
@@ -271,7 +273,8 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma:
         for count in [count for count in rows if seconds and swept_rows(token.name, count)]:
             swept += sweep(token, count, begun + seconds)
     print("done", round(time.monotonic() - begun, 1), flush=True)
-    about = "the 129 products of a token, Llama-3.1-8B shape, head in bf16, one CUDA graph; int4: groups of 128"
+    kept = "heads in 8 bits" if own else "head in bf16"
+    about = f"the 129 products of a token, Llama-3.1-8B shape, {kept}, one CUDA graph; int4: groups of 128"
     result = {"case": "quantised-chain", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
     result |= {"checks": checked, "rows": found, "wgmma": wide, "sweep": swept}
     path.write_text(json.dumps(result, indent=2) + "\n")
@@ -285,8 +288,9 @@ if __name__ == "__main__":
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--wgmma", action="store_true")
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("HIDDEN", "INNER", "QKV"))
+    parser.add_argument("--head", action="store_true")
     given = parser.parse_args()
     if given.sizes:
         resize(*given.sizes)
     with torch.no_grad():
-        main(given.out, given.sweep, given.formats, given.rows, given.wgmma)
+        main(given.out, given.sweep, given.formats, given.rows, given.wgmma, given.head)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
-from accel.options import ACTIVATIONS, WEIGHTS, check_activations
+from accel.options import ACTIVATIONS, SCHEMES, check_activations
 
 
 def bench(
@@ -111,7 +111,7 @@ def _chosen(given: list[str], device) -> tuple[list[Path], list]:
 
 
 def _checked(weights: str, folders: list[Path], cases: list) -> None:
-    valid = [name for name in WEIGHTS if not name.startswith("int4")]
+    valid = [name for name in SCHEMES if not name.startswith("int4")]
     if weights not in valid:
         raise typer.BadParameter(f"{weights!r} is none of {', '.join(valid)}", param_hint="--weights")
     others = [str(path) for path in folders] + [case.name for case in cases if case.entry != "forward"]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, JSON_HELP, has_tokenizer, load_folder, parse_device, parse_dtype
-from accel.options import ACTIVATIONS, METHODS, WEIGHTS
+from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
 
@@ -19,7 +19,7 @@ INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
 def quantize(
     folder: Annotated[Path, typer.Argument(help="a language model of transformers, saved here")],
     out: Annotated[Path, typer.Option(help="where to save it: a new or empty folder, or an interrupted run's")],
-    scheme: Annotated[str, typer.Option(help=", ".join(WEIGHTS))] = "int8",
+    scheme: Annotated[str, typer.Option(help=f"{', '.join(SCHEMES)}; {HEAD} behind it: output head too")] = "int8",
     method: Annotated[
         str | None, typer.Option(help=f"{', '.join(METHODS)}; gptq with calibration text, rtn without")
     ] = None,

@@ -54,10 +54,15 @@ class DenoiserPlan(Plan):
 
 
 def quantised(root: nn.Module, options: Options) -> Quantisation:
-    """What is to be done, not done yet. Raises ValueError for a scheme of fewer bits than images bear, and for rows in
-    float8 in a model of float16.
+    """What is to be done, not done yet. Raises ValueError for a scheme of fewer bits than images bear, for one that
+    names an output head, and for rows in float8 in a model of float16.
     """
     scheme = Scheme.parse(options.weights)
+    if Scheme.of_head(options.weights) is not None:
+        raise ValueError(
+            f"weights={options.weights!r}: only causal language models have an output head; a {type(root).__name__} "
+            "takes 'int8', 'int8-asym' or 'fp8'"
+        )
     if scheme.number == "int4":
         raise ValueError(
             f"weights={options.weights!r}: for causal language models; a {type(root).__name__} takes "

@@ -31,7 +31,7 @@ class LanguagePlan(Plan):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 arrival.put()
-            self.rounding.find(root)
+            self.rounding.find(root, set(root.get_output_embeddings().modules()))  # of few rows, but for all logits
             super().__init__(root, RULES, context)
             if options.activations is not None and options.weights is None and not rounding(root):
                 raise ValueError(

@@ -62,6 +62,14 @@ class QuantisedLinear(nn.Linear):
     def weight(self) -> Reading:
         return self.quantised.dequantised(self.dtype).as_subclass(Reading)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":  # tied to another's, as after embeddings got another size
+            raise RuntimeError(
+                "the weight of a quantised linear cannot be replaced by another, nor tied to it; do that before the "
+                "model is quantised: accel.restore(model) gives back the original weights where they were kept"
+            )
+        super().register_parameter(name, param)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., K). Gradients flow to it, and to the bias, not to W."""
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)

@@ -12,7 +12,7 @@ from accel.patch import Patch
 from accel.quant.module import QuantisedLinear
 from accel.quant.rounding import quantise, sqnr_db
 from accel.quant.scheme import Scheme
-from accel.quant.swap import Swap
+from accel.quant.swap import Swap, held_elsewhere
 
 RULE = "weights"  # what the report calls it
 
@@ -39,6 +39,7 @@ class Quantisation:
         self.records: list[dict] = []
         self.skip(skipped)
         self.swap = Swap(model, options.keep_original, guard)
+        self.tied = held_elsewhere(model, chosen.values())
 
     def run(self) -> None:
         """Exchanges the linears. Raises ValueError for NaN or Inf in a weight, naming the module."""
@@ -54,30 +55,46 @@ class Quantisation:
                 raise ValueError(f"strict=True: {path} ({RULE}): {reason}")
             self.rows.append((path, "skipped", reason))
 
+    def scheme_of(self, path: str) -> Scheme:
+        return self.scheme
+
     def turned(self, module: nn.Module) -> bool:
         """Whether it holds its weight (in, out)."""
         return False
 
     def _quantised(self, path: str, module: nn.Module) -> QuantisedLinear:
-        turned = self.turned(module)
+        turned, scheme = self.turned(module), self.scheme_of(path)
         weight = module.weight.t() if turned else module.weight
         try:
-            quantised = quantise(weight, self.scheme)
+            quantised = quantise(weight, scheme)
         except ValueError as error:
             raise ValueError(f"weights={self.options.weights!r}: {path}: {error}") from None
-        self._record(path, weight, quantised)
-        return QuantisedLinear(quantised, module.bias, weight.dtype, self.scheme, turned)
+        other, kept = self.tied.get(id(module.weight)), self.options.keep_original
+        self.records.append(record(path, scheme, weight, quantised, other, sqnr_db(weight, quantised), kept))
+        notes = [str(scheme)]
+        if other is not None:
+            notes.append(f"{quantised.nbytes / 1e6:,.2f} MB more, since {other} keeps the weight that it shares")
+        if not kept:
+            notes.append("not reversible, its original is not kept")
+        self.rows.append((path, "patched", "; ".join(notes)))
+        return QuantisedLinear(quantised, module.bias, weight.dtype, scheme, turned)
 
-    def _record(self, path: str, weight: torch.Tensor, quantised: Quantised) -> None:
-        note = "" if self.options.keep_original else "; not reversible, its original is not kept"
-        self.records.append(
-            {
-                "path": path,
-                "scheme": str(self.scheme),
-                "sqnr_db": sqnr_db(weight, quantised),
-                "bytes_before": weight.nbytes,
-                "bytes_after": quantised.nbytes,
-                "reversible": self.options.keep_original,
-            }
-        )
-        self.rows.append((path, "patched", str(self.scheme) + note))
+
+def record(
+    path: str,
+    scheme: Scheme,
+    weight: torch.Tensor,
+    quantised: Quantised,
+    other: str | None,
+    ratio: float | None,
+    reversible: bool,
+) -> dict:
+    """A row of `Report.weights`. other: who else holds the weight, which then takes its memory as before."""
+    return {
+        "path": path,
+        "scheme": str(scheme),
+        "sqnr_db": ratio,
+        "bytes_before": weight.nbytes,
+        "bytes_after": quantised.nbytes + (0 if other is None else weight.nbytes),
+        "reversible": reversible,
+    }

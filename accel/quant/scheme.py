@@ -25,11 +25,22 @@ class Scheme:
 
     @classmethod
     def parse(cls, name: str) -> "Scheme":
-        """Of a value of `Options.weights`, such as "int4-g64-asym"."""
+        """Of the layers, by a value of `Options.weights`, such as "int4-g64-asym"."""
         number, *rest = name.split("-")
         groups = [int(part[1:]) for part in rest if part.startswith("g")]
         group = None if number != "int4" else (*groups, GROUP)[0]
         return cls(number, group, "asym" not in rest)
+
+    @classmethod
+    def of_head(cls, name: str) -> "Scheme | None":
+        """Of the output head, by a value of `Options.weights`; None where it keeps its dtype.
+
+        That of the layers, but never 4 bits: what is wrong in a logit no later layer evens out.
+        """
+        layers = cls.parse(name)
+        if not name.endswith("-head"):
+            return None
+        return cls("int8") if layers.number == "int4" else layers
 
     @property
     def range(self) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Quantised linears put in the place of a model's own, and taken out again."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class Swap:
         self.there = True
         if self.guard is not None:
             self.guard.apply()
-        places, shared = _places(self.root, originals), _held_elsewhere(self.root, originals)
+        places, shared = _places(self.root, originals), held_elsewhere(self.root, originals)
         for original in originals:
             quantised = make(original)
             _share_hooks(original, quantised)
@@ -124,13 +124,14 @@ def _set(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
         parent._modules[name] = module
 
 
-def _held_elsewhere(root: nn.Module, modules: list[nn.Module]) -> set[int]:
-    """Ids of the parameters that modules other than these hold too."""
+def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, str]:
+    """By the ids of parameters that modules other than these hold too: the path of one that does."""
     own = set(map(id, modules))
-    return {id(p) for module in root.modules() if id(module) not in own for p in module._parameters.values()}
+    others = ((path, module) for path, module in root.named_modules() if id(module) not in own)
+    return {id(p): path for path, module in others for p in module._parameters.values() if p is not None}
 
 
-def _park(weight: nn.Parameter, shared: set[int]) -> None:
+def _park(weight: nn.Parameter, shared: Container[int]) -> None:
     if weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference():
         set_data(weight, torch.Tensor.cpu)
 

@@ -215,13 +215,14 @@ def test_a_whole_run(tmp_path, monkeypatch):
 def test_quantised_weights_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
     monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
-    more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4-g32", "--activations", "int8")
+    more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int8-head,int4-g32")
+    more += ("--activations", "int8")
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
     assert "s to quantise" in result.output and "accel int8" in result.output
     figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
     for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
-        assert {"stock", "accel", "accel int8", "accel int4-g32", "accel int8 x int8"} <= set(row)
+        assert {"stock", "accel", "accel int8", "accel int8-head", "accel int4-g32", "accel int8 x int8"} <= set(row)
     told = figures["quantised"]
     assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
     assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]

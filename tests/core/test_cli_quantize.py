@@ -50,6 +50,19 @@ def test_it_saves_the_model_and_shows_what_it_did(tmp_path, text):
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
 
 
+def test_the_output_head_too(tmp_path):
+    """tiny-lm reads its words by the same matrix, which stays beside."""
+    out = tmp_path / "out"
+    result = accel(LM, "--scheme", "int4-g64-head", "--out", out)
+    assert result.exit_code == 0, result.output
+    table = [line.split() for line in result.output.splitlines() if "lm_head" in line]
+    assert len(table) == 1 and " int8 by row " in " ".join(table[0])
+    loaded = library.load(out)
+    head, words = loaded.get_output_embeddings(), loaded.get_input_embeddings().weight
+    assert str(head.scheme) == "int8 by row"
+    assert torch.equal(words, AutoModelForCausalLM.from_pretrained(LM).get_input_embeddings().weight)
+
+
 def test_notes_of_layers_are_shown_once_with_their_number(tmp_path, text, monkeypatch):
     real = running.quantise_layers
 

@@ -157,6 +157,11 @@ def test_what_takes_no_weights_says_so_and_stays(tiny):
             "for causal language models and denoisers, such as UNets; a AutoencoderKL",
         ),
         (tiny.unet(), "int4", "for causal language models; a UNet2DConditionModel takes 'int8', "),
+        (
+            tiny.unet(),
+            "fp8-head",
+            "only causal language models have an output head; a UNet2DConditionModel takes 'int8', ",
+        ),
     ):
         before = tiny.snapshot(model)
         with pytest.raises(ValueError, match=f"weights='{weights}': {told}"):

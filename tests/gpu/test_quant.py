@@ -12,6 +12,7 @@ from quantised import held_by, rounded
 import accel
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
+HEADS = ("int8-head", "int4-g32-head", "fp8-head")
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "mixtral", "falcon-grouped")
 USED = ("greedy", "greedy-padded", "sample-top", "beam", "assisted", "continued-padded")
 
@@ -34,11 +35,23 @@ def test_in_float32_token_for_token(name, mode):
         same(mode(ours, *inputs), wanted, 4e-5)
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.name in USED], ids=str)
+@pytest.mark.parametrize(("name", "weights"), zip(FAMILIES, HEADS, strict=False))
+def test_the_output_head_too_token_for_token(name, weights, mode):
+    stock = make(name).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
+    theirs, inputs = rounded(stock, ours), on_gpu(*padded(mode.lengths))
+    wanted = mode(theirs, *inputs)
+    for _ in range(3):  # eager, capture, replay
+        same(mode(ours, *inputs), wanted, 4e-5)
+    assert ours.get_output_embeddings() in held_by(ours)
+
+
 def has_router(ours) -> bool:
     return any(not layer.spec.mlp.first for layer in vars(ours)["forward"].layers)
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
+@pytest.mark.parametrize("weights", (*SCHEMES, *HEADS))
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_as_near_to_the_truth_as_stock_over_the_same_weights(name, weights, dtype):

@@ -3,11 +3,13 @@
 import copy
 
 import torch
-from families import padded
+from families import make, padded
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+
+HEADS = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
 
 
 def held_by(model) -> list:
@@ -17,12 +19,29 @@ def held_by(model) -> list:
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
 
 
+def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **options):
+    """(stock, the same quantised)."""
+    stock = make(name, dtype)
+    return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
+
+
+def sites(model) -> dict[str, tuple[str, str]]:
+    """What the report says of weights: status and reason by path."""
+    return {path: (status, why) for path, rule, status, why in accel.report(model).sites if rule == "weights"}
+
+
 def rounded(stock, ours, dtype: torch.dtype | None = None):
     """A copy of stock, in dtype where one is given, whose linears have the weights that ours hold."""
-    twin = copy.deepcopy(stock).to(dtype or stock.dtype)
+    twin = copy.deepcopy(stock)
+    if dtype is not None:
+        twin.to(dtype)
     for row in accel.report(ours).weights:
         theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
         held = held.dequantised(theirs.weight.dtype)
+        if (
+            theirs is getattr(twin, "get_output_embeddings", lambda: None)()
+        ):  # the words it may share a weight with stay as they are
+            theirs.weight = torch.nn.Parameter(theirs.weight.detach())
         theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
     return twin
 

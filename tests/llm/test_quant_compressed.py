@@ -5,11 +5,11 @@ import torch
 from accel_kernels.quantised import Quantised, pack
 
 from accel.llm.quant import compressed
-from accel.options import WEIGHTS
+from accel.options import SCHEMES as NAMES
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
 
-SCHEMES = [Scheme.parse(name) for name in WEIGHTS] + [Scheme("int8", 32), Scheme("int4", None, False)]
+SCHEMES = [Scheme.parse(name) for name in NAMES] + [Scheme("int8", 32), Scheme("int4", None, False)]
 SHAPES = [(16, 128), (19, 384), (33, 256)]
 
 

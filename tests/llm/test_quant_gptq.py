@@ -7,11 +7,11 @@ import torch
 from accel_kernels.quantised import unpack
 
 from accel.llm.quant.gptq import Hessian, gptq
-from accel.options import WEIGHTS
+from accel.options import SCHEMES as NAMES
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
 
-SCHEMES = [Scheme.parse(name) for name in WEIGHTS]
+SCHEMES = [Scheme.parse(name) for name in NAMES]
 
 
 def normal(*shape, seed: int) -> torch.Tensor:

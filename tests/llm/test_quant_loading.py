@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.options import WEIGHTS
+from accel.options import SCHEMES as NAMES
 
-SCHEMES = [name for name in WEIGHTS if name not in ("int4", "int4-asym", "int4-g64", "int4-g64-asym")]
+SCHEMES = [name for name in NAMES if name not in ("int4", "int4-asym", "int4-g64", "int4-g64-asym")]
 
 
 @pytest.fixture

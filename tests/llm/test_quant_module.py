@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fingerprint import Fingerprint
-from accel.options import WEIGHTS
+from accel.options import SCHEMES as NAMES
 from accel.quant.module import QuantisedLinear, dequantising
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
@@ -30,7 +30,7 @@ def x(rows: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", NAMES)
 def test_it_multiplies_with_the_weight_it_shows(weights, bias, dtype):
     module = linear(weights, bias, dtype)
     assert module.weight.shape == (OUTPUTS, INPUTS) and module.weight.dtype == dtype

@@ -8,12 +8,13 @@ from accel_kernels.quantised import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.options import SCHEMES as NAMES
 from accel.options import WEIGHTS
 from accel.quant import rounding
 from accel.quant.rounding import quantise, sqnr_db
 from accel.quant.scheme import Scheme
 
-SCHEMES = [Scheme.parse(name) for name in WEIGHTS]
+SCHEMES = [Scheme.parse(name) for name in NAMES]
 GROUPED = 128  # columns that fit every scheme
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -118,7 +119,15 @@ def test_names():
     assert Scheme.parse("int4") == Scheme("int4", 128, True)
     assert Scheme.parse("int4-g32-asym") == Scheme("int4", 32, False)
     assert Scheme.parse("fp8") == Scheme("fp8", None, True)
-    assert len({str(scheme) for scheme in SCHEMES}) == len(WEIGHTS)
+    assert len({str(scheme) for scheme in SCHEMES}) == len(NAMES)
+
+
+def test_names_of_heads():
+    assert len(WEIGHTS) == 2 * len(NAMES)
+    for name in NAMES:
+        layers, head = Scheme.parse(f"{name}-head"), Scheme.of_head(f"{name}-head")
+        assert layers == Scheme.parse(name) and Scheme.of_head(name) is None
+        assert head == (Scheme("int8") if "int4" in name else layers)
 
 
 def test_signal_to_noise_by_hand():

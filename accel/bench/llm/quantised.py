@@ -41,8 +41,8 @@ def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.
     """A copy of the stock model under accel.optimize with these options, and its row of the result.
 
     quantise_s: of that call, kernels compiled for it included; kl and top1: against stock, on random tokens. Of
-    weights, mb: MiB of the quantised ones alone; of a cache, token_bytes: what a token takes. Raises ValueError where
-    nothing was quantised.
+    weights, mb: MiB of the quantised ones alone, with embeddings that an output head shared its weight with; of a
+    cache, token_bytes: what a token takes. Raises ValueError where nothing was quantised.
     """
     model = copy.deepcopy(stock)
     keep = {"keep_original": False} if "weights" in options else {}
@@ -57,7 +57,7 @@ def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.
         if not rows:
             raise ValueError(f"weights={options['weights']!r}: no linear layer was quantised")
         before, after = (sum(row[key] for row in rows) for key in ("bytes_before", "bytes_after"))
-        saved = before - after
+        saved = before - sum(model.get_submodule(row["path"]).quantised.nbytes for row in rows)  # of what is read
         told |= {"mb": round(after / 2**20, 3), "mb_before": round(before / 2**20, 3)}
         told["sqnr_db"] = round(statistics.mean(row["sqnr_db"] for row in rows), 2)
     if "kv_cache" in options:

@@ -28,11 +28,12 @@ class Arrival(Swap):
         self.found: dict[str, Arrived] = {}
         self.rows: list[tuple[str, str, str]] = []
         self.dtype = placement(root)[1]
+        self.head = set(root.get_output_embeddings().modules())
         for path, module in root.named_modules():
             answer = _recognised(module, self.dtype)
             if isinstance(answer, Arrived):
                 self.found[path] = answer
-                scheme = self._scheme(answer.read())
+                scheme = self._scheme(answer, answer.read())
                 note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
@@ -45,17 +46,18 @@ class Arrival(Swap):
             self.guard.apply()
         for arrived in self.found.values():
             quantised = arrived.read()
-            new = QuantisedLinear(quantised, arrived.bias, self.dtype, self._scheme(quantised))
+            new = QuantisedLinear(quantised, arrived.bias, self.dtype, self._scheme(arrived, quantised))
             self.pairs.append((arrived, new))
             arrived.release()
         exchange(self.root, [(arrived.module, new) for arrived, new in self.pairs])
         if self.found and not any(status == "skipped" for _, status, _ in self.rows):
             self._take_hooks()
 
-    def _scheme(self, quantised: Quantised) -> Scheme:
-        """Its own, with activations rounded where they are to be and can be."""
+    def _scheme(self, arrived: Arrived, quantised: Quantised) -> Scheme:
+        """Its own, with activations rounded where they are to be and can be: not of the output head."""
         scheme = scheme_of(quantised)
-        rounding = scheme if self.activations is None else scheme.rounding(self.activations)
+        exact = self.activations is None or arrived.module in self.head
+        rounding = scheme if exact else scheme.rounding(self.activations)
         return scheme if isinstance(rounding, str) else rounding
 
     def _take_hooks(self) -> None:

@@ -9,7 +9,7 @@ compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quanti
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
@@ -137,13 +137,16 @@ def scheme_of(quantised: Quantised) -> Scheme:
     return Scheme(number, None if quantised.scales.shape[1] == 1 else quantised.group, quantised.zeros is None)
 
 
-def config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict:
-    """`quantization_config` of config.json. schemes: by the path of each quantised linear."""
+def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[str] = ()) -> dict:
+    """`quantization_config` of config.json. schemes: by the path of each quantised linear. heads: those of them that
+    are output heads, which are always named: other engines' classes for them are not called linear.
+    """
     by_scheme: dict[Scheme, list[str]] = {}
     for path, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(path)
+    alone = len(by_scheme) == 1 and not schemes.keys() <= set(heads)
     groups = [
-        _group(scheme, ["Linear"] if len(by_scheme) == 1 else sorted(paths)) for scheme, paths in by_scheme.items()
+        _group(scheme, [*sorted(heads), "Linear"] if alone else sorted(paths)) for scheme, paths in by_scheme.items()
     ]
     formats = sorted({group["format"] for group in groups})
     # compressed-tensors 0.20 has no room for packed zero points where transformers loads a model as it is stored.

@@ -1,5 +1,7 @@
 """Which linear layers of a model are quantised, and why not the others."""
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
@@ -22,8 +24,29 @@ def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Module], dic
         path, root = decoder_layers(model)
     except NotUnderstood:
         path, root = "", model
+    return _chosen(inside(root, path, {id(model.get_output_embeddings())}), scheme)
+
+
+def heads(model: nn.Module, scheme: Scheme | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The same of the output head, in an adapter or out of it; nothing where scheme is None."""
+    if scheme is None:
+        return {}, {}
+    head, path = model.get_output_embeddings(), head_path(model)
+    chosen, skipped = ({}, {}) if path is None else _chosen(inside(head, path, set()), scheme)
+    if not chosen and not skipped:
+        skipped[path or ""] = f"its output head is a {type(head).__name__}: only linear layers are quantised"
+    return chosen, skipped
+
+
+def head_path(model: nn.Module) -> str | None:
+    """Where the output head is among the modules."""
+    head = model.get_output_embeddings()
+    return next((path for path, module in model.named_modules() if module is head), None)
+
+
+def _chosen(modules: Iterable[tuple[str, nn.Module]], scheme: Scheme) -> tuple[dict[str, nn.Module], dict[str, str]]:
     chosen, skipped = {}, {}
-    for where, module in inside(root, path, {id(model.get_output_embeddings())}):
+    for where, module in modules:
         reason = _refuses(module, scheme)
         if reason is None:
             chosen[where] = module

@@ -15,7 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accel.llm.quant import compressed
-from accel.llm.quant.saving import SAVE, Saving
+from accel.llm.quant.linears import head_path
+from accel.llm.quant.saving import SAVE, Saving, untie
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import exchange
 
@@ -125,8 +126,12 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: dict) -> Iterato
             return True
 
         def _process_model_before_weight_loading(self, model: nn.Module, **kwargs) -> None:
+            head = head_path(model)
             for path, parts in linears.items():
                 _replace(model, path, parts)
+            if head in linears:
+                untie(model.config)
+                model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
         def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> nn.Module:
             self.remove_quantization_config(model)
@@ -154,7 +159,7 @@ def _replace(model: nn.Module, path: str, parts: dict[str, torch.Tensor]) -> Non
 
 
 def _finish(model: nn.Module, said: dict) -> None:
-    pairs = []
+    pairs, head = [], model.get_output_embeddings()
     for path, module in model.named_modules():
         if type(module) is Held:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
@@ -163,7 +168,7 @@ def _finish(model: nn.Module, said: dict) -> None:
             if not bool(quantised.scales.isfinite().all()):
                 raise ValueError(f"{path}: NaN or Inf among its scales")
             scheme = compressed.scheme_of(quantised)
-            activations = compressed.activations_of(said, path)
+            activations = None if module is head else compressed.activations_of(said, path)
             rounding = scheme if activations is None else scheme.rounding(activations)
             scheme = scheme if isinstance(rounding, str) else rounding
             pairs.append((module, QuantisedLinear(quantised, bias, model.dtype, scheme)))

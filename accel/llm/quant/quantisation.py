@@ -3,7 +3,7 @@
 from torch import nn
 
 from accel.llm.linear import weights
-from accel.llm.quant.linears import linears
+from accel.llm.quant.linears import heads, linears
 from accel.llm.quant.saving import guard
 from accel.llm.recorder import example_ids, resting, side_effects
 from accel.options import Options
@@ -15,10 +15,15 @@ TOKENS = 3
 
 
 class Quantisation(quantisation.Quantisation):
-    """Of the linears inside the decoder layers; the model is then saved in the layout of compressed-tensors."""
+    """Of the linears inside the decoder layers, and of the output head where the options name it; the model is then
+    saved in the layout of compressed-tensors.
+    """
 
     def __init__(self, model: nn.Module, options: Options):
-        super().__init__(model, options, *linears(model, Scheme.parse(options.weights)), guard(model))
+        self.head_scheme = Scheme.of_head(options.weights)
+        self.heads, left = heads(model, self.head_scheme)
+        chosen, skipped = linears(model, Scheme.parse(options.weights))
+        super().__init__(model, options, chosen | self.heads, skipped | left, guard(model))
 
     def run(self, model: nn.Module | None = None) -> None:
         """model: to be called then, and left as it was where it does not run any more: some write into their weights.
@@ -32,6 +37,9 @@ class Quantisation(quantisation.Quantisation):
             self.records.clear()
             self.rows = [row for row in self.rows if row[1] == "skipped"]
             self.skip(dict.fromkeys(self.chosen, f"the model does not run with quantised linears: {reason}"))
+
+    def scheme_of(self, path: str) -> Scheme:
+        return self.head_scheme if path in self.heads else self.scheme
 
     def turned(self, module: nn.Module) -> bool:
         return weights(module).turned

@@ -12,7 +12,8 @@ from torch import nn
 from accel.llm.linear import weights
 from accel.llm.quant.batches import batches
 from accel.llm.quant.calibration import LayerResult, quantise_layers
-from accel.llm.quant.linears import linears
+from accel.llm.quant.linears import heads, linears
+from accel.llm.quant.matrices import matrix
 from accel.llm.quant.saving import SAVE, Saving
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
 from accel.llm.recorder import decoder_layers
@@ -22,9 +23,10 @@ from accel.patch import set_data
 from accel.plan import PLAN
 from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
-from accel.quant.rounding import sqnr_db
+from accel.quant.quantisation import record
+from accel.quant.rounding import quantise, sqnr_db
 from accel.quant.scheme import Scheme
-from accel.quant.swap import exchange
+from accel.quant.swap import exchange, held_elsewhere
 from accel.structure import meta_weights
 
 BY_ITSELF = "rtn"  # the method that looks at no data
@@ -65,6 +67,11 @@ def quantize(
     parsed, method = _choices(model, scheme, calibration, method)
     activations = _activations(activations, scheme, method)
     chosen, skipped = linears(model, parsed)
+    schemes = dict.fromkeys(chosen, replace(parsed, activations=activations))
+    head = Scheme.of_head(scheme)
+    last, left = heads(model, head)
+    schemes |= dict.fromkeys(last, head)
+    chosen, skipped = chosen | last, skipped | left
     if not chosen:
         path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
         raise ValueError(f"nothing to quantise as {scheme!r}: {path}: {reason}")
@@ -80,6 +87,7 @@ def quantize(
         known = unfinished.known()
     done = Run(skipped=skipped, taken=len(known))
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
+    results |= {path: _nearest(path, module, head) for path, module in last.items()}
     count = _linears(results)
     at(count, len(chosen))
     originals = Originals(model)
@@ -102,7 +110,7 @@ def quantize(
         if missing:
             raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
     with torch.inference_mode(False), torch.no_grad():
-        done.rows = _put(model, results, chosen, replace(parsed, activations=activations), originals)
+        done.rows = _put(model, results, chosen, schemes, originals)
     if unfinished is not None:
         model.save_pretrained(out)
         if tokenizer is not None:
@@ -192,37 +200,37 @@ def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]
     return result
 
 
+def _nearest(path: str, module: nn.Module, scheme: Scheme) -> LayerResult:
+    """The output head: no method looks at what it is given."""
+    try:
+        return LayerResult(path, {path: quantise(matrix(module), scheme)}, {})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _put(
     model: nn.Module,
     results: dict[str, LayerResult],
     chosen: dict[str, nn.Module],
-    scheme: Scheme,
+    schemes: dict[str, Scheme],
     originals: Originals,
 ) -> list[dict]:
     """Takes results and chosen apart as it goes: what is replaced is freed at once."""
     if SAVE not in vars(model):
         vars(model)[SAVE] = Saving(model)
-    rows = []
+    rows, tied = [], held_elsewhere(model, chosen.values())
     for path in list(results):
         result = results.pop(path)
         pairs = []
         for where, quantised in result.weights.items():
-            module = chosen.pop(where)
+            module, scheme = chosen.pop(where), schemes[where]
             turned = weights(module).turned
             weight = module.weight.t() if turned else module.weight
             exact = originals.held.pop(f"{where}.weight", module.weight)
             exact = exact.t() if turned else exact
-            rows.append(
-                {
-                    "path": where,
-                    "scheme": str(scheme),
-                    # Against a weight that others changed with, the ratio would mean nothing.
-                    "sqnr_db": None if result.changed else sqnr_db(exact, _on(quantised, exact.device)),
-                    "bytes_before": weight.nbytes,
-                    "bytes_after": quantised.nbytes,
-                    "reversible": False,
-                }
-            )
+            # Against a weight that others changed with, the ratio would mean nothing.
+            ratio = None if result.changed else sqnr_db(exact, _on(quantised, exact.device))
+            rows.append(record(where, scheme, weight, quantised, tied.get(id(module.weight)), ratio, False))
             held = _on(quantised, weight.device)
             pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned)))
         for where, tensor in result.changed.items():

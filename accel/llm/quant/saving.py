@@ -5,6 +5,7 @@ import warnings
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
@@ -13,6 +14,9 @@ from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
+TIED = "tie_word_embeddings"
+TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
+APART = "where others have zero points, transformers reads all by the scheme of those"
 
 
 class Saving:
@@ -38,20 +42,30 @@ class Saving:
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
-        written, schemes = _written(names, held)
+        heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
+        written, schemes = _written(names, held, heads)
         # A copy that shares all but its configuration: the user's keeps what it says.
         twin = copy.copy(model)
         for name in (SAVE, "hf_quantizer"):
             vars(twin).pop(name, None)
         twin.config = copy.deepcopy(model.config)
         vars(twin.config).pop("quantization_config", None)
+        if heads:
+            untie(twin.config)
         if schemes:
             others = ignored(model, schemes)
-            twin.config.quantization_config = compressed.config(schemes, others)
+            twin.config.quantization_config = compressed.config(schemes, others, heads & schemes.keys())
             if any(name.startswith(compressed.PATTERN) for name in others):
                 # Taken apart, transformers would read experts as quantised ones, and find none.
                 kwargs.setdefault("save_original_format", False)
         own(twin, save_directory, *args, state_dict=written, **kwargs)
+
+
+def untie(config: PretrainedConfig) -> None:
+    """The output head has numbers of its own, not those of the embeddings in 16 bits."""
+    for one in (config, config.get_text_config()):
+        if getattr(one, TIED, False):
+            setattr(one, TIED, False)
 
 
 def guard(model: nn.Module) -> Patch | None:
@@ -65,15 +79,19 @@ def _held(model: nn.Module, names: dict) -> dict[str, QuantisedLinear]:
     return {p: m for p, m in modules if type(m) is QuantisedLinear and f"{p}.scales" in names}
 
 
-def _written(names: dict, held: dict[str, QuantisedLinear]) -> tuple[dict[str, torch.Tensor], dict]:
+def _written(names: dict, held: dict[str, QuantisedLinear], heads: set[str]) -> tuple[dict[str, torch.Tensor], dict]:
     """What the file is to hold, and the scheme of each linear that stays quantised in it."""
-    written, schemes, whole, seen = dict(names), {}, [], set()
+    written, schemes, whole, seen = dict(names), {}, {}, set()
+    shifted = {module.scheme for module in held.values() if not (module.turned or module.scheme.symmetric)}
     for path, module in held.items():
         data, scales, zeros = (written.pop(f"{path}.{name}", None) for name in ("data", "scales", "zeros"))
         quantised = module.read(data, scales, zeros)
         if module.turned:
-            whole.append(path)
+            whole.setdefault(TURNED, []).append(path)
             found = {"weight": quantised.dequantised(module.dtype).t().contiguous()}
+        elif path in heads and shifted - {module.scheme}:
+            whole.setdefault(APART, []).append(path)
+            found = {"weight": quantised.dequantised(module.dtype)}
         else:
             schemes[path] = module.scheme
             found = compressed.parts(quantised, compressed.format_of(module.scheme))
@@ -81,11 +99,10 @@ def _written(names: dict, held: dict[str, QuantisedLinear]) -> tuple[dict[str, t
             found = {name: tensor.clone() for name, tensor in found.items()}
         seen.add(id(module))
         written.update({f"{path}.{name}": tensor for name, tensor in found.items()})
-    if whole:
+    for reason, paths in whole.items():
         warnings.warn(
-            f"{len(whole)} linear layers, {whole[0]} the first, are saved in the model's dtype, not in fewer bits: "
-            "their class holds weights (in, out), which compressed-tensors cannot express; their values are the "
-            "quantised ones",
+            f"{len(paths)} linear layers, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: "
+            f"{reason}; their values are the quantised ones",
             stacklevel=4,
         )
     return written, schemes

@@ -1,0 +1,224 @@
+"""The output head in 8 bits too, where the name of the weights says so."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from changes import CHANGES
+from families import BY_NAME, in_turn, make, padded, prompt
+from modes import MODES, generate, same
+from quantised import HEADS, held_by, logits, optimized, rounded, sites
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import accel
+from accel.quant import module as holding
+from accel.quant.module import QuantisedLinear
+from accel.quant.scheme import Scheme
+
+# Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.
+FAMILIES = ("llama", "llama-tied", "gemma2", "granite", "cohere", "gpt2", "mixtral", "deepseek-v3")
+USED = ("greedy-padded", "sample", "beam", "assisted", "assisted-by-its-like", "continued-padded", "prompt-lookup")
+BY_MODE = {mode.name: mode for mode in MODES}
+
+
+@pytest.mark.parametrize(("name", "mode", "weights"), in_turn(FAMILIES, USED, HEADS))
+def test_it_writes_what_stock_writes_over_the_same_weights(name, mode, weights):
+    stock, ours = optimized(name, weights)
+    head = ours.get_output_embeddings()
+    assert type(head) is QuantisedLinear and head.scheme == Scheme.of_head(weights)
+    assert sites(ours)["lm_head"][0] == "patched" and accel.report(ours).weights[-1]["path"] == "lm_head"
+    theirs, inputs = rounded(stock, ours), padded(BY_MODE[mode].lengths)
+    same(BY_MODE[mode](ours, *inputs), BY_MODE[mode](theirs, *inputs))
+    if BY_NAME[name].expected == "fast" and "assisted" not in mode:
+        assert accel.report(ours).fallbacks == []
+
+
+@torch.no_grad()
+def test_a_step_multiplies_the_last_tokens_by_it_as_it_lies(monkeypatch):
+    _, ours = optimized("llama", "int8-head")
+    seen = []
+
+    def spied(x, weight, bias):
+        seen.append((x.shape, weight))
+        return quantised_projection(x, weight, bias)
+
+    quantised_projection = holding.quantised_projection
+    monkeypatch.setattr(holding, "quantised_projection", spied)
+    ours.generate(prompt(3, 40), max_new_tokens=4, do_sample=False)
+    assert [shape for shape, _ in seen] == [(3, 1, 64)] * 4
+    head = ours.get_output_embeddings()
+    assert all(weight.data is head.data for _, weight in seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2"])
+def test_all_logits_of_a_prompt(name):
+    stock, ours = optimized(name, "int4-g32-head")
+    ids = prompt(2, 80)
+    same({"x": ours(ids).logits}, {"x": rounded(stock, ours)(ids).logits})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"),
+    in_turn(("llama", "gemma2", "gpt2"), HEADS[:3], (torch.bfloat16, torch.float16)),
+    ids=str,
+)
+def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights, dtype):
+    stock, ours = optimized(name, weights, dtype)
+    reference, exact = rounded(stock, ours), rounded(stock, ours, torch.float32)
+    for ids in (prompt(3, 12), prompt(1, 80)):
+        wanted = exact(ids).logits.double()
+        own, mine = (float((model(ids).logits.double() - wanted).norm() / wanted.norm()) for model in (reference, ours))
+        assert 0 < mine <= 2 * own
+
+
+# -- undone, copied, adapted -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", HEADS)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "deepseek-v3"])
+def test_restore_is_exact(name, weights, tiny):
+    model, twin = make(name), make(name)
+    ids, mask = padded()
+    before = tiny.snapshot(model)
+    accel.optimize(model, weights=weights)
+    generate(model, ids, mask)
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert torch.equal(logits(model)["logits"], logits(twin)["logits"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_tied_words_stay_as_they_are_and_are_tied_again(copied):
+    model = make("llama-tied", torch.bfloat16)
+    words = model.get_input_embeddings().weight
+    values = words.detach().clone()
+    accel.optimize(model, weights="int8-head")
+    assert model.get_input_embeddings().weight is words and torch.equal(words, values)
+    other = copied(model)
+    for one in (model, other):
+        head = one.get_output_embeddings()
+        row = accel.report(one).weights[-1]
+        assert head in held_by(one) and row["path"] == "lm_head"
+        assert (row["bytes_before"], row["bytes_after"]) == (words.nbytes, words.nbytes + head.quantised.nbytes)
+        assert sites(one)["lm_head"][1].endswith("MB more, since model.embed_tokens keeps the weight that it shares")
+    with pytest.raises(RuntimeError, match="cannot be replaced by another, nor tied to it"):
+        model.tie_weights()
+    other.float()
+    for one in (model, other):
+        accel.restore(one)
+        assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
+        assert torch.equal(one.get_output_embeddings().weight, values.to(one.dtype))
+    assert model.get_output_embeddings().weight is words
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_without_the_originals(name):
+    stock, ours = optimized(name, "int8-head", keep_original=False)
+    ids, mask = padded()
+    reference = generate(rounded(stock, ours), ids, mask)
+    same(generate(ours, ids, mask), reference)
+    with pytest.warns(UserWarning, match="15 linear layers stay quantised"):
+        accel.restore(ours)
+    same(generate(ours, ids, mask), reference)
+    accel.optimize(ours, weights="fp8-head")
+    assert sites(ours)["lm_head"] == ("skipped", "is int8 by row already")
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_an_adapter_on_the_head(name, before):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        torch.manual_seed(3)
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+        return model
+
+    stock, ours = make(name), make(name)
+    if before:
+        accel.optimize(adapted(ours), weights="int8-head")
+    else:
+        adapted(accel.optimize(ours, weights="int8-head"))
+    assert ours.get_output_embeddings().base_layer in held_by(ours)
+    theirs = accel.optimize(copy.deepcopy(stock), weights="int8-head")
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(adapted(rounded(stock, theirs)), ids, mask))
+    accel.restore(ours)
+    same(generate(ours, ids, mask), generate(adapted(stock), ids, mask))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize(
+    "change", [c for c in CHANGES if c.name in ("hook-on-the-head", "other-head", "more-words")], ids=str
+)
+def test_a_change_is_seen_by_the_next_call(change, name):
+    stock, ours = make(name), make(name)
+    accel.optimize(ours, weights="int8-head")
+    theirs = rounded(stock, ours)
+    ids, mask = padded()
+    for step in change.steps:
+        ours, theirs = (step(model) or model for model in (ours, theirs))
+        same(generate(ours, ids, mask), generate(theirs, ids, mask))
+        same(logits(ours), logits(theirs))
+
+
+def test_writing_into_it_is_an_error():
+    head = accel.optimize(make("llama-tied"), weights="int8-head").get_output_embeddings()
+    with pytest.raises(RuntimeError, match="cannot be changed"):
+        head.weight.mul_(2)
+
+
+def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
+    model = make("llama", hidden_size=68, head_dim=16)  # and 99 words, which are no multiple of anything
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match=r"strict=True: .* \(weights\): 68 inputs, not a multiple of 8"):
+        accel.optimize(model, weights="int8-head", strict=True)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    accel.optimize(model, weights="int8-head")
+    assert sites(model)["lm_head"] == ("skipped", "68 inputs, not a multiple of 8")
+    assert type(model.get_output_embeddings()) is nn.Linear and held_by(model)
+    model = make("llama")
+    model.lm_head.weight.data[3, 4] = float("nan")
+    for call in (accel.optimize, accel.quantize):
+        with pytest.raises(ValueError, match="lm_head: NaN or Inf"):
+            call(model, **({"weights": "int8-head"} if call is accel.optimize else {"scheme": "int8-head"}))
+        assert not held_by(model)
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
+def test_verify_tells_its_loss_and_fails_where_it_is_wrong(name, monkeypatch):
+    _, ours = optimized(name, "int4-g32-head")
+    quality = accel.verify(ours)
+    assert quality.passed and quality.lossy == "weights='int4-g32-head'"
+    operation = holding.quantised_projection
+    monkeypatch.setattr(holding, "quantised_projection", lambda x, weight, bias: operation(x, weight, bias) * 1.001)
+    assert not accel.verify(ours).passed
+
+
+@torch.no_grad()
+def test_its_rows_are_never_rounded(tmp_path):
+    _, ours = optimized("llama-biases", "int8-head", activations="int8")
+    rows = prompt(1, 80)
+    ours(rows)
+    assert ours.get_output_embeddings().activations is None
+    assert {module.activations for module in held_by(ours)} == {"int8", None}
+    assert accel.verify(ours, input_ids=rows).passed
+    ours.save_pretrained(tmp_path)
+    groups = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert sorted((group["input_activations"] is None, "lm_head" in group["targets"]) for group in groups) == [
+        (False, False), (True, True),
+    ]  # fmt: skip
+    for loaded in (accel.load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        accel.optimize(loaded, activations="int8")
+        assert loaded.get_output_embeddings().activations is None and len(held_by(loaded)) == 15
+        assert sum(module.activations == "int8" for module in held_by(loaded)) == 14
+        torch.testing.assert_close(loaded(rows).logits, ours(rows).logits, rtol=0, atol=0.2)
+        accel.restore(loaded)
