@@ -5,20 +5,32 @@ import torch
 from accel.llm.understanding import NotUnderstood
 
 QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of queries whose view is looked at
+BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
 
 def window(visible) -> int | None:
     """How many keys a query sees at most, itself included; None for all. Raises NotUnderstood for any other view."""
     found = None
     for query in QUERIES:
-        keys = torch.arange(query + 2)
-        zero = torch.zeros((), dtype=torch.int64)
-        seen = torch.as_tensor(visible(zero, zero, torch.full_like(keys, query), keys)).expand(query + 2)
-        count = int(seen.sum())
-        if not count or not bool(seen[query + 1 - count : query + 1].all()) or bool(seen[query + 1]):
-            raise NotUnderstood("its attention mask is neither causal nor a sliding window")
+        count = _count(visible, query)
         if found is not None and count != found:
             raise NotUnderstood("its attention mask is not one sliding window")
         if count < query + 1:
             found = count
     return found
+
+
+def _count(visible, query: int) -> int:
+    """How many keys up to its own a query sees, which have to be the last of them, and not the one after it."""
+    zero, block = torch.zeros((), dtype=torch.int64), torch.arange(BLOCK)
+    own, first, count = torch.full_like(block, query), None, 0
+    for start in range(0, query + 2, BLOCK):
+        keys = block[: query + 2 - start] + start
+        seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
+        here = int(seen.count_nonzero())
+        if here and first is None:
+            first = start + int(seen.nonzero()[0])
+        count += here
+    if first is None or first + count != query + 1 or bool(seen[-1]):
+        raise NotUnderstood("its attention mask is neither causal nor a sliding window")
+    return count

@@ -16,14 +16,20 @@ def model_folder():
     return HERE.parents[1] / "examples" / "models" / "tiny-sd-digits"
 
 
-@pytest.fixture
-def pipe(model_folder):
-    """As a user loads it."""
+@pytest.fixture(scope="session")
+def loaded(model_folder):
+    """As a user loads it; only to be copied."""
     from diffusers import DiffusionPipeline
 
     pipeline = DiffusionPipeline.from_pretrained(model_folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@pytest.fixture
+def pipe(loaded):
+    """A pipeline of its own for every test."""
+    return copy.deepcopy(loaded)
 
 
 @pytest.fixture(scope="session")

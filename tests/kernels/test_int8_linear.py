@@ -352,7 +352,8 @@ print("wgmma")
 
 @pytest.mark.parametrize("program", [COMPILE, BY_HAND], ids=["triton", "by hand"])
 def test_hopper_multiplies_bytes_in_its_own_tensor_cores(program, tmp_path):
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1")
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
+                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "wgmma", done.stderr[-2000:]

@@ -295,7 +295,8 @@ print("registers")
 
 
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1")
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
+                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "registers", done.stderr[-2000:]
