@@ -66,14 +66,16 @@ def judge(monkeypatch, x, given, bias, more, tile, times=3):
 def tiles(rows, format):
     from accel_kernels.triton_kernels.quantised_wgmma import WideTile, wide_tile
 
-    return wide_tile(rows, format), WideTile(128, 8, 3, 2, 2), WideTile(64, 4, 3, 3, 2), WideTile(128, 4, 3, 2, 1)
+    chosen = [wide_tile(rows, many, format, gate) for many, gate in ((1, False), (1 << 26, False), (1 << 26, True))]
+    return *chosen, WideTile(128, 8, 3, 2, 2), WideTile(64, 4, 3, 3, 2), WideTile(128, 4, 3, 2, 1)
 
 
 def plain(name, size, dtype, monkeypatch):
     rows, n, k = size
     more = {"residual": rand(rows, n, dtype=dtype), "scale": 0.5, "activation": "gelu_tanh" if n == 200 else None}
     bias = rand(n, dtype=dtype) if n == 1000 else None
-    judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), bias, more, tiles(rows, name[:4])[0])
+    for tile in set(tiles(rows, name[:4])[:3]):
+        judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), bias, more, tile)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -87,8 +89,10 @@ def test_in_half_precision(name, exact, monkeypatch):
     plain(name, SIZES[5], torch.float16, monkeypatch)
 
 
-@pytest.mark.parametrize("rows, norm", [(17, "rms"), (33, "gemma"), (64, "layer")])
-@pytest.mark.parametrize("tile, name", enumerate(["int8", "fp8", "int4-128", "int4-32-zeros"]))
+@pytest.mark.parametrize("rows, norm", [(2, "rms"), (12, "layer"), (17, "rms"), (33, "gemma"), (64, "layer")])
+@pytest.mark.parametrize(
+    "tile, name", enumerate(["int8", "fp8", "int4-128", "int4-32-zeros", "int4-128-zeros", "int8-32-zeros"])
+)
 def test_gate_and_norm(name, rows, norm, tile, exact, monkeypatch):
     n, k, dtype = 1000, 2048, torch.bfloat16
     given = rand(k, dtype=dtype)

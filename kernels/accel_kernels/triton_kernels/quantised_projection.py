@@ -12,11 +12,12 @@ from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_bias
 from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
 from accel_kernels.triton_kernels.quantised_mma import Tile, columns, quantised_mma
 from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
-from accel_kernels.triton_kernels.quantised_wgmma import WideTile, quantised_wgmma
+from accel_kernels.triton_kernels.quantised_wgmma import WideTile, quantised_wgmma, refusal, wide_tile
 from accel_kernels.triton_kernels.shares import upcast
 from accel_kernels.triton_kernels.unpacking import manner
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
 FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -35,10 +36,11 @@ def quantised_projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
-    if isinstance(shape, WideTile):  # a candidate, for those who ask for it
+    if isinstance(shape, WideTile) or (shape is None and by_warpgroups(x, weight, up, format)):
+        shape = shape or wide_tile(rows, n * k, format, gate)
         quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, shape, y)
         return y
-    if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, norm, up, format)):
+    if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
         tile = shape or mma_tile(rows, n, format, gate, x.device)
         quantised_mma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, tile, y)
         return y
@@ -81,15 +83,22 @@ def quantised_projection(
     return y
 
 
-def in_registers(x, weight, norm, up, format: str) -> bool:
+def by_warpgroups(x, weight, up, format: str) -> bool:
+    """Whether `quantised_wgmma` takes these, and is faster for all its pass before the product; as measured, H200."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    if not x.is_cuda or capability(x.device) != (9, 0) or rows == 1 or refusal(x, weight, up) is not None:
+        return False
+    return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS
+
+
+def in_registers(x, weight, up, format: str) -> bool:
     """Whether `quantised_mma` takes these, and is faster."""
     n, k = weight.shape
     rows = x.numel() // k
-    if not x.is_cuda or capability(x.device) < (8, 0):
+    if not x.is_cuda or capability(x.device) < (8, 0) or rows == 1:
         return False
     if weight.scales.dtype != x.dtype:  # it multiplies by their bits
-        return False
-    if rows == 1 and (format != "int4" or norm is not None or up is not None or n >= 40 * multiprocessors(x.device)):
         return False
     aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight.data, up and up.data))
     return k % columns(format, rows) == 0 and aligned
@@ -105,7 +114,7 @@ def mma_tile(rows: int, n: int, format: str, gate: bool, device: torch.device) -
             return Tile(16, 8, 1 if int4 else 2)
         return Tile(32 if gate and int4 else 16, 4, 1 if gate else 2)
     if narrow:
-        return Tile(32 if int4 and rows > 1 else 16, 8, 2)
+        return Tile(32 if int4 else 16, 8, 2)
     if gate:
         return Tile(32, 4, 1 if int4 else 2)
     return Tile(16, 4, 4) if int4 else Tile(32, 8, 1)
@@ -121,12 +130,12 @@ def one_row_shape(n: int, k: int, format: str, gate: bool) -> Shape:
     By counting instructions: a thread with fewer weights of a row spends more of them on adding up and writing it.
     """
     columns = power_of_two(k) if k <= 4096 else 1024 if k % 1024 == 0 and k % 2048 else 2048
-    rows = 2 if gate else 4
+    rows = 2 if gate and format != "int4" else 4
     while rows > 1 and n // rows < 256:
         rows //= 2
     quads = columns // (32 if format == "int4" else 16)
     if format == "int4":
-        return Shape(rows, columns, max(1, min(2, quads // 32)), 6)
+        return Shape(rows if columns >= k else min(rows, 2), columns, max(1, min(4, quads // 32)), 4)
     return Shape(rows, columns, max(1, min(4, quads // 32)), 5 if gate else 4)
 
 

@@ -1,4 +1,4 @@
-"""A weight of fewer bits times 17 to 64 rows, for Hopper: both read through shared memory, numbers multiplied out of
+"""A weight of fewer bits times up to 64 rows, for Hopper: both read through shared memory, numbers multiplied out of
 registers by a whole warpgroup.
 
 All of x is read again for every tile of the weight: with tiles of 128 rows, 64 rows of x are a byte to each byte of a
@@ -265,11 +265,18 @@ class WideTile(NamedTuple):
     programs: int
 
 
-def wide_tile(rows: int, format: str) -> WideTile:
-    """One program to a multiprocessor, as many boxes on their way as its shared memory holds; not measured yet."""
-    if rows > 32:
-        return WideTile(128, 8, 6, 3, 1) if format == "int4" else WideTile(128, 8, 8, 4, 1)
-    return WideTile(128, 8, 9, 4, 1)
+def wide_tile(rows: int, weights: int, format: str, gate: bool) -> WideTile:
+    """As measured on an H200, for this many numbers in the weight."""
+    if format == "int4":
+        if rows > 16:
+            return WideTile(64, 4, *((4, 2, 2) if rows > 32 else (5, 3, 2)))
+        return WideTile(128, 8, 4, 2, 2) if gate else WideTile(64, 4, 5, 2, 4)
+    if rows <= 16:
+        return WideTile(256, 8, 4, 4, 1)
+    small = weights <= 1 << 24 if rows <= 32 else not gate
+    if small:
+        return WideTile(64, 4, *((5, 3, 2) if rows <= 32 else (6, 3, 2)))
+    return WideTile(128, 8, 8, 4, 1)
 
 
 def refusal(x, weight, up) -> str | None:
