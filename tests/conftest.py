@@ -263,7 +263,7 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
-for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
+for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache", "live_bytes"):
     load(f"llm/{helper}")
 load("diffusion/denoisers")
 load("gpu/device_memory")
