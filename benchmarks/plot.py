@@ -89,8 +89,9 @@ def draw_ablation(result: dict, axes) -> None:
 
 
 def generations(folder: Path) -> list[dict]:
-    """Results of `accel bench llm` on a GPU, the largest model first."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*-llm-*.json"))]
+    """Results of `accel bench llm` on a GPU, the largest model first; of files named after their case, without -2."""
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*-llm-*.json"))}
+    results = [result for path, result in files.items() if path.stem.endswith(result["case"])]
     results = [result for result in results if result["machine"]["gpu"] and result["parts"].get("decode")]
     return sorted(results, key=lambda result: -result["sizes"]["parameters"])
 

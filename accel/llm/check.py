@@ -179,7 +179,12 @@ def _rehearse(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> No
     """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
     if forward.shapes()[0].device.type != "cuda":
         return
-    with contextlib.suppress(Exception), rehearsal(), _one_of_a_kind(forward):  # an error shows again in the trial
+    with contextlib.suppress(Exception), rehearsal():  # an error shows again in the trial
+        _run_through(forward, lengths, longer)
+
+
+def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None:
+    with _one_of_a_kind(forward):
         _fast(forward, lengths)
         ids, _, positions = _inputs(forward, max((LONGER, *longer)) + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
@@ -200,17 +205,20 @@ def _rehearse(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> No
 
 @contextmanager
 def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
-    """Inside, a layer that launches what another does passes its input on."""
+    """Inside, a layer that launches what another does passes its input on, and nothing is stored for it."""
     forward.ready(stack=False)
-    kinds, shapes = set(), forward.shapes()
+    kinds, shapes = set(), list(forward.shapes())
     for layer in forward.layers:
-        kind = _kind(layer, shapes[layer.spec.attention.index])
+        index = layer.spec.attention.index
+        kind = _kind(layer, shapes[index])
         if kind in kinds:
-            layer.bound = _passed_on
+            layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
         kinds.add(kind)
+    stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
     try:
         yield
     finally:
+        forward.stored = stored
         forward.seen = None  # to be bound anew
 
 

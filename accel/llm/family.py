@@ -48,7 +48,7 @@ def match_decoder(site, context) -> Match | Skip | None:
     context.shared[HEAD] = site.module.get_output_embeddings()
     layers = context.share("decoder layers", dict)
     try:
-        specs = _understand(site.module, layers)
+        specs = _understand(site.module, layers, scores=context.options.kv_cache is not None)
     except NotUnderstood as reason:
         if (quantisation := _quantisation(site.module, context)) is not None:
             quantisation.run(site.module)
@@ -81,8 +81,8 @@ def _quantisation(model: nn.Module, context) -> Quantisation | None:
     return context.share(QUANTISATION, lambda: Quantisation(model, context.options))
 
 
-def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
-    """The formula of every layer. Raises NotUnderstood."""
+def _understand(model: nn.Module, layers: dict, scores: bool) -> list[tuple[LayerRecord, LayerSpec]]:
+    """The formula of every layer; see `formulas`. Raises NotUnderstood."""
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise NotUnderstood("its forward takes no cache")
     reason = side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
@@ -90,7 +90,7 @@ def _understand(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, Layer
         raise NotUnderstood(reason)
     if len({p.device for p in model.parameters()}) > 1:
         raise NotUnderstood("weights on several devices")
-    return formulas(model, layers)
+    return formulas(model, layers, scores)
 
 
 def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple, str]:

@@ -9,21 +9,31 @@ from accel.llm.understanding import NotUnderstood
 from accel.settings import settings
 
 
-def formulas(model: nn.Module, layers: dict) -> list[tuple[LayerRecord, LayerSpec]]:
+def formulas(model: nn.Module, layers: dict, scores: bool = False) -> list[tuple[LayerRecord, LayerSpec]]:
     """Every layer's record and formula, all of them known. Raises NotUnderstood.
 
-    layers: filled with the formula of every layer by its path, or why it is not known.
+    layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
+    queries and keys; nothing else of the run does.
     """
-    seen = record(model)
-    layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
-    if any(isinstance(found, str) for found in layers.values()) and not seen.asks():
-        seen = record(model, own=True)
-        layers.update({layer.path: _formula(layer, seen) for layer in seen.layers})
+
+    def run(own: bool) -> Record:
+        known: dict = {}
+
+        def look(layer: LayerRecord, seen: Record) -> None:
+            known[layer.path] = _formula(layer, seen)
+
+        seen = record(model, look, scores, own=own)
+        layers.update({layer.path: known.get(layer.path, "it did not run") for layer in seen.layers})
+        return seen
+
+    seen = run(own=False)
+    if any(isinstance(found, str) for found in layers.values()) and not seen.asked:
+        seen = run(own=True)
     found = [(layer, layers[layer.path]) for layer in seen.layers]
     unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
     if unknown:
         raise NotUnderstood(f"{unknown[0][0]}: {unknown[0][1]}")
-    _listen(model, found, layers, seen.own)
+    _listen(model, layers, seen.own)
     if sorted(spec.attention.index for _, spec in found) != list(range(len(found))):
         raise NotUnderstood("layers that share a place in the cache")
     return found
@@ -37,18 +47,23 @@ def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
         return str(reason)
 
 
-def _listen(model: nn.Module, found: list[tuple[LayerRecord, LayerSpec]], layers: dict, own: bool) -> None:
+def _listen(model: nn.Module, layers: dict, own: bool) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
-    loud, kinds = record(model, loud=True, own=own), set()
-    for layer, (_, spec) in zip(loud.layers, found, strict=True):
+    kinds, others = set(), []
+
+    def look(layer: LayerRecord, loud: Record) -> None:
         kind = tuple(map(_kind, layer.layer.modules()))
-        if kind in kinds or not bool(layer.call.output.held.isfinite().all()):
-            continue
+        if kind in kinds or others or layer.call.output is None or not bool(layer.call.output.held.isfinite().all()):
+            return
         kinds.add(kind)
-        layer.known = spec
-        if _formula(layer, loud) != spec:
-            layers[layer.path] = "it computes something else where numbers are large"
-            raise NotUnderstood(f"{layer.path}: {layers[layer.path]}")
+        layer.known = layers[layer.path]
+        if _formula(layer, loud) != layer.known:
+            others.append(layer.path)
+
+    record(model, look, loud=True, own=own)
+    for path in others:
+        layers[path] = "it computes something else where numbers are large"
+        raise NotUnderstood(f"{path}: {layers[path]}")
 
 
 def _kind(module: nn.Module) -> tuple:

@@ -73,6 +73,14 @@ class LayerRecord:
     values: torch.Tensor | None = None
     attended: Attended | None = None
 
+    def forget(self, scores: bool) -> None:
+        """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
+        self.call, self.calls, self.values = None, [], None
+        if not scores:
+            self.keys = self.attended = None
+        elif self.attended is not None:
+            self.attended.mask = None
+
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""
         return next(name for name, own in self.layer.named_modules() if own is module)
@@ -84,11 +92,17 @@ class LayerRecord:
 
 @dataclass
 class Record:
-    """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made."""
+    """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
+
+    own: the model kept its own attention; asked: it asked transformers for one. all_made: a layer was understood by all
+    masks there were, and no other may be made after it.
+    """
 
     layers: list[LayerRecord]
-    masks: list[tuple[torch.Tensor | None, object]]
     own: bool = False
+    asked: bool = False
+    all_made: bool = False
+    masks: list[tuple[torch.Tensor | None, object]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)
 
     def window(self, mask: torch.Tensor | None) -> int | None:
@@ -98,7 +112,7 @@ class Record:
         """
         functions = [function for made, function in self.masks if made is mask]
         if not functions and self.own:
-            functions = [function for _, function in self.masks]
+            functions, self.all_made = [function for _, function in self.masks], True
         for function in functions:
             if id(function) not in self.windows:
                 self.windows[id(function)] = window(function)
@@ -106,10 +120,6 @@ class Record:
         if len(windows) != 1:
             raise NotUnderstood("its attention mask is made in a way of its own")
         return windows.pop()
-
-    def asks(self) -> bool:
-        """Whether the model asks transformers for its attention function."""
-        return any(layer.attended is not None for layer in self.layers)
 
     def made(self, mask: object) -> bool:
         return any(made is mask for made, _ in self.masks)

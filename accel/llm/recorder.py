@@ -5,7 +5,7 @@ what comes out; a temporary attention function and mask function, entered in the
 private name, note queries, scale and mask. All of it is gone afterwards, also after an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -80,48 +80,53 @@ def _put_back(now: dict, before: dict) -> None:
             now[name] = value
 
 
-def record(model: nn.Module, loud: bool = False, own: bool = False) -> Record:
+Look = Callable[[LayerRecord, Record], None]
+
+
+def record(model: nn.Module, look: Look, scores: bool = False, loud: bool = False, own: bool = False) -> Record:
     """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
 
-    loud: what every linear layer inside the layers gives is made many times larger, so that a clamp or another bend
-    far from zero shows. own: the model keeps its own attention, for those that do not ask transformers for one.
+    look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
+    where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
+    clamp or another bend far from zero shows. own: the model keeps its own attention, for those that do not ask
+    transformers for one.
     """
     path, layers = decoder_layers(model)
     kinds: dict = {}
-    records = [LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)]
-    recorder = Recorder(records, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
+    seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)
+    recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
     ids = example_ids(model, TOKENS)
     try:
-        with resting(model), recorder.attached(model, own):
+        with resting(model), recorder.attached(model):
             type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         line = str(error).splitlines()[0] if str(error) else ""
         raise NotUnderstood(f"could not be examined: {type(error).__name__}: {line}") from error
     finally:
         recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
-    return Record(recorder.records, recorder.masks, own)
+    return seen
 
 
 class Recorder:
-    """Gathers a record while attached."""
+    """Gathers a record while attached, and shows its layers to `look`."""
 
-    def __init__(self, records: list[LayerRecord], loud: float):
-        self.records, self.loud = records, loud
-        self.masks: list[tuple[torch.Tensor, object]] = []
+    def __init__(self, record: Record, look: Look, scores: bool, loud: float):
+        self.record, self.look, self.scores, self.loud = record, look, scores, loud
         self.open: list[Call] = []
         self.current: LayerRecord | None = None
+        self.looking = False  # whoever looks may run modules
         self.cache = RecordingCache(self)
 
     @contextmanager
-    def attached(self, model: nn.Module, own: bool) -> Iterator[None]:
+    def attached(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as undo:
-            for record in self.records:
+            for record in self.record.layers:
                 for module in record.layer.modules():
                     handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                     undo.callback(handle.remove)
                     handle = module.register_forward_hook(self._leave, with_kwargs=True)
                     undo.callback(handle.remove)
-            if own:
+            if self.record.own:
                 makers = AttentionMaskInterface._global_mapping
                 undo.callback(makers.update, dict(makers))
                 makers.update({name: partial(self._mask, maker) for name, maker in makers.items()})
@@ -139,13 +144,17 @@ class Recorder:
             yield
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.looking:
+            return
         if not self.open:
-            self.current = next(record for record in self.records if record.layer is module)
+            self.current = next(record for record in self.record.layers if record.layer is module)
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         parent = self.open[-1].module if self.open else None
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> object | None:
+        if self.looking:
+            return None
         call = self.open.pop()
         changed = self.loud != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))
         first = result = result * self.loud if changed else result
@@ -156,7 +165,16 @@ class Recorder:
             self.current.calls.append(call)
         else:
             self.current.call = call
+            self._show()
         return result if changed else None
+
+    def _show(self) -> None:
+        self.looking = True
+        try:
+            self.look(self.current, self.record)
+        finally:
+            self.looking = False
+        self.current.forget(self.scores)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""
@@ -167,10 +185,13 @@ class Recorder:
 
     def _mask(self, maker, *args, mask_function, **kwargs) -> torch.Tensor | None:
         mask = maker(*args, mask_function=mask_function, **kwargs)
-        self.masks.append((mask, mask_function))
+        if self.record.all_made:
+            raise NotUnderstood("it makes attention masks between its layers")
+        self.record.masks.append((mask, mask_function))
         return mask
 
     def _attend(self, module, query, key, value, attention_mask, **options):
+        self.record.asked = True
         self.current.attended = Attended(query.clone(), attention_mask, options)
         return plain_attention(query, key, value, attention_mask, **options), None
 

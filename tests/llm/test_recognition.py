@@ -6,11 +6,14 @@ import pytest
 import torch
 from families import BY_NAME, FAMILIES, available, layers, make, padded
 from torch import nn
+from transformers.masking_utils import causal_mask_function
 
 import accel
 from accel.llm.family import is_causal_lm
 from accel.llm.formulas import formulas
-from accel.llm.recorder import NAME, TOKENS, example_ids
+from accel.llm.record import Record
+from accel.llm.recorder import NAME, TOKENS, Recorder, example_ids
+from accel.llm.understanding import NotUnderstood
 from accel.norm_kind import norm_kind
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
@@ -209,6 +212,34 @@ def test_a_hook_inside_keeps_the_model_from_being_looked_at():
         "forward hooks on model.layers.0.mlp, which examining it would call",
     ) in sites
     assert not calls
+
+
+def test_a_module_that_is_run_to_be_understood_is_not_recorded():
+    """A layer is understood while the hooks of the recording are still on what is inside its modules."""
+
+    def contained(layer):
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn)
+
+    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}))
+
+
+def test_a_mask_made_after_a_layer_was_understood_by_those_before_is_refused():
+    """An attention of the model's own may have added something to its mask: then all masks must be alike."""
+
+    def made(own: bool) -> Record:
+        seen = Record([], own)
+        recorder = Recorder(seen, look=None, scores=False, loud=1.0)
+        recorder._mask(mask, mask_function=causal_mask_function)
+        assert seen.window(seen.masks[0][0] if not own else None) is None
+        recorder._mask(mask, mask_function=causal_mask_function)
+        return seen
+
+    def mask(mask_function):
+        return torch.zeros(1)
+
+    assert len(made(own=False).masks) == 2
+    with pytest.raises(NotUnderstood, match="between its layers"):
+        made(own=True)
 
 
 def test_a_linear_that_is_none_is_called_and_not_multiplied():
