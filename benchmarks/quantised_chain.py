@@ -18,7 +18,7 @@ from accel_kernels.rehearsal import rehearsal
 from accel_kernels.triton_kernels.projection import Shape
 from accel_kernels.triton_kernels.quantised_mma import Tile
 from accel_kernels.triton_kernels.quantised_projection import one_row_shape
-from accel_kernels.triton_kernels.quantised_wgmma import WideTile
+from accel_kernels.triton_kernels.wide_tile import WideTile
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now

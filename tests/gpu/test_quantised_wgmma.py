@@ -64,7 +64,7 @@ def judge(monkeypatch, x, given, bias, more, tile, times=3):
 
 
 def tiles(rows, format):
-    from accel_kernels.triton_kernels.quantised_wgmma import WideTile, wide_tile
+    from accel_kernels.triton_kernels.wide_tile import WideTile, wide_tile
 
     chosen = [wide_tile(rows, many, format, gate) for many, gate in ((1, False), (1 << 26, False), (1 << 26, True))]
     return *chosen, WideTile(128, 8, 3, 2, 2), WideTile(64, 4, 3, 3, 2), WideTile(128, 4, 3, 2, 1)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from accel_kernels import Norm, Quantised  # noqa: E402
 from accel_kernels.norm import reference  # noqa: E402
 from accel_kernels.quantised_projection import FP8, INT4, INT8, quantise, quantised_projection  # noqa: E402
-from accel_kernels.triton_kernels import arranged, fragments, quantised_wgmma, warpgroup_factor  # noqa: E402
+from accel_kernels.triton_kernels import arranged, fragments, quantised_wgmma, warpgroup_factor, wide_tile  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
 
@@ -138,7 +138,7 @@ def test_emulated(case, at_once):
     bias, residual = rand(n).double().numpy(), rand(rows, n).double().numpy()
     wanted = np.maximum(x @ exact(w).T + bias, 0)
     wanted = 0.5 * (wanted * (x @ exact(up).T + bias) if gate else wanted) + residual
-    for tile in (quantised_wgmma.WideTile(128, 8, 4, 2, 1), quantised_wgmma.WideTile(64, 4, 3, 3, 2)):
+    for tile in (wide_tile.WideTile(128, 8, 4, 2, 1), wide_tile.WideTile(64, 4, 3, 3, 2)):
         for processors, order in ((1, None), (5, None), (5, lambda many: reversed(range(many))), (64, None)):
             found, tickets = emulate(
                 x, w, up, bias, residual, tile, processors, at_once, neighbours=format == "fp8", order=order
@@ -180,7 +180,7 @@ def test_the_call(format, group, gate, monkeypatch):
         args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
 
     monkeypatch.setattr(quantised_wgmma, "launch", launch)
-    tile = quantised_wgmma.WideTile(64, 4, 3, 2, 3)
+    tile = wide_tile.WideTile(64, 4, 3, 2, 3)
     found = quantised_projection.triton(x, weight, bias, **more, shape=tile)
     wide = {name: one.double() if isinstance(one, torch.Tensor) and name != "up" else one for name, one in more.items()}
     wide["norm"] = Norm(more["norm"].weight.double(), None, 1e-5)
@@ -191,7 +191,7 @@ def test_the_call(format, group, gate, monkeypatch):
 
 def test_a_slot_loaded_too_early_is_seen(monkeypatch):
     """The emulation can fail: x of the product that is under way is overwritten by a load."""
-    tile = quantised_wgmma.WideTile(128, 8, 4, 2, 1)
+    tile = wide_tile.WideTile(128, 8, 4, 2, 1)
     x, w = torch.randn(32, 640).double().numpy(), quantise(torch.randn(128, 640), INT8)
     real, wanted = Gluon.start_load, 0.5 * np.maximum(x @ exact(w).T, 0)
 
@@ -249,7 +249,7 @@ def test_arranged(format, norm, dtype):
 
 
 def test_refusals():
-    tile, x = quantised_wgmma.WideTile(128, 8, 4, 2, 1), torch.randn(32, 256).bfloat16()
+    tile, x = wide_tile.WideTile(128, 8, 4, 2, 1), torch.randn(32, 256).bfloat16()
 
     def refused(weight, x=x, tile=tile):
         with pytest.raises(ValueError) as raised:
@@ -268,13 +268,13 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from accel_kernels.triton_kernels import quantised_wgmma
+from accel_kernels.triton_kernels import quantised_wgmma, wide_tile
 
 for format, rows, gate, group, zeros, dtype in (
     ("int8", 64, False, 0, False, "bf16"), ("int4", 32, True, 128, False, "bf16"), ("fp8", 32, False, 0, False, "fp16"),
     ("int4", 64, False, 32, True, "bf16"), ("int8", 32, True, 32, True, "bf16"),
 ):
-    tile = quantised_wgmma.wide_tile(rows, 4096 * 14336, format, gate)
+    tile = wide_tile.wide_tile(rows, 4096 * 14336, format, gate)
     kernel, types, constants, warps = quantised_wgmma.specimen(format, rows, gate, group, zeros, tile, dtype)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
@@ -289,7 +289,7 @@ for format, rows, gate, group, zeros, dtype in (
     products = re.findall(r"wgmma.mma_async[^;]*;", ptx)
     assert len(products) == (16 if format == "int4" else 8), format
     assert all(re.search(r"}, *{(%r[0-9]+, *){3}%r[0-9]+}, *%rd", one) for one in products), products[0]
-    scaled = quantised_wgmma.broad(4096, 4096 // group if group else 1, format, zeros, rows)
+    scaled = wide_tile.broad(4096, 4096 // group if group else 1, format, zeros, rows)
     assert walk.count("wgmma.wait_group.sync.aligned 1;") == (0 if scaled else 1), format
 print("registers")
 """

@@ -12,9 +12,10 @@ from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_bias
 from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
 from accel_kernels.triton_kernels.quantised_mma import Tile, columns, quantised_mma
 from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
-from accel_kernels.triton_kernels.quantised_wgmma import WideTile, quantised_wgmma, refusal, wide_tile
+from accel_kernels.triton_kernels.quantised_wgmma import quantised_wgmma, refusal
 from accel_kernels.triton_kernels.shares import upcast
 from accel_kernels.triton_kernels.unpacking import manner
+from accel_kernels.triton_kernels.wide_tile import WideTile, wide_tile
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays

@@ -13,12 +13,9 @@ tile is two blocks of rows: neighbours, or the same of a weight and of its gate'
 instruction, so that a thread has what belongs together.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,6 +43,7 @@ from accel_kernels.triton_kernels.warpgroup_factor import (
     row_scales,
     scales_and_zeros,
 )
+from accel_kernels.triton_kernels.wide_tile import WideTile, broad
 
 WORDS = 32  # of a row in a box
 
@@ -246,37 +244,6 @@ def quantised_wgmma_kernel(
             if not GATE:
                 _write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
                        RESIDUAL, KIND, num_warps)  # fmt: skip
-
-
-@constexpr_function
-def broad(columns, groups, format, zeros, rows):
-    """Whether one scale covers a piece of a row, so that it is left to the products; of many rows they are more."""
-    piece = 128 if format == "int4" else 64
-    return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0 and rows <= 32
-
-
-class WideTile(NamedTuple):
-    """Rows of the weight to a tile, its gate's included; warps; stages of the rings; programs to a multiprocessor."""
-
-    rows: int
-    warps: int
-    stages: int
-    x_stages: int
-    programs: int
-
-
-def wide_tile(rows: int, weights: int, format: str, gate: bool) -> WideTile:
-    """As measured on an H200, for this many numbers in the weight."""
-    if format == "int4":
-        if rows > 16:
-            return WideTile(64, 4, *((4, 2, 2) if rows > 32 else (5, 3, 2)))
-        return WideTile(128, 8, 4, 2, 2) if gate else WideTile(64, 4, 5, 2, 4)
-    if rows <= 16:
-        return WideTile(256, 8, 4, 4, 1)
-    small = weights <= 1 << 24 if rows <= 32 else not gate
-    if small:
-        return WideTile(64, 4, *((5, 3, 2) if rows <= 32 else (6, 3, 2)))
-    return WideTile(128, 8, 8, 4, 1)
 
 
 def refusal(x, weight, up) -> str | None:

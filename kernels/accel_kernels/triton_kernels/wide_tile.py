@@ -1,0 +1,36 @@
+"""What a program of `quantised_wgmma` has of a product, and where scales are multiplied."""
+
+from typing import NamedTuple
+
+from triton import constexpr_function
+
+
+@constexpr_function
+def broad(columns, groups, format, zeros, rows):
+    """Whether one scale covers a piece of a row, so that it is left to the products; of many rows they are more."""
+    piece = 128 if format == "int4" else 64
+    return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0 and rows <= 32
+
+
+class WideTile(NamedTuple):
+    """Rows of the weight to a tile, its gate's included; warps; stages of the rings; programs to a multiprocessor."""
+
+    rows: int
+    warps: int
+    stages: int
+    x_stages: int
+    programs: int
+
+
+def wide_tile(rows: int, weights: int, format: str, gate: bool) -> WideTile:
+    """As measured on an H200, for this many numbers in the weight."""
+    if format == "int4":
+        if rows > 16:
+            return WideTile(64, 4, *((4, 2, 2) if rows > 32 else (5, 3, 2)))
+        return WideTile(128, 8, 4, 2, 2) if gate else WideTile(64, 4, 5, 2, 4)
+    if rows <= 16:
+        return WideTile(256, 8, 4, 4, 1)
+    small = weights <= 1 << 24 if rows <= 32 else not gate
+    if small:
+        return WideTile(64, 4, *((5, 3, 2) if rows <= 32 else (6, 3, 2)))
+    return WideTile(128, 8, 8, 4, 1)
