@@ -3,9 +3,9 @@
     python benchmarks/peers.py OUT.json [--model llama-8b] [--batches 1 8 32] [--compile SECONDS]
 
 Decode steps and a prompt of 2048 tokens, random weights; in every variant the linear layers inside the decoder layers
-are quantised and the head is not. All take turns. ready_s: quantising and the first call beyond a later one, in the
-order of the list and in one process, so that a variant may find kernels that one before it compiled. Memory is a
-variant's own. torchao documents a static cache under torch.compile for speed: --compile allows so many seconds for each
+are quantised, the head in those of that name alone. All take turns. ready_s: quantising and the first call beyond a
+later one, in the order of the list and in one process, so that a variant may find kernels that one before it compiled.
+Memory is a variant's own. torchao documents a static cache under torch.compile for speed: --compile allows so many seconds for each
 of these and for stock, batch 1 only, with the compiler's settings as torchao makes them. A package that is not
 installed is told under `missing`, and what fails under `failed`.
 """
@@ -91,6 +91,9 @@ PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None, bool]] = {
     "accel": (optimised(), None, False),
     "accel int8": (optimised(weights="int8", keep_original=False), None, False),
     "accel int4": (optimised(weights="int4", keep_original=False), None, False),
+    "accel int8-head": (optimised(weights="int8-head", keep_original=False), None, False),
+    "accel int4-head": (optimised(weights="int4-head", keep_original=False), None, False),
+    "accel int8 x int8": (optimised(weights="int8", activations="int8", keep_original=False), None, False),
     "torchao int8": (torchao(8), "torchao", True),
     "torchao int4": (torchao(4), "torchao", True),
     "bitsandbytes int8": (bitsandbytes(8), "bitsandbytes", False),
