@@ -5,9 +5,10 @@
 Decode steps and a prompt of 2048 tokens, random weights; in every variant the linear layers inside the decoder layers
 are quantised, the head in those of that name alone. All take turns. ready_s: quantising and the first call beyond a
 later one, in the order of the list and in one process, so that a variant may find kernels that one before it compiled.
-Memory is a variant's own. torchao documents a static cache under torch.compile for speed: --compile allows so many seconds for each
-of these and for stock, batch 1 only, with the compiler's settings as torchao makes them. A package that is not
-installed is told under `missing`, and what fails under `failed`.
+Memory is a variant's own. torchao documents a static cache under torch.compile for speed: --compile allows so many
+seconds for each of these and for stock, batch 1 only, with the compiler's settings as torchao makes them. A package
+that is not installed is told under `missing`, and what fails under `failed`. All is written as soon as it is known,
+so that an interrupted run leaves what it has.
 """
 
 import argparse
@@ -203,6 +204,8 @@ def compiled(work: cases.Work, variant: Variant, limit: float, fail: Callable[[s
 
 @torch.no_grad()
 def run(given: argparse.Namespace) -> dict:
+    """The result, which lies in `given.out` as far as it is known."""
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock, dtype = Clock(given.seconds), torch.bfloat16 if device.type == "cuda" else torch.float32
     packages = {package: version(package) for package in ("torchao", "bitsandbytes")}
@@ -222,6 +225,10 @@ def run(given: argparse.Namespace) -> dict:
         "compiled": {},
         "failed": [],
     }
+
+    def save() -> None:
+        result["took_s"] = round(given.seconds - clock.left(), 1)
+        given.out.write_text(json.dumps(result, indent=2) + "\n")
 
     def fail(part: str) -> Callable[[str, Exception], None]:
         def told(name: str, error: Exception) -> None:
@@ -245,6 +252,7 @@ def run(given: argparse.Namespace) -> dict:
         saved = result["variants"].get("stock", told)["mb"] - told["mb"]
         variants.append(replace(variant, saved=max(0, int(saved * 2**20))))
         print(name, told, f"{clock.left():.0f} s left", flush=True)
+        save()
     sizes = (tuple(given.batches), (PROMPT,), given.new_tokens, 1)
     work = cases.Work(stock, Traffic.of(stock), copy_bandwidth(device), device, *sizes)
     result["copy_bandwidth_gb_s"] = round(work.bandwidth / 1e9, 1)
@@ -257,12 +265,15 @@ def run(given: argparse.Namespace) -> dict:
         result[case.part].append(case.about | found)
         main = "ms" if case.part == "prefill" else "ms_step"
         print(case.part, case.name, {name: row[main] for name, row in found.items()}, flush=True)
+        save()
     for variant in variants if given.compile else ():
         if PEERS[variant.name][2] and clock.left() > 0:
             static = replace(variant, options={"cache_implementation": "static"})
             result["compiled"] |= compiled(work, static, min(given.compile, clock.left()), fail("compiled"))
             print("compiled", result["compiled"].get(variant.name), flush=True)
-    return result | {"took_s": round(given.seconds - clock.left(), 1)}
+            save()
+    save()
+    return result
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -278,13 +289,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main(given: argparse.Namespace) -> dict:
-    result = run(given)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=2) + "\n")
-    return result
-
-
 if __name__ == "__main__":
     sys.path.pop(0)  # kernels.py beside this file would be taken for the package of that name, which others look for
-    main(arguments())
+    run(arguments())

@@ -80,7 +80,7 @@ def save(folder: Path, path: Path) -> bool:
     """Draws what there are results of; False where there are none."""
     kinds = (("quantised", draw_speed), ("peers", draw_peers), ("quality", draw_quality))
     panels = [(draw, one) for kind, draw in kinds for one in results(folder, kind)]
-    panels = [(draw, one) for draw, one in panels if draw is not draw_speed or one["parts"].get("decode")]
+    panels = [(draw, one) for draw, one in panels if draw is not draw_speed or one.get("parts", {}).get("decode")]
     panels = [(draw, one) for draw, one in panels if draw is not draw_peers or one["decode"]]
     if not panels:
         return False

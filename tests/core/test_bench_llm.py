@@ -428,6 +428,7 @@ def test_the_plot_of_quantised_models(tmp_path):
     quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
     results = {
         "quantised-llama-8b": {"parts": {"decode": decode}},
+        "quantised-chain": {"rows": []},
         "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
         "quality-lm": {"rows": quality, "parameters": 98e6},
     }

@@ -21,7 +21,7 @@ def test_what_is_missing_and_what_fails_is_told(peers, monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "PROMPT", 16)
     names = ["stock", "accel int8", "accel int4", "torchao int8", "bitsandbytes nf4"]
     sizes = ["--model", "tiny", "--batches", "1", "2", "--new-tokens", "2", "--prefill", "512", "--seconds", "30"]
-    result = peers.main(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", *names]))
+    result = peers.run(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", *names]))
     assert json.loads((tmp_path / "out.json").read_text()) == result
     assert result["missing"] == ["bitsandbytes", "torchao"]
     (failed,) = result["failed"]  # 32 inputs are no multiple of 128
@@ -32,6 +32,18 @@ def test_what_is_missing_and_what_fails_is_told(peers, monkeypatch, tmp_path):
         512
     ]
     assert all(set(row) >= {"stock", "accel int8"} for row in result["decode"] + result["prefill"])
+
+
+def test_an_interrupted_run_leaves_what_it_has(peers, monkeypatch, tmp_path):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers, "take_turns", stop)
+    sizes = ["--model", "tiny", "--batches", "1", "--new-tokens", "2", "--prefill", "16", "--seconds", "30"]
+    with pytest.raises(KeyboardInterrupt):
+        peers.run(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", "stock"]))
+    left = json.loads((tmp_path / "out.json").read_text())
+    assert list(left["variants"]) == ["stock"] and left["decode"] == [] and left["took_s"] > 0
 
 
 def test_a_limit_of_time_is_kept(peers):
