@@ -101,7 +101,7 @@ def draw_decode(result: dict, panels) -> None:
     rows = result["parts"]["decode"]
     first = rows[0]["context"]
     by_batch = sorted((row for row in rows if row["context"] == first), key=lambda row: row["batch"])
-    alone = [row for row in rows if row["batch"] == 1] + result["parts"].get("long", [])
+    alone = [row for row in (*rows, *result["parts"].get("long", [])) if row.get("batch", 1) == 1]
     by_context = sorted(alone, key=lambda row: row["context"])
     lines = (
         (panels[0], "batch", by_batch, "tok_s", f"tokens/s, context {first}"),

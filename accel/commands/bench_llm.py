@@ -18,6 +18,7 @@ def bench_llm(
     context: Annotated[str, typer.Option(help="tokens of the prompt: the first with every batch")] = "512,2048,8192",
     new_tokens: Annotated[int, typer.Option(min=2, help="steps a decode time is taken over")] = 64,
     long: Annotated[int, typer.Option(min=1, help="tokens of the past in the part `long`")] = 32768,
+    long_batch: Annotated[str, typer.Option(help="rows of the part `long`")] = "1",
     parts: Annotated[
         str | None, typer.Option(help="of decode,prefill,modes,long,memory,stalls,ready; all of them by default")
     ] = None,
@@ -60,7 +61,8 @@ def bench_llm(
     sizes = (_numbers(batch, "--batch"), _numbers(context, "--context"), new_tokens, long)
     schemes, caches = _names(weights, WEIGHTS, "--weights"), _names(kv_cache, KV_CACHE, "--kv-cache")
     rounded = _names(activations, ACTIVATIONS, "--activations")
-    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches, rounded)
+    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches, rounded,
+                             _numbers(long_batch, "--long-batch"))  # fmt: skip
     quiet()
     console = Console()
     with progress_bar(console) as progress:

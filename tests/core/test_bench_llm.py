@@ -180,7 +180,9 @@ def test_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
     monkeypatch.setattr(stalls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
     parts = ",".join(part for part in runner.PARTS if part != "ready")
-    result = bench(tmp_path, "--context", "32,2100,64", "--long", "150", "--parts", parts, "--compile")
+    result = bench(
+        tmp_path, "--context", "32,2100,64", "--long", "150", "--long-batch", "1,2", "--parts", parts, "--compile"
+    )
     assert result.exit_code == 0, result.output
     assert all(word in result.output for word in ("decode", "prefill", "speed-up", "worst first call", "of bound"))
     figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
@@ -200,7 +202,8 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert [row["tokens"] for row in parts["prefill"]] == [64]
     assert [row["mode"] for row in parts["modes"]] == list(cases.MODES)
     assert all({"stock", "accel"} <= set(row) for row in parts["modes"])
-    assert parts["long"][0]["context"] == 150 and parts["long"][0]["stock"]["prefill_s"] > 0
+    assert [(row["batch"], row["context"]) for row in parts["long"]] == [(1, 150), (2, 150)]
+    assert parts["long"][0]["stock"]["prefill_s"] > 0
     assert [row["batch"] for row in parts["memory"]] == [1, 3] and parts["memory"][0]["accel"] is None
     assert [row["variant"] for row in parts["stalls"]] == ["stock", "accel"]
     assert all([call["context"] for call in row["calls"]] == [7, 20] for row in parts["stalls"])

@@ -43,6 +43,7 @@ class Work:
     contexts: tuple[int, ...]
     new_tokens: int
     long: int
+    long_batches: tuple[int, ...] = (1,)
 
     @property
     def few(self) -> int:
@@ -151,41 +152,40 @@ def modes(work: Work) -> Iterator[Case]:
 
 
 def long(work: Work) -> Iterator[Case]:
-    """One row that goes on from a long past, which was computed in chunks; the past is cut back after each call."""
+    """Rows that go on from a long past, which was computed in chunks; the past is cut back after each call."""
     past = min(work.long, work.most - work.many - 1)
-    if past < 1:
-        return
+    for rows in work.long_batches if past > 0 else ():
 
-    def prepare(variant):
-        ids = prompt(work.stock, 1, past + 1)["input_ids"]
-        cache, start = None, 0
-        begun = []
+        def prepare(variant, rows=rows):
+            ids = prompt(work.stock, rows, past + 1)["input_ids"]
+            cache, start = None, 0
+            begun = []
 
-        def compute() -> None:
-            nonlocal cache
-            for chunk in ids[:, :past].split(CHUNK, dim=1):
-                out = variant.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = out.past_key_values
+            def compute() -> None:
+                nonlocal cache
+                for chunk in ids[:, :past].split(max(1, CHUNK // rows), dim=1):
+                    out = variant.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    cache = out.past_key_values
 
-        begun.append(seconds(compute, work.device))
-        start = cache.get_seq_length()
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            begun.append(seconds(compute, work.device))
+            start = cache.get_seq_length()
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-        def timed(tokens: int) -> float:
-            taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
-            cache.crop(start - cache.get_seq_length())
-            return taken
+            def timed(tokens: int) -> float:
+                taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
+                cache.crop(start - cache.get_seq_length())
+                return taken
 
-        def sample() -> dict[str, float]:
-            few, many = timed(work.few), timed(work.many)
-            return {"prefill": begun[0], "call": many, "step": (many - few) / work.new_tokens}
+            def sample() -> dict[str, float]:
+                few, many = timed(work.few), timed(work.many)
+                return {"prefill": begun[0], "call": many, "step": (many - few) / work.new_tokens}
 
-        return sample
+            return sample
 
-    def figures(median, variant):
-        return work.rate(1, past, median, variant) | {"prefill_s": round(median["prefill"], 3)}
+        def figures(median, variant, rows=rows):
+            return work.rate(rows, past, median, variant) | {"prefill_s": round(median["prefill"], 3)}
 
-    yield Case("long", {"context": past, "new tokens": work.new_tokens}, prepare, figures)
+        yield Case("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)
 
 
 def _room(work: Work, context: int, new: int) -> int:

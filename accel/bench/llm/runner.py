@@ -52,6 +52,7 @@ class Request:
     weights: tuple[str, ...] = ()
     kv_cache: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
+    long_batches: tuple[int, ...] = (1,)
 
     @property
     def variants(self) -> list[tuple[str, dict[str, str]]]:
@@ -136,7 +137,7 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
     stock = beside(model)
     traffic = Traffic.of(stock)
     bandwidth = copy_bandwidth(device)
-    sizes = (request.batches, request.contexts, request.new_tokens, request.long)
+    sizes = (request.batches, request.contexts, request.new_tokens, request.long, request.long_batches)
     work = cases.Work(stock, traffic, bandwidth, device, *sizes)
     stage("correctness")
     result = {
