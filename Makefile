@@ -24,8 +24,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel-demo.png and tables
 	$(BIN)/python -m accel demo $(ARGS)
 
+# Nothing is compiled at installing, so the first to import a module keeps its byte code, even where the shell says not
+# to: without it each of the many processes that tests start would compile torch anew, for 4 to 13 seconds.
 test: $(READY)  ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/gpu $(ARGS)

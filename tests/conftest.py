@@ -1,5 +1,6 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -10,11 +11,20 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # Without a device these do nothing but format the whole stack and keep it, at every seed, until one comes.
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        absent.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish():
+    """Libraries and tests stay to the end: garbage is looked for among what comes later only."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
