@@ -1,6 +1,5 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
-import gc
 import importlib.util
 import os
 import sys
@@ -19,12 +18,6 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def pytest_collection_finish():
-    """Libraries and tests stay to the end: garbage is looked for among what comes later only."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -218,6 +218,8 @@ def test_a_whole_run(tmp_path, monkeypatch):
 def test_quantised_weights_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
     monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    steps = cases.Work.steps  # on a busy host the difference of two calls may come out below zero
+    monkeypatch.setattr(cases.Work, "steps", lambda *args, **options: steps(*args, **options) | {"step": 1e-5})
     more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int8-head,int4-g32")
     more += ("--activations", "int8")
     result = bench(tmp_path, *more)
@@ -231,7 +233,10 @@ def test_quantised_weights_beside(tmp_path, monkeypatch):
     assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
     assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
     assert told["int8"]["kl"] < told["int8 x int8"]["kl"] and told["int8 x int8"]["mb"] == told["int8"]["mb"]
-    assert figures["parts"]["decode"][0]["accel int8"]["share_of_bandwidth"] > 0
+    row = figures["parts"]["decode"][0]  # at one time a step, the shares are as the bytes
+    shares = {name: of["share_of_bandwidth"] for name, of in row.items() if isinstance(of, dict)}
+    assert 0 < shares["accel int4-g32"] < shares["accel int8"] < shares["accel"] == shares["stock"]
+    assert 0 < shares["accel int8-head"] < shares["accel int8"] == shares["accel int8 x int8"]
 
 
 def test_rounded_caches_beside(tmp_path, monkeypatch):
