@@ -99,7 +99,7 @@ def together(
     """
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
-    kinds = {(type(layer), rounds(layer, rows.x)) for layer in layers}
+    kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
     whole = _stacked(layers, stack) if len(kinds) == 1 else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]

@@ -13,6 +13,7 @@ HEAD = "-head"  # behind one of them: the output head too
 WEIGHTS = (*SCHEMES, *(scheme + HEAD for scheme in SCHEMES))
 KV_CACHE = ("int8", "fp8")
 ACTIVATIONS = ("int8", "int8-outliers", "fp8")
+STATIC = ("int8-static", "fp8-static")  # by scales that only calibration gives, see `accel.quantize`
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
@@ -40,7 +41,9 @@ class Options:
         whichever the weights are (fp8: not for denoisers in float16). "int8-outliers" keeps those columns of a token's
         channels in 16 bits in which any value of the call is above 6 (LLM.int8()). Up to 64 rows keep all their bits;
         so do those of the prompt in a denoiser's cross-attention. It needs weights="int8" or "fp8", or a model whose
-        weights are so already. None rounds none but what the model itself says it rounds, see `accel.quantize`.
+        weights are so already. "int8-static" and "fp8-static" are for models whose linear layers hold one scale for all
+        of their inputs, as `accel.quantize` fixes them by calibration. None rounds none but what the model itself says
+        it rounds, see `accel.quantize`.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
@@ -66,8 +69,10 @@ class Options:
         _one_of("layout", self.layout, LAYOUT)
         _one_of("graphs", self.graphs, ("auto", True, False))
         _one_of("weights", self.weights, (None, *WEIGHTS))
-        _one_of("activations", self.activations, (None, *ACTIVATIONS))
+        _one_of("activations", self.activations, (None, *ACTIVATIONS, *STATIC))
         check_activations(self.activations, self.weights)
+        if self.activations in STATIC and self.weights is not None:
+            raise ValueError(f"activations={self.activations!r}: {calibrate(self.activations)}")
         _one_of("keep_original", self.keep_original, (True, False))
         _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
         _one_of("strict", self.strict, (True, False))
@@ -93,6 +98,15 @@ def parse(given: dict) -> Options:
     if unknown:
         raise TypeError(f"unknown option {', '.join(map(repr, unknown))}; valid options: {', '.join(valid)}")
     return Options(**given)
+
+
+def calibrate(activations: str) -> str:
+    """What to call for scales that are fixed."""
+    kind = activations.partition("-")[0]
+    return (
+        "its scales of inputs are fixed by calibration: "
+        f"accel.quantize(model, {kind!r}, calibration=..., activations={activations!r}), then accel.optimize(model)"
+    )
 
 
 def check_activations(activations: str | None, weights: str | None) -> None:

@@ -12,7 +12,7 @@ from accel.diffusion.guard import Guard
 from accel.diffusion.linears import linears, prompt_projections, refuses_rounding
 from accel.options import Options
 from accel.plan import Context, Plan, Row
-from accel.quant.activations import kind_of
+from accel.quant.activations import is_static, kind_of
 from accel.quant.module import QuantisedLinear
 from accel.quant.quantisation import RULE, Quantisation
 from accel.quant.row_rounding import RULE as ROUNDING
@@ -82,6 +82,11 @@ def rounded(root: nn.Module, options: Options) -> Rounding | None:
     """The quantised linears that round rows, and do so now. Raises ValueError where there is none that could."""
     if options.activations is None:
         return None
+    if is_static(options.activations):
+        kind = kind_of(options.activations)
+        raise ValueError(
+            f"activations={options.activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
+        )
     held = [module for module in root.modules() if type(module) is QuantisedLinear]
     if not held and options.weights is None:
         kind = kind_of(options.activations)

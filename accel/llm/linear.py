@@ -79,7 +79,7 @@ class QuantisedWeights(NamedTuple):
         return self.module.rounds(x)
 
     def fits(self, other: "Weights | QuantisedWeights") -> bool:
-        if type(other) is not QuantisedWeights or self.module.activations != other.module.activations:
+        if type(other) is not QuantisedWeights or self.module.rounding != other.module.rounding:
             return False
         kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
         return next(kinds) == next(kinds)

@@ -71,8 +71,8 @@ def product(
         given["up"], given["up_bias"] = up.now()
     activations = weights.rounds(before.x)
     if activations is not None:
-        products = weights.module.products
-        return products.product(activations)(before.rounded(products, activations), weight, bias, **given)
+        module = weights.module
+        return module.products.product(activations)(before.rounded(module), weight, bias, **given)
     x, norm = before.given()
     return weights.product(kernels)(x, weight, bias, norm=norm, **given)
 

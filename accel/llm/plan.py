@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
 from accel.llm.quant.arrival import Arrival
+from accel.options import STATIC, calibrate
 from accel.plan import Context, Plan, Row
 from accel.quant.activations import kind_of
 from accel.quant.quantisation import RULE
@@ -34,6 +35,11 @@ class LanguagePlan(Plan):
             self.rounding.find(root, set(root.get_output_embeddings().modules()))  # of few rows, but for all logits
             super().__init__(root, RULES, context)
             if options.activations is not None and options.weights is None and not rounding(root):
+                if options.activations in STATIC:
+                    raise ValueError(
+                        f"activations={options.activations!r}: no linear layer of the model holds a scale of its "
+                        f"inputs; {calibrate(options.activations)}"
+                    )
                 raise ValueError(
                     f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
                     f"give weights={kind_of(options.activations)!r} too"

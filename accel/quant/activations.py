@@ -11,13 +11,18 @@ import torch
 from accel_kernels import Norm, QuantisedRows, fp8_linear, int8_linear, quantise_rows
 from accel_kernels.projection import MOST_ROWS
 
-NUMBERS = {"int8": torch.int8, "int8-outliers": torch.int8, "fp8": torch.float8_e4m3fn}
+NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
 
 
 def kind_of(activations: str) -> str:
     """What a weight must be stored as, "int8" or "fp8"."""
     return activations.partition("-")[0]
+
+
+def is_static(activations: str | None) -> bool:
+    """Whether the scale of the inputs is one that calibration fixed."""
+    return activations is not None and activations.endswith("-static")
 
 
 def many(x: torch.Tensor) -> bool:
@@ -33,10 +38,14 @@ class RowProducts:
     int8_linear: Callable = int8_linear
     fp8_linear: Callable = fp8_linear
 
-    def rounded(self, x: torch.Tensor, activations: str, norm: Norm | None = None) -> QuantisedRows:
-        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`."""
-        outliers = THRESHOLD if activations == "int8-outliers" else None
-        return self.quantise_rows(x.contiguous(), norm=norm, dtype=NUMBERS[activations], outliers=outliers)
+    def rounded(
+        self, x: torch.Tensor, activations: str, norm: Norm | None = None, scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. scale: see `quantise_rows`."""
+        given = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
+        if activations == "int8-outliers":
+            given["outliers"] = THRESHOLD
+        return self.quantise_rows(x.contiguous(), **given, scale=scale)
 
     def product(self, activations: str) -> Callable:
         """The operation that takes such rows, and a `Quantised` weight of the same kind."""

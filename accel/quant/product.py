@@ -59,8 +59,7 @@ def rounded_product(
 
     after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias, activation.
     """
-    kind, products = linear.activations, linear.products
-    return products.product(kind)(rows.rounded(products, kind), weight, bias, **after)
+    return linear.products.product(linear.activations)(rows.rounded(linear), weight, bias, **after)
 
 
 def rounded_geglu(linear: QuantisedLinear, rows: Rows) -> torch.Tensor:

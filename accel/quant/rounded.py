@@ -31,9 +31,11 @@ class Judged(RowProducts):
     rows: list[tuple[float, float]] = field(default_factory=list)
     products: list[tuple[float, float]] = field(default_factory=list)
 
-    def rounded(self, x: torch.Tensor, activations: str, norm: Norm | None = None) -> QuantisedRows:
-        rows = KERNELS.rounded(x, activations, norm)
-        self.rows.append(_rounding(rows, x.double() if norm is None else norms.reference(x.double(), norm)))
+    def rounded(
+        self, x: torch.Tensor, activations: str, norm: Norm | None = None, scale: torch.Tensor | None = None
+    ) -> QuantisedRows:
+        rows = KERNELS.rounded(x, activations, norm, scale)
+        self.rows.append(_rounding(rows, x.double() if norm is None else norms.reference(x.double(), norm), scale))
         return rows
 
     def product(self, activations: str) -> Callable:
@@ -52,14 +54,21 @@ class Judged(RowProducts):
         return judged
 
 
-def _rounding(rows: QuantisedRows, h: torch.Tensor) -> tuple[float, float]:
-    """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded."""
+def _rounding(rows: QuantisedRows, h: torch.Tensor, scale: torch.Tensor | None) -> tuple[float, float]:
+    """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded.
+
+    scale: that was given; what is beyond it is to be its largest number.
+    """
     scales, numbers, most = rows.scales.double(), rows.data.double(), MOST[rows.data.dtype]
     meant = h.isfinite().all(-1, keepdim=True)
     if bool((scales.isfinite() != meant).any()):
         return math.inf, math.inf
     h, scales = h.masked_fill(~meant, 0), scales.masked_fill(~meant, 1)
-    values, allowed = numbers * scales, scales * (0.5 + NEARLY)
+    given, values, allowed = h, numbers * scales, scales * (0.5 + NEARLY)
+    if scale is not None:
+        h = h.clamp(-most * scale.double(), most * scale.double())
+        if bool((scales != scale.double()).logical_and(meant).any()):
+            return math.inf, math.inf
     if rows.data.dtype == torch.float8_e4m3fn:  # 3 bits behind the point, down to the subnormal numbers
         allowed = torch.maximum(h.abs() / 16, scales * 2**-10) * (1 + NEARLY)
     if rows.outliers is not None:
@@ -71,8 +80,10 @@ def _rounding(rows: QuantisedRows, h: torch.Tensor) -> tuple[float, float]:
             return math.inf, math.inf
     # A scale larger than need be would pass the rest.
     full = (numbers.abs().amax(-1, keepdim=True) == most) | (scales * most <= 2 * LEAST_PEAK)
+    if scale is not None:
+        full = torch.ones_like(full)
     worst = ((values - h).abs() / allowed).masked_fill(~meant, 0).masked_fill(meant & ~full, torch.inf).max()
-    return float(worst), relative_rms([h], [values.masked_fill(~meant, 0)])
+    return float(worst), relative_rms([given], [values.masked_fill(~meant, 0)])
 
 
 def judge(model: nn.Module, run: Callable[[], object]) -> dict[str, Quality]:

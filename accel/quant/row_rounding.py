@@ -7,6 +7,7 @@ from torch import nn
 
 from accel.options import Options
 from accel.patch import PatchConflict
+from accel.quant.activations import is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 
@@ -37,14 +38,16 @@ class Rounding:
         for path, module in model.named_modules():
             if type(module) is not QuantisedLinear or module in left:
                 continue
-            wanted = refuses(module) or module.scheme.rounding(self.options.activations)
+            calibrated = module.input_scale is not None
+            wanted = refuses(module) or module.scheme.rounding(self.options.activations, calibrated)
             if isinstance(wanted, str):
                 if self.options.strict:
                     raise ValueError(f"strict=True: {path} ({RULE}): {wanted}")
                 self.rows.append((path, "skipped", wanted))
             elif wanted != module.scheme:
                 self.pairs.append((module, module.scheme, wanted))
-                self.rows.append((path, "patched", str(wanted)))
+                scale = f", scale {module.fixed:.3g}" if is_static(wanted.activations) else ""
+                self.rows.append((path, "patched", f"{wanted}{scale}"))
         self.apply()
 
     def add(self, modules: Iterable[QuantisedLinear]) -> None:

@@ -4,7 +4,7 @@ import torch
 from accel_kernels import Norm, QuantisedRows
 from accel_kernels.projection import apply_norm
 
-from accel.quant.activations import RowProducts
+from accel.quant.module import QuantisedLinear
 
 
 class Rows:
@@ -15,7 +15,7 @@ class Rows:
     def __init__(self, x: torch.Tensor, norm: Norm | None = None):
         self.x, self.norm = x, norm
         self._normed: torch.Tensor | None = None
-        self._rounded: dict[str, QuantisedRows] = {}
+        self._rounded: dict[tuple, QuantisedRows] = {}
 
     def normed(self) -> torch.Tensor:
         if self.norm is None:
@@ -24,7 +24,10 @@ class Rows:
             self._normed = apply_norm(self.x, self.norm)
         return self._normed
 
-    def rounded(self, products: RowProducts, activations: str) -> QuantisedRows:
-        if activations not in self._rounded:
-            self._rounded[activations] = products.rounded(self.x, activations, self.norm)
-        return self._rounded[activations]
+    def rounded(self, linear: QuantisedLinear) -> QuantisedRows:
+        """As this linear has them; once for all that have them alike."""
+        if linear.rounding not in self._rounded:
+            self._rounded[linear.rounding] = linear.products.rounded(
+                self.x, linear.activations, self.norm, linear.static_scale
+            )
+        return self._rounded[linear.rounding]

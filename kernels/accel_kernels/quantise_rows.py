@@ -1,4 +1,4 @@
-"""Rows rounded to 8 bits as they come, each by a scale of its own, after the norm in front of them.
+"""Rows rounded to 8 bits as they come, each by a scale of its own or all by a given one, after the norm in front.
 
 Scales by row at run time: Yao et al., "ZeroQuant", 2022; Xiao et al., "SmoothQuant", 2023. Columns kept in 16 bits,
 those with a value beyond a threshold: Dettmers et al., "LLM.int8()", 2022.
@@ -49,13 +49,15 @@ class QuantisedRows(NamedTuple):
         return wide.to(kind)
 
 
-def reference(x, *, norm=None, dtype=torch.int8, outliers=None):
+def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """x: (..., K). Returns QuantisedRows; nothing waits for the device.
 
     norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-127..127) or float8_e4m3fn.
     outliers: None; or int64 columns, all of them taken out; or a threshold: columns in which any absolute value is
-    above it. Then there is room for all of them, so that none is lost however many there are. Raises ValueError for
-    another dtype, a threshold that is not above 0, and outliers besides float8.
+    above it. Then there is room for all of them, so that none is lost however many there are. scale: None for one of
+    each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all, on the device:
+    values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above 0, and outliers
+    besides float8.
     """
     if dtype not in MOST:
         raise ValueError(f"rows are rounded to int8 or float8_e4m3fn, not {dtype}")
@@ -77,9 +79,11 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None):
     most = MOST[dtype]
     peak = h.abs().masked_fill(h.isnan(), torch.inf).amax(-1, keepdim=True).clamp_min(LEAST_PEAK)
     whole = torch.full_like(peak, most)  # of a plain number torch takes the reciprocal, which rounds once more
-    numbers = h * (whole / peak)
+    factor = whole / peak if scale is None else 1 / scale.to(kind)
+    numbers = h * factor
     numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
-    scales = (peak / whole).masked_fill(peak.isinf(), torch.nan)
+    scales = peak / whole if scale is None else scale.to(kind).expand_as(peak)
+    scales = scales.masked_fill(peak.isinf(), torch.nan)
     return QuantisedRows(numbers.clamp(-most, most).to(dtype), scales, x.dtype, taken, columns, count)
 
 
@@ -99,9 +103,11 @@ def room(outliers: torch.Tensor | float, k: int) -> int:
     return outliers.numel() if isinstance(outliers, torch.Tensor) else k
 
 
-def supports(x, *, norm=None, dtype=torch.int8, outliers=None) -> str | None:
+def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> str | None:
     if x.numel() == 0:
         return "empty"
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device):
+        return "a scale that is not one float32 on the device of x"
     if dtype not in MOST or (outliers is not None and dtype != torch.int8):
         return f"rows of {dtype}"
     if isinstance(outliers, torch.Tensor):
@@ -120,7 +126,7 @@ def supports(x, *, norm=None, dtype=torch.int8, outliers=None) -> str | None:
     return dtype_reason(x, *((norm.weight, norm.bias) if norm else ()))
 
 
-def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, small=False):
+def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, scale=None, small=False):
     def make(device, dtype):
         g = torch.Generator("cpu").manual_seed(0)
         k = shape[-1]
@@ -132,6 +138,8 @@ def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, sma
         elif norm == "layer":
             weight, bias = (torch.randn(k, generator=g).to(device, dtype) for _ in range(2))
             given["norm"] = Norm(weight, bias, 1e-5, centred=True)
+        if scale is not None:
+            given["scale"] = torch.tensor([scale], device=device)
         if isinstance(outliers, tuple):
             given["outliers"] = torch.tensor(outliers, device=device)
         return (x.to(device, dtype),), given
@@ -146,10 +154,15 @@ CASES = (
     _case("layer", 4, 100, norm="layer", small=True),
     _case("fp8", 3, 80, to=torch.float8_e4m3fn, small=True),
     _case("columns", 5, 96, planted=(3, 50), outliers=(50, 3, 70), small=True),
+    _case("given", 2, 3, 77, scale=0.0125, small=True),
+    _case("given-norm", 5, 136, norm="layer", scale=0.02, small=True),
+    _case("given-fp8", 3, 80, norm="rms", to=torch.float8_e4m3fn, scale=0.004, small=True),
+    _case("given-columns", 5, 96, planted=(3, 50), outliers=(50, 3), scale=0.02, small=True),
     _case("threshold", 19, 96, planted=(0, 41, 95), outliers=6.0, small=True),
     _case("llama", 2048, 4096, norm="rms"),
     _case("llama-down", 2048, 14336),
     _case("llama-threshold", 2048, 4096, norm="rms", planted=(7, 100, 2048), outliers=20.0),
+    _case("llama-given", 2048, 4096, norm="rms", scale=0.02),
     _case("llama-fp8", 2048, 4096, norm="rms", to=torch.float8_e4m3fn),
 )
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows
+from accel_kernels import norm as norms
 from accel_kernels.int8_linear import in_passes, integer_product
 from accel_kernels.quantise_rows import QuantisedRows
 
@@ -81,6 +82,54 @@ def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poiso
     # Within half a step of the float64 values, and every row's largest is met exactly.
     wide = exact.data.double() * exact.scales
     assert float(((ours.data.double() * ours.scales.double() - wide).abs() / exact.scales).max()) < 1.001
+
+
+@interpreted
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_given_scale_is_that_of_all_rows_and_what_is_beyond_saturates(dtype, norm, poisoned):
+    """Against the formula in float64: within half a step, but for what 127 steps do not reach."""
+    x, scale = (torch.randn(3, 5, 80) * 3).to(dtype), torch.tensor([0.0137])
+    norm = cast(norm, dtype)
+    x[2, 1, 7] = 1e30 if norm is None else x[2, 1, 7]
+    theirs, ours = (one(x, norm=norm, scale=scale) for one in (quantise_rows.reference, quantise_rows.triton))
+    h = x.double() if norm is None else norms.reference(x.double(), cast(norm, torch.float64))
+    wide = h / scale.double()
+    assert (wide.abs() > 128).any() and (wide.abs() < 100).any()
+    for rows in (ours, theirs):
+        assert (rows.scales == scale).all() and rows.scales.shape == (3, 5, 1) and rows.scales.is_contiguous()
+        assert float((rows.data.double() - wide.clamp(-127, 127)).abs().max()) < 0.501
+    assert (ours.data.int() - theirs.data.int()).abs().float().mean() < (1e-9 if norm is None else 0.01)
+
+
+@interpreted
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_beside_a_given_scale(value, poisoned):
+    x, scale = torch.randn(3, 77), torch.tensor([0.01])
+    x[1, 70] = value
+    for function in (quantise_rows.triton, quantise_rows.reference):
+        scales = function(x, scale=scale).scales
+        assert scales[1].isnan().all() and (scales[[0, 2]] == scale).all()
+
+
+@interpreted
+def test_columns_beside_a_given_scale(poisoned):
+    x, scale, columns = torch.randn(4, 97), torch.tensor([0.02]), torch.tensor([90, 3])
+    x[:, 3] *= 50
+    for function in (quantise_rows.triton, quantise_rows.reference):
+        rows = function(x, outliers=columns, scale=scale)
+        assert not rows.data[:, [3, 90]].any() and (rows.scales == scale).all()
+        assert torch.equal(rows.outliers, x[:, [3, 90]])
+        rest = (x / scale).clamp(-127, 127).index_fill(1, columns, 0)
+        assert float((rows.data - rest).abs().max()) < 0.501
+
+
+def test_float8_by_a_given_scale_saturates_at_448():
+    x, scale = torch.randn(7, 96) * 4, torch.tensor([0.01])
+    rows = quantise_rows.reference(x, dtype=torch.float8_e4m3fn, scale=scale)
+    wide = (x.double() / scale.double()).clamp(-448, 448)
+    error = (rows.data.double() - wide).abs()
+    assert rows.data.float().abs().max() == 448 and (error <= wide.abs() / 16 * 1.0001 + 2**-10).all()
 
 
 @interpreted
@@ -188,6 +237,8 @@ def test_bad_requests_are_named():
     assert "16384" in quantise_rows.supports(torch.empty(1, 16385))
     assert "contiguous" in quantise_rows.supports(torch.empty(8, 4).t())
     assert "int64" in quantise_rows.supports(x, outliers=torch.tensor([1], dtype=torch.int32))
+    for scale in (torch.ones(2), torch.ones(1, dtype=torch.float64)):
+        assert "one float32" in quantise_rows.supports(x, scale=scale)
 
 
 @pytest.mark.parametrize("k", [1, 8, 24, 40, 100])

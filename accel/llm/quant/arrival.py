@@ -46,7 +46,8 @@ class Arrival(Swap):
             self.guard.apply()
         for arrived in self.found.values():
             quantised = arrived.read()
-            new = QuantisedLinear(quantised, arrived.bias, self.dtype, self._scheme(arrived, quantised))
+            scheme = self._scheme(arrived, quantised)
+            new = QuantisedLinear(quantised, arrived.bias, self.dtype, scheme, input_scale=arrived.input_scale)
             self.pairs.append((arrived, new))
             arrived.release()
         exchange(self.root, [(arrived.module, new) for arrived, new in self.pairs])
@@ -57,7 +58,7 @@ class Arrival(Swap):
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
         scheme = scheme_of(quantised)
         exact = self.activations is None or arrived.module in self.head
-        rounding = scheme if exact else scheme.rounding(self.activations)
+        rounding = scheme if exact else scheme.rounding(self.activations, arrived.input_scale is not None)
         return scheme if isinstance(rounding, str) else rounding
 
     def _take_hooks(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.llm.quant import compressed
 from accel.patch import set_data
+from accel.quant.activations import NUMBERS, is_static, kind_of
 from accel.structure import stock_method
 
 PACKAGE = "compressed_tensors."
@@ -19,6 +20,8 @@ UNROUNDED = "activations keep their dtype, which the layer it came as rounds too
 class Arrived(ABC):
     """One of them. kind: what the report calls it. big: the tensor that holds the numbers. note: what is different.
 
+    input_scale: of all its inputs, fixed, (1,) float32; None where it has none for numbers like the weight's.
+
     `read` gives its weight, in the same memory where the layout is ours, and `back` the big tensor again. Once read it
     is released: ours holds the numbers, until they are given back.
     """
@@ -26,6 +29,7 @@ class Arrived(ABC):
     kind: str
     big: torch.Tensor
     note = ""
+    input_scale: torch.Tensor | None = None
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -79,8 +83,12 @@ class CompressedTensors(Arrived):
         self.big = held["weight_packed"] if "weight_packed" in held else held["weight"]
         self.bytes = "weight_packed" in held and compressed.bits(held["weight_packed"], held["weight_shape"]) == 8
         self.kind = compressed.METHOD
-        scheme = vars(module).get("quantization_scheme")
-        self.note = UNROUNDED if getattr(scheme, "input_activations", None) is not None else ""
+        found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
+        self.note = UNROUNDED if found is not None else ""
+        said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
+        activations = compressed.rounding_of(said)
+        if is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
+            self.input_scale = compressed.input_scale(held)
 
     def read(self) -> Quantised:
         held = {name: tensor.detach() for name, tensor in tensors(self.module).items()}

@@ -14,11 +14,13 @@ from collections.abc import Collection, Mapping
 import torch
 from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 
+from accel.quant.activations import is_static
 from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
 PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+INPUT_SCALE = "input_scale"  # (1,), of all inputs of a linear
 WORD = 32
 PATTERN = "re:"  # in front of a regular expression among paths
 BYTES = (torch.int8, torch.float8_e4m3fn)
@@ -165,16 +167,33 @@ def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[
 def activations_of(said: Mapping, path: str) -> str | None:
     """How a `quantization_config` has the inputs of a linear rounded: a value of `Options.activations`.
 
-    None for inputs that stay as they are, and for what is not understood: scales that do not go by token.
+    None for inputs that stay as they are, and for what is not understood: scales that go neither by token nor, fixed,
+    by tensor.
     """
     for group in (said.get("config_groups") or {}).values():
         if any(_meant(target, path) for target in group.get("targets") or ()):
-            found = group.get("input_activations") or {}
-            by_token = found.get("dynamic") is True and found.get("strategy") == "token"
-            if by_token and found.get("num_bits") == 8 and found.get("symmetric", True):
-                return {"int": "int8", "float": "fp8"}.get(found.get("type"))
-            return None
+            return rounding_of(group.get("input_activations") or {})
     return None
+
+
+def rounding_of(found: Mapping) -> str | None:
+    """The same of `input_activations` alone."""
+    kind = {"int": "int8", "float": "fp8"}.get(found.get("type"))
+    if kind is None or found.get("num_bits") != 8 or not found.get("symmetric", True):
+        return None
+    ways = {(True, "token"): kind, (False, "tensor"): f"{kind}-static"}
+    return ways.get((found.get("dynamic"), found.get("strategy")))
+
+
+def input_scale(held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    """(1,) float32. Raises ValueError where there is none, or no number above 0."""
+    scale = _held(held, INPUT_SCALE)
+    if scale.numel() != 1 or not scale.is_floating_point():
+        raise ValueError(f"scales of inputs {tuple(scale.shape)} of {scale.dtype}, not one")
+    scale = scale.detach().to(torch.float32, copy=True).view(1)
+    if not 0 < scale.item() < float("inf"):
+        raise ValueError(f"{scale.item()} as the scale of its inputs")
+    return scale
 
 
 def _meant(target: str, path: str) -> bool:
@@ -185,10 +204,12 @@ def _meant(target: str, path: str) -> bool:
 
 def _rounded(scheme: Scheme) -> dict | None:
     """What is said of inputs; of those with columns in 16 bits nothing, which others could not do."""
-    if scheme.activations not in ("int8", "fp8"):
+    static = is_static(scheme.activations)
+    if not static and scheme.activations not in ("int8", "fp8"):
         return None
-    kind = "float" if scheme.activations == "fp8" else "int"
-    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+    kind, strategy = "float" if scheme.number == "fp8" else "int", "tensor" if static else "token"
+    how = {"strategy": strategy, "group_size": None, "dynamic": not static}
+    return {"num_bits": 8, "type": kind, "symmetric": True} | how
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict:

@@ -1,6 +1,6 @@
 """One decoder layer while its weights are being quantised."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -12,6 +12,7 @@ from accel.llm.quant.folding import Group
 from accel.llm.quant.layer_inputs import Call, first
 from accel.llm.quant.matrices import matrix, put
 from accel.llm.recorder import resting
+from accel.quant.activations import is_static
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
 
@@ -19,9 +20,9 @@ from accel.quant.scheme import Scheme
 class LayerWork:
     """linears: those to be quantised, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs.
 
-    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantised and
-    changed are what is found, by full path; notes: what there is to say of it. Raises ValueError for NaN or Inf among
-    the weights.
+    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantised,
+    changed and scales, those of inputs, are what is found, by full path; notes: what there is to say of it. Raises
+    ValueError for NaN or Inf among the weights.
     """
 
     def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, nn.Module], calls: list[Call]):
@@ -29,6 +30,7 @@ class LayerWork:
         self.emulated = False
         self.quantised: dict[str, Quantised] = {}
         self.changed: dict[str, nn.Parameter] = {}
+        self.scales: dict[str, Tensor] = {}
         self.notes: list[str] = []
         for path, module in linears.items():
             if not bool(module.weight.isfinite().all()):
@@ -37,11 +39,11 @@ class LayerWork:
 
     def outputs(self) -> list[Tensor]:
         """What the layer gives as it is now, call by call."""
-        return list(outputs(self.layer, self.calls, self._rounding()))
+        return list(self._outputs())
 
     def error(self, given: list[Tensor] | None = None) -> float:
         """Mean square of what these outputs are off, or those of the layer as it is now."""
-        given = outputs(self.layer, self.calls, self._rounding()) if given is None else given
+        given = self._outputs() if given is None else given
         calls = zip(self.calls, given, self.wanted, strict=True)
         return _mean_square(call.rows(got).float() - call.rows(wanted).float() for call, got, wanted in calls)
 
@@ -113,8 +115,9 @@ class LayerWork:
         """A linear's weight as it is now, rounded to nearest."""
         return quantise(matrix(self.linears[path]), self.scheme)
 
-    def _rounding(self) -> Iterable[nn.Module]:
-        return self.linears.values() if self.emulated else ()
+    def _outputs(self) -> Iterator[Tensor]:
+        rounding = self.linears if self.emulated else {}
+        return outputs(self.layer, self.calls, rounding, self.scales if is_static(self.scheme.activations) else None)
 
     def keep(self, path: str, quantised: Quantised) -> None:
         """A linear's weight is this from now on."""
@@ -135,9 +138,17 @@ class LayerWork:
                 self.keep(path, self.nearest(path))
 
 
-def outputs(layer: nn.Module, calls: Iterable[Call], rounding: Iterable[nn.Module] = ()) -> Iterator[Tensor]:
-    """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, see `emulated`."""
-    with resting(layer), rounding_inputs(rounding):
+def outputs(
+    layer: nn.Module,
+    calls: Iterable[Call],
+    rounding: Mapping[str, nn.Module] = {},  # noqa: B006, nobody writes into it
+    scales: Mapping[str, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, by path; scales: by
+    which, see `rounding_inputs`.
+    """
+    own = None if scales is None else {rounding[path]: scale for path, scale in scales.items() if path in rounding}
+    with resting(layer), rounding_inputs(rounding.values(), own):
         for call in calls:
             yield first(layer(*call.args, **call.kwargs))
 

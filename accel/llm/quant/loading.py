@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from accel.llm.quant import compressed
 from accel.llm.quant.linears import head_path
 from accel.llm.quant.saving import SAVE, Saving, untie
+from accel.quant.activations import is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import exchange
 
@@ -64,13 +65,13 @@ def _linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
                 names = set(opened.keys())
                 for name in sorted(names):
                     path, _, part = name.rpartition(".")
-                    if part in compressed.NAMES:
+                    if part in (*compressed.NAMES, compressed.INPUT_SCALE):
                         linears.setdefault(path, {})[part] = _described(opened, name, part)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}") from None
         if lacking := expected - names:
             raise ValueError(f"{file} lacks {min(lacking)}, which the index says it holds")
-    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight"}}
+    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", compressed.INPUT_SCALE}}
 
 
 def _described(opened, name: str, part: str) -> torch.Tensor:
@@ -169,9 +170,15 @@ def _finish(model: nn.Module, said: dict) -> None:
                 raise ValueError(f"{path}: NaN or Inf among its scales")
             scheme = compressed.scheme_of(quantised)
             activations = None if module is head else compressed.activations_of(said, path)
-            rounding = scheme if activations is None else scheme.rounding(activations)
+            scale = None
+            if is_static(activations):
+                try:
+                    scale = compressed.input_scale(held)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from None
+            rounding = scheme if activations is None else scheme.rounding(activations, scale is not None)
             scheme = scheme if isinstance(rounding, str) else rounding
-            pairs.append((module, QuantisedLinear(quantised, bias, model.dtype, scheme)))
+            pairs.append((module, QuantisedLinear(quantised, bias, model.dtype, scheme, input_scale=scale)))
     exchange(model, pairs)
     if pairs:
         vars(model)[SAVE] = Saving(model)

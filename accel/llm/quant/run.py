@@ -18,9 +18,10 @@ from accel.llm.quant.saving import SAVE, Saving
 from accel.llm.quant.unfinished import Unfinished, data_digest, model_digest
 from accel.llm.recorder import decoder_layers
 from accel.llm.understanding import NotUnderstood
-from accel.options import ACTIVATIONS, METHODS, WEIGHTS, check_activations
+from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.patch import set_data
 from accel.plan import PLAN
+from accel.quant.activations import is_static
 from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 from accel.quant.quantisation import record
@@ -65,7 +66,9 @@ def quantize(
 ) -> Run:
     """As `accel.quantize`. at: called with the linears that are done and all of them."""
     parsed, method = _choices(model, scheme, calibration, method)
-    activations = _activations(activations, scheme, method)
+    activations = _activations(activations, scheme, method, calibration)
+    if is_static(activations):
+        parsed = replace(parsed, activations=activations)
     chosen, skipped = linears(model, parsed)
     schemes = dict.fromkeys(chosen, replace(parsed, activations=activations))
     head = Scheme.of_head(scheme)
@@ -83,7 +86,8 @@ def quantize(
     unfinished, known = None, {}
     if out is not None:
         digests = {"model": model_digest(model), "calibration": data_digest(data)}
-        unfinished = Unfinished(out, {"scheme": scheme, "method": method} | digests)
+        asked = {"scheme": scheme, "method": method, "activations": parsed.activations}
+        unfinished = Unfinished(out, asked | digests)
         known = unfinished.known()
     done = Run(skipped=skipped, taken=len(known))
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
@@ -171,13 +175,18 @@ def _choices(model: nn.Module, scheme: object, calibration: object, method: obje
     return Scheme.parse(scheme), method
 
 
-def _activations(activations: object, scheme: str, method: str) -> str | None:
+def _activations(activations: object, scheme: str, method: str, calibration: object) -> str | None:
     """How activations are to be rounded. Raises ValueError for what cannot be."""
     if activations is None:
         return SMOOTHED if method == "smoothquant" else None
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations={activations!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
+    if activations not in (valid := (*ACTIVATIONS, *STATIC)):
+        raise ValueError(f"activations={activations!r} is not one of None, {', '.join(map(repr, valid))}")
     check_activations(activations, scheme)
+    if is_static(activations) and calibration is None:
+        raise ValueError(
+            f"activations={activations!r}: scales of inputs are fixed by calibration data: give calibration=, texts or "
+            "batches"
+        )
     return activations
 
 
@@ -230,9 +239,13 @@ def _put(
             exact = exact.t() if turned else exact
             # Against a weight that others changed with, the ratio would mean nothing.
             ratio = None if result.changed else sqnr_db(exact, _on(quantised, exact.device))
-            rows.append(record(where, scheme, weight, quantised, tied.get(id(module.weight)), ratio, False))
-            held = _on(quantised, weight.device)
-            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned)))
+            scale = result.inputs.get(where)
+            if is_static(scheme.activations) and scale is None:
+                scheme = replace(scheme, activations=None)
+            row = record(where, scheme, weight, quantised, tied.get(id(module.weight)), ratio, False)
+            rows.append(row | ({} if scale is None else {"input_scale": scale.item()}))
+            held, scale = _on(quantised, weight.device), None if scale is None else scale.to(weight.device)
+            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned, scale)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
         exchange(model, pairs)

@@ -10,12 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
 from accel.patch import Patch
+from accel.quant.activations import is_static
 from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
+PARTS = ("data", "scales", "zeros", "input_scale")
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
 
@@ -84,7 +86,7 @@ def _written(names: dict, held: dict[str, QuantisedLinear], heads: set[str]) -> 
     written, schemes, whole, seen = dict(names), {}, {}, set()
     shifted = {module.scheme for module in held.values() if not (module.turned or module.scheme.symmetric)}
     for path, module in held.items():
-        data, scales, zeros = (written.pop(f"{path}.{name}", None) for name in ("data", "scales", "zeros"))
+        data, scales, zeros, inputs = (written.pop(f"{path}.{name}", None) for name in PARTS)
         quantised = module.read(data, scales, zeros)
         if module.turned:
             whole.setdefault(TURNED, []).append(path)
@@ -95,6 +97,8 @@ def _written(names: dict, held: dict[str, QuantisedLinear], heads: set[str]) -> 
         else:
             schemes[path] = module.scheme
             found = compressed.parts(quantised, compressed.format_of(module.scheme))
+            if is_static(module.scheme.activations):
+                found[compressed.INPUT_SCALE] = inputs.to(module.dtype)
         if id(module) in seen:  # the same layer in two places, of which stock's has two
             found = {name: tensor.clone() for name, tensor in found.items()}
         seen.add(id(module))

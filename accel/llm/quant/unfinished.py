@@ -27,7 +27,7 @@ class Unfinished:
     holds something else, or another run, naming the first difference.
     """
 
-    def __init__(self, out: Path, run: dict[str, str]):
+    def __init__(self, out: Path, run: dict[str, str | None]):
         self.out, self.folder = out, out / FOLDER
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file, not a folder")
@@ -52,6 +52,7 @@ class Unfinished:
             for field, tensor in weight._asdict().items()
         )
         tensors = dict(fields) | {f"changed/{path}": tensor for path, tensor in result.changed.items()}
+        tensors |= {f"inputs/{path}": tensor for path, tensor in result.inputs.items()}
         tensors = {name: _alone(tensor) for name, tensor in tensors.items() if tensor is not None}
         path = self.folder / f"{result.path or 'model'}.safetensors"
         _replace(path, lambda part: save_file(tensors, part, metadata={"path": result.path}))
@@ -82,21 +83,22 @@ def _read(file: Path) -> LayerResult:
         line = str(error).split("\n")[0]
         raise ValueError(f"{file} is damaged ({line}); delete it, and its layer is quantised again") from None
     weights: dict[str, dict] = {}
-    changed = {}
+    others: dict[str, dict[str, torch.Tensor]] = {"changed": {}, "inputs": {}}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         if kind == "weights":
             path, _, field = rest.rpartition("/")
             weights.setdefault(path, {})[field] = tensor
         else:
-            changed[rest] = tensor
+            others.setdefault(kind, {})[rest] = tensor
     if any({"data", "scales"} - fields.keys() or fields.keys() - set(Quantised._fields) for fields in weights.values()):
         raise ValueError(f"{file} is no layer of a run; delete it, and its layer is quantised again")
     path = file.name.removesuffix(".safetensors")
-    return LayerResult("" if path == "model" else path, {p: Quantised(**f) for p, f in weights.items()}, changed)
+    path = "" if path == "model" else path
+    return LayerResult(path, {p: Quantised(**f) for p, f in weights.items()}, others["changed"], others["inputs"])
 
 
-def _same(file: Path, run: dict[str, str]) -> None:
+def _same(file: Path, run: dict[str, str | None]) -> None:
     try:
         before = json.loads(file.read_text())
         differing = [name for name in run if before.get(name) != run[name]]

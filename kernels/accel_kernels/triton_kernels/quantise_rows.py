@@ -72,8 +72,9 @@ def places_kernel(mask_ptr, place_ptr, columns_ptr, count_ptr, k, BLOCK_K: tl.co
 
 @triton.jit(do_not_specialize=("capacity",))
 def quantise_rows_kernel(
-    x_ptr, nw_ptr, nb_ptr, place_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
-    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, ROUND: tl.constexpr,
+    x_ptr, nw_ptr, nb_ptr, place_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, GIVEN: tl.constexpr,
+    ROUND: tl.constexpr,
     MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -92,16 +93,21 @@ def quantise_rows_kernel(
     h = tl.where(mask, h, 0.0)
     # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
     peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST)
-    y = h * tl.div_rn(MOST, peak)
+    if GIVEN:
+        scale = tl.load(given_ptr)
+        y = h * tl.div_rn(1.0, scale)
+    else:
+        scale = tl.div_rn(peak, MOST)
+        y = h * tl.div_rn(MOST, peak)
     y = tl.where(y == y, y, 0.0)
     if ROUND:  # to even, as torch: the sum has no bits left for the fraction
         y = (y + 12582912.0) - 12582912.0
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
     tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(s_ptr + row, tl.where(peak < float("inf"), tl.div_rn(peak, MOST), float("nan")))
+    tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
 
 
-def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
+def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """Same arguments and result as the reference; what lies beyond `count` is not written."""
     k = x.shape[-1]
     rows, block = x.numel() // k, power_of_two(k)
@@ -131,20 +137,26 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None):
     pdl = programmatic(x.device) if place is None else {}
     launch(
         quantise_rows_kernel, (rows,),
-        x, nw, nb, place, data, scales, taken, k, capacity, eps, offset, **flags,
-        OUTLIERS=place is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype], LEAST=LEAST_PEAK, PDL=bool(pdl),
-        **meta, **pdl,
+        x, nw, nb, place, scale, data, scales, taken, k, capacity, eps, offset, **flags,
+        OUTLIERS=place is not None, GIVEN=scale is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype],
+        LEAST=LEAST_PEAK, PDL=bool(pdl), **meta, **pdl,
     )  # fmt: skip
     return QuantisedRows(data, scales, x.dtype, taken, columns, count)
 
 
-def specimen(q: str, outliers: bool, k: int = 4096):
+def specimen(q: str, outliers: bool, k: int = 4096, given: bool = False):
     """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
     types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
-    types |= {"place_ptr": "*i16", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
+    types |= {"place_ptr": "*i16", "given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
     types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
     constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k), "OUTLIERS": outliers}
-    constants |= {"ROUND": q == "i8", "MOST": 127.0 if q == "i8" else 448.0, "LEAST": LEAST_PEAK, "PDL": False}
+    constants |= {
+        "GIVEN": given,
+        "ROUND": q == "i8",
+        "MOST": 127.0 if q == "i8" else 448.0,
+        "LEAST": LEAST_PEAK,
+        "PDL": False,
+    }
     return quantise_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
 
 
@@ -164,6 +176,7 @@ SPECIMENS = (
     specimen("i8", False),
     specimen("i8", True),
     specimen("i8", False, 14336),
+    specimen("i8", False, given=True),
     _mask_specimen(),
     _places_specimen(),
 )
