@@ -77,8 +77,9 @@ def quantize(
     calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data set with a column
     "text" or "input_ids", or an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
     activations: a value of `Options.activations`, which the model then does by itself, optimised or not, and a saved
-    one again when `load` reads it ("int8-outliers" is not saved: no file says such a thing). None: "int8" for
-    "smoothquant", which is made for them, else none.
+    one again when `load` reads it ("int8-outliers" is not saved: no file says such a thing). "int8-static" and
+    "fp8-static" need calibration data: the largest input of each linear layer there fixes one scale for all of its
+    inputs, what is beyond saturates. None: "int8" for "smoothquant", which is made for them, else none.
     out: a folder where the model is saved, as `model.save_pretrained(out)` does, with the tokenizer if one is given.
     Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
     It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to

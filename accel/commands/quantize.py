@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, JSON_HELP, has_tokenizer, load_folder, parse_device, parse_dtype
-from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES
+from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES, STATIC
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
 
@@ -26,7 +26,9 @@ def quantize(
     calibration: Annotated[Path | None, typer.Option(help="a text file that the model is calibrated on")] = None,
     activations: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(ACTIVATIONS)}: rounds rows of long prompts too; int8 with smoothquant"),
+        typer.Option(
+            help=f"{', '.join((*ACTIVATIONS, *STATIC))}: rounds rows of long prompts too; int8 with smoothquant"
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of each row of the text, of 128 rows at most")] = 512,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,

@@ -13,7 +13,7 @@ from accel.plan import Context, Plan, Row
 from accel.quant.activations import kind_of
 from accel.quant.quantisation import RULE
 from accel.quant.row_rounding import RULE as ROUNDING
-from accel.quant.row_rounding import Rounding, rounding
+from accel.quant.row_rounding import Rounding, fixed_scales, rounding
 
 
 class LanguagePlan(Plan):
@@ -56,6 +56,8 @@ class LanguagePlan(Plan):
         if self.rounding.pairs:
             self.patches.insert(0, self.rounding)
         self.rows += [Row(path, ROUNDING, status, reason) for path, status, reason in self.rounding.rows]
+        if (told := fixed_scales(root)) is not None:
+            self.rows.append(Row("", ROUNDING, "patched", told))
         if quantisation is not None:
             if quantisation.records:
                 self.patches.insert(0, quantisation.swap)

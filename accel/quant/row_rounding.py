@@ -7,7 +7,6 @@ from torch import nn
 
 from accel.options import Options
 from accel.patch import PatchConflict
-from accel.quant.activations import is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 
@@ -46,8 +45,7 @@ class Rounding:
                 self.rows.append((path, "skipped", wanted))
             elif wanted != module.scheme:
                 self.pairs.append((module, module.scheme, wanted))
-                scale = f", scale {module.fixed:.3g}" if is_static(wanted.activations) else ""
-                self.rows.append((path, "patched", f"{wanted}{scale}"))
+                self.rows.append((path, "patched", str(wanted)))
         self.apply()
 
     def add(self, modules: Iterable[QuantisedLinear]) -> None:
@@ -75,3 +73,10 @@ class Rounding:
 def rounding(model: nn.Module) -> list[QuantisedLinear]:
     """The quantised linears that round rows now."""
     return [module for module in model.modules() if type(module) is QuantisedLinear and module.activations is not None]
+
+
+def fixed_scales(model: nn.Module) -> str | None:
+    """What there is to tell of the linears that round rows by fixed scales; None where there are none."""
+    scales = [module.rounding[1] for module in rounding(model)]
+    found = sorted(scale for scale in scales if scale is not None)
+    return f"{len(found)} linear layers round by fixed scales, {found[0]:.3g} to {found[-1]:.3g}" if found else None

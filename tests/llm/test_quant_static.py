@@ -180,14 +180,17 @@ def test_another_rounding_on_top_and_back():
     assert torch.equal(model(ids).logits, wanted)
 
 
-def test_verify_judges_rows_and_tells_of_the_scales(monkeypatch):
+def test_verify_judges_rows_and_the_report_tells_of_the_scales():
     model = quantized("llama", "int8-static")
     with torch.no_grad():
-        for module in held_by(model):
-            module.input_scale *= 0.7  # much saturates, as it is meant to
+        state = {k: 0.7 * v if k.endswith("input_scale") else v for k, v in model.state_dict().items()}
+        model.load_state_dict(state)  # much saturates, as it is meant to
     accel.optimize(model)
     quality = accel.verify(model, input_ids=prompt(1, 80))
     assert quality.passed and quality.lossy == "activations='int8-static'" and "rounded rows" in quality.parts
+    told = [reason for path, rule, _, reason in accel.report(model).sites if rule == "activations" and not path]
+    scales = sorted(module.input_scale.item() for module in held_by(model))
+    assert told == [f"14 linear layers round by fixed scales, {scales[0]:.3g} to {scales[-1]:.3g}"]
     assert "input_scale=" in repr(held_by(model)[0]) and "int8-static beyond 64 rows" in repr(held_by(model)[0])
 
 
