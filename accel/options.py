@@ -13,7 +13,7 @@ HEAD = "-head"  # behind one of them: the output head too
 WEIGHTS = (*SCHEMES, *(scheme + HEAD for scheme in SCHEMES))
 KV_CACHE = ("int8", "fp8")
 ACTIVATIONS = ("int8", "int8-outliers", "fp8")
-STATIC = ("int8-static", "fp8-static")  # by scales that only calibration gives, see `accel.quantize`
+STATIC = ("int8-static", "int8-outliers-static", "fp8-static")  # what only calibration gives, see `accel.quantize`
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
@@ -43,7 +43,7 @@ class Options:
         so do those of the prompt in a denoiser's cross-attention. It needs weights="int8" or "fp8", or a model whose
         weights are so already. "int8-static" and "fp8-static" are for models whose linear layers hold one scale for all
         of their inputs, as `accel.quantize` fixes them by calibration. None rounds none but what the model itself says
-        it rounds, see `accel.quantize`.
+        it rounds, see `accel.quantize`. "int8-outliers-static": the same of columns, those above 6 there.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
@@ -101,10 +101,10 @@ def parse(given: dict) -> Options:
 
 
 def calibrate(activations: str) -> str:
-    """What to call for scales that are fixed."""
+    """What to call for scales, or columns, that are fixed."""
     kind = activations.partition("-")[0]
     return (
-        "its scales of inputs are fixed by calibration: "
+        f"its {'columns' if 'outliers' in activations else 'scales'} of inputs are fixed by calibration: "
         f"accel.quantize(model, {kind!r}, calibration=..., activations={activations!r}), then accel.optimize(model)"
     )
 

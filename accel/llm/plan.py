@@ -13,7 +13,7 @@ from accel.plan import Context, Plan, Row
 from accel.quant.activations import kind_of
 from accel.quant.quantisation import RULE
 from accel.quant.row_rounding import RULE as ROUNDING
-from accel.quant.row_rounding import Rounding, fixed_scales, rounding
+from accel.quant.row_rounding import Rounding, fixed, rounding
 
 
 class LanguagePlan(Plan):
@@ -37,8 +37,8 @@ class LanguagePlan(Plan):
             if options.activations is not None and options.weights is None and not rounding(root):
                 if options.activations in STATIC:
                     raise ValueError(
-                        f"activations={options.activations!r}: no linear layer of the model holds a scale of its "
-                        f"inputs; {calibrate(options.activations)}"
+                        f"activations={options.activations!r}: no linear layer of the model holds what it "
+                        f"needs; {calibrate(options.activations)}"
                     )
                 raise ValueError(
                     f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
@@ -56,8 +56,7 @@ class LanguagePlan(Plan):
         if self.rounding.pairs:
             self.patches.insert(0, self.rounding)
         self.rows += [Row(path, ROUNDING, status, reason) for path, status, reason in self.rounding.rows]
-        if (told := fixed_scales(root)) is not None:
-            self.rows.append(Row("", ROUNDING, "patched", told))
+        self.rows += [Row("", ROUNDING, "patched", told) for told in fixed(root)]
         if quantisation is not None:
             if quantisation.records:
                 self.patches.insert(0, quantisation.swap)

@@ -12,6 +12,9 @@ from accel_kernels import Norm, QuantisedRows, fp8_linear, int8_linear, quantise
 from accel_kernels.projection import MOST_ROWS
 
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCALE, COLUMNS = "input_scale", "input_columns"
+# What calibration fixes for them, and the buffer of a `QuantisedLinear` where it is.
+FIXED = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
 
 
@@ -21,8 +24,8 @@ def kind_of(activations: str) -> str:
 
 
 def is_static(activations: str | None) -> bool:
-    """Whether the scale of the inputs is one that calibration fixed."""
-    return activations is not None and activations.endswith("-static")
+    """Whether calibration fixed something for it: one scale of all inputs, or which columns are outliers."""
+    return activations in FIXED
 
 
 def many(x: torch.Tensor) -> bool:
@@ -39,13 +42,17 @@ class RowProducts:
     fp8_linear: Callable = fp8_linear
 
     def rounded(
-        self, x: torch.Tensor, activations: str, norm: Norm | None = None, scale: torch.Tensor | None = None
+        self, x: torch.Tensor, activations: str, norm: Norm | None = None, fixed: torch.Tensor | None = None
     ) -> QuantisedRows:
-        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. scale: see `quantise_rows`."""
+        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names."""
         given = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD
-        return self.quantise_rows(x.contiguous(), **given, scale=scale)
+        elif FIXED.get(activations) == SCALE:
+            given["scale"] = fixed
+        elif FIXED.get(activations) == COLUMNS and fixed.numel():
+            given["outliers"] = fixed
+        return self.quantise_rows(x.contiguous(), **given)
 
     def product(self, activations: str) -> Callable:
         """The operation that takes such rows, and a `Quantised` weight of the same kind."""

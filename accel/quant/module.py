@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import Quantised, quantised_projection
 from torch import nn
 
-from accel.quant.activations import KERNELS, REFERENCES, RowProducts, is_static, many
+from accel.quant.activations import COLUMNS, FIXED, KERNELS, REFERENCES, SCALE, RowProducts, many
 from accel.quant.scheme import Scheme
 from accel.quant.weight import Reading
 
@@ -20,8 +20,8 @@ class QuantisedLinear(nn.Linear):
     state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantised, changed by
     `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
     stands for holds its weight (in, out). Where the scheme says so, inputs of many rows are rounded to 8 bits, without
-    gradients alone; `products` are the operations that do it. input_scale: (1,) float32, what calibration fixed for
-    them, another buffer; None where it did not.
+    gradients alone; `products` are the operations that do it. What calibration fixed for them are buffers too, or None:
+    input_scale (1,) float32, and input_columns, int64, those that are never rounded.
     """
 
     def __init__(
@@ -32,13 +32,15 @@ class QuantisedLinear(nn.Linear):
         scheme: Scheme,
         turned: bool = False,
         input_scale: torch.Tensor | None = None,
+        input_columns: torch.Tensor | None = None,
     ):
         nn.Module.__init__(self)
         self.out_features, self.in_features = quantised.shape
         self.number = quantised.data.dtype
         for name, tensor in zip(quantised._fields, (_stored(quantised.data), *quantised[1:]), strict=True):
             self.register_buffer(name, tensor)
-        self.register_buffer("input_scale", input_scale)
+        self.register_buffer(SCALE, input_scale)
+        self.register_buffer(COLUMNS, input_columns)
         self._fix()
         self.register_parameter("bias", bias)
         self.dtype, self.scheme, self.turned = dtype, scheme, turned
@@ -55,15 +57,15 @@ class QuantisedLinear(nn.Linear):
         return self.activations if many(x) else None
 
     @property
-    def rounding(self) -> tuple[str | None, float | None]:
-        """Equal for linears that can have one input rounded once: how, and by which fixed scale."""
-        activations = self.activations
-        return activations, self.fixed if is_static(activations) else None
+    def rounding(self) -> tuple[str | None, tuple | None]:
+        """Equal for linears that can have one input rounded once: how, and by which fixed scale or columns."""
+        return self.activations, self.values.get(FIXED.get(self.activations))
 
     @property
-    def static_scale(self) -> torch.Tensor | None:
-        """That of all rows, where they are not rounded by scales of their own."""
-        return self.input_scale if is_static(self.activations) else None
+    def fixed(self) -> torch.Tensor | None:
+        """What calibration fixed for the way in which rows are rounded now."""
+        name = FIXED.get(self.activations)
+        return None if name is None else self._buffers[name]
 
     @property
     def quantised(self) -> Quantised:
@@ -90,7 +92,7 @@ class QuantisedLinear(nn.Linear):
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
         if not plain and (kind := self.rounds(input)) is not None:
             products: RowProducts = REFERENCES if self.exact else self.products
-            rows = products.rounded(input, kind, scale=self.static_scale)
+            rows = products.rounded(input, kind, fixed=self.fixed)
             return products.product(kind)(rows, self.quantised, self.bias)
         if self.exact or plain:
             return F.linear(input, self.quantised.dequantised(input.dtype), self.bias)
@@ -98,8 +100,8 @@ class QuantisedLinear(nn.Linear):
 
     def _fix(self) -> None:
         # Read once: asking the device in every call would wait for it.
-        scale = self.input_scale
-        self.fixed: float | None = None if scale is None or scale.is_meta else scale.item()
+        held = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
+        self.values = {name: tuple(t.tolist()) for name, t in held.items() if t is not None and not t.is_meta}
 
     def _load_from_state_dict(self, *args) -> None:
         super()._load_from_state_dict(*args)
@@ -118,8 +120,9 @@ class QuantisedLinear(nn.Linear):
         return super()._apply(moved, recurse)
 
     def extra_repr(self) -> str:
-        fixed = "" if self.fixed is None else f", input_scale={self.fixed:.3g}"
-        return f"{super().extra_repr()}, {self.scheme}{fixed}"
+        scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
+        columns = f", {COLUMNS}={list(self.values[COLUMNS])}" if COLUMNS in self.values else ""
+        return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
 
 
 def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:

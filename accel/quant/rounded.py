@@ -15,7 +15,7 @@ from accel_kernels.quantise_rows import LEAST_PEAK, MOST
 from torch import nn
 
 from accel.quality import Quality, relative_rms
-from accel.quant.activations import KERNELS, REFERENCES, THRESHOLD, RowProducts
+from accel.quant.activations import FIXED, KERNELS, REFERENCES, THRESHOLD, RowProducts
 from accel.quant.module import setting
 
 # Times torch's own error: rounded once from float32, or after torch's float8 product, after the gate and at the end.
@@ -32,10 +32,11 @@ class Judged(RowProducts):
     products: list[tuple[float, float]] = field(default_factory=list)
 
     def rounded(
-        self, x: torch.Tensor, activations: str, norm: Norm | None = None, scale: torch.Tensor | None = None
+        self, x: torch.Tensor, activations: str, norm: Norm | None = None, fixed: torch.Tensor | None = None
     ) -> QuantisedRows:
-        rows = KERNELS.rounded(x, activations, norm, scale)
-        self.rows.append(_rounding(rows, x.double() if norm is None else norms.reference(x.double(), norm), scale))
+        rows = KERNELS.rounded(x, activations, norm, fixed)
+        h = x.double() if norm is None else norms.reference(x.double(), norm)
+        self.rows.append(_rounding(rows, h, **{} if fixed is None else {FIXED[activations]: fixed}))
         return rows
 
     def product(self, activations: str) -> Callable:
@@ -54,11 +55,17 @@ class Judged(RowProducts):
         return judged
 
 
-def _rounding(rows: QuantisedRows, h: torch.Tensor, scale: torch.Tensor | None) -> tuple[float, float]:
+def _rounding(
+    rows: QuantisedRows,
+    h: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    input_columns: torch.Tensor | None = None,
+) -> tuple[float, float]:
     """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded.
 
-    scale: that was given; what is beyond it is to be its largest number.
+    input_scale: that was given; what is beyond it is to be its largest number. input_columns: the outliers to be.
     """
+    scale = input_scale
     scales, numbers, most = rows.scales.double(), rows.data.double(), MOST[rows.data.dtype]
     meant = h.isfinite().all(-1, keepdim=True)
     if bool((scales.isfinite() != meant).any()):
@@ -75,9 +82,15 @@ def _rounding(rows: QuantisedRows, h: torch.Tensor, scale: torch.Tensor | None) 
         taken, columns = rows.taken(torch.float64)
         values = values.index_add(-1, columns, taken.masked_fill(~meant, 0))
         own = torch.zeros_like(h, dtype=torch.bool).index_fill(-1, columns[: int(rows.count)], True)
-        allowed = torch.where(own, h.abs() * torch.finfo(rows.dtype).eps + 1e-30, allowed)
-        if bool((h.abs().masked_fill(own, 0) > THRESHOLD * (1 + NEARLY)).any()):
+        allowed = torch.where(own, h.abs() * max(torch.finfo(rows.dtype).eps, FLOOR) + 1e-30, allowed)
+        if input_columns is None:
+            overlooked = (h.abs().masked_fill(own, 0) > THRESHOLD * (1 + NEARLY)).any()
+        else:
+            overlooked = own[..., input_columns].logical_not().any() or int(rows.count) != len(input_columns)
+        if bool(overlooked):
             return math.inf, math.inf
+    elif input_columns is not None and input_columns.numel():
+        return math.inf, math.inf
     # A scale larger than need be would pass the rest.
     full = (numbers.abs().amax(-1, keepdim=True) == most) | (scales * most <= 2 * LEAST_PEAK)
     if scale is not None:

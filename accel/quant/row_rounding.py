@@ -7,6 +7,7 @@ from torch import nn
 
 from accel.options import Options
 from accel.patch import PatchConflict
+from accel.quant.activations import COLUMNS, FIXED, SCALE
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 
@@ -37,7 +38,7 @@ class Rounding:
         for path, module in model.named_modules():
             if type(module) is not QuantisedLinear or module in left:
                 continue
-            calibrated = module.input_scale is not None
+            calibrated = FIXED.get(self.options.activations) in module.values
             wanted = refuses(module) or module.scheme.rounding(self.options.activations, calibrated)
             if isinstance(wanted, str):
                 if self.options.strict:
@@ -75,8 +76,14 @@ def rounding(model: nn.Module) -> list[QuantisedLinear]:
     return [module for module in model.modules() if type(module) is QuantisedLinear and module.activations is not None]
 
 
-def fixed_scales(model: nn.Module) -> str | None:
-    """What there is to tell of the linears that round rows by fixed scales; None where there are none."""
-    scales = [module.rounding[1] for module in rounding(model)]
-    found = sorted(scale for scale in scales if scale is not None)
-    return f"{len(found)} linear layers round by fixed scales, {found[0]:.3g} to {found[-1]:.3g}" if found else None
+def fixed(model: nn.Module) -> list[str]:
+    """What there is to tell of the linears that round rows by what calibration fixed."""
+    found = [(FIXED.get(module.activations), module.rounding[1]) for module in rounding(model)]
+    scales = sorted(values[0] for name, values in found if name == SCALE)
+    counts = sorted(len(values) for name, values in found if name == COLUMNS)
+    told = []
+    if scales:
+        told.append(f"{len(scales)} linear layers round by fixed scales, {scales[0]:.3g} to {scales[-1]:.3g}")
+    if counts:
+        told.append(f"{len(counts)} linear layers keep fixed columns in 16 bits, {counts[0]} to {counts[-1]} each")
+    return told

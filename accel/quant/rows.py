@@ -28,6 +28,6 @@ class Rows:
         """As this linear has them; once for all that have them alike."""
         if linear.rounding not in self._rounded:
             self._rounded[linear.rounding] = linear.products.rounded(
-                self.x, linear.activations, self.norm, linear.static_scale
+                self.x, linear.activations, self.norm, linear.fixed
             )
         return self._rounded[linear.rounding]

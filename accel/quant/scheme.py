@@ -6,7 +6,7 @@ import torch
 from accel_kernels.projection import MOST_ROWS
 from accel_kernels.quantised import PER_WORD
 
-from accel.quant.activations import is_static, kind_of
+from accel.quant.activations import FIXED, is_static, kind_of
 
 GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
 
@@ -57,12 +57,14 @@ class Scheme:
         return f"{columns} inputs, not a multiple of {unit}" if columns % unit else None
 
     def rounding(self, activations: str, calibrated: bool = False) -> "Scheme | str":
-        """The same with activations rounded so, or why they cannot be. calibrated: a scale of the inputs is fixed."""
+        """The same with activations rounded so, or why they cannot be. calibrated: what they need is fixed."""
         kind = kind_of(activations)
         if (self.number, self.group, self.symmetric) != (kind, None, True):
             return f"activations={activations!r} needs a weight of {Scheme(kind)}; it is {self}"
         if is_static(activations) and not calibrated:
-            return f"activations={activations!r} needs a scale of the inputs that calibration fixed, and it has none"
+            return (
+                f"activations={activations!r} needs what calibration fixes (its {FIXED[activations]}), and it has none"
+            )
         return replace(self, activations=activations)
 
     def __str__(self) -> str:

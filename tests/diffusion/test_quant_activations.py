@@ -127,9 +127,9 @@ class Counting(RowProducts):
         object.__setattr__(self, "rows", [])
         object.__setattr__(self, "given", [])
 
-    def rounded(self, x, activations, norm=None, scale=None):
+    def rounded(self, x, activations, norm=None, fixed=None):
         self.rows.append((tuple(x.shape), norm is not None))
-        return super().rounded(x, activations, norm, scale)
+        return super().rounded(x, activations, norm, fixed)
 
     def product(self, activations):
         def counted(x, weight, bias, **after):

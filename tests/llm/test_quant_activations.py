@@ -183,9 +183,9 @@ class Counting(RowProducts):
         super().__init__()
         object.__setattr__(self, "calls", [])
 
-    def rounded(self, x, activations, norm=None, scale=None):
+    def rounded(self, x, activations, norm=None, fixed=None):
         self.calls.append((tuple(x.shape), norm is not None))
-        return super().rounded(x, activations, norm, scale)
+        return super().rounded(x, activations, norm, fixed)
 
 
 @torch.no_grad()

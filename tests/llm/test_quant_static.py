@@ -109,9 +109,9 @@ class Counting(RowProducts):
         super().__init__()
         object.__setattr__(self, "calls", [])
 
-    def rounded(self, x, activations, norm=None, scale=None):
-        self.calls.append((tuple(x.shape), norm is not None, scale is not None))
-        return super().rounded(x, activations, norm, scale)
+    def rounded(self, x, activations, norm=None, fixed=None):
+        self.calls.append((tuple(x.shape), norm is not None, fixed is not None))
+        return super().rounded(x, activations, norm, fixed)
 
 
 @torch.no_grad()
@@ -261,9 +261,9 @@ def test_without_calibration_it_is_an_error_that_says_what_to_call(options, tiny
         ValueError, match=r"accel.quantize\(model, 'int8', calibration=..., activations='int8-static'\)"
     ):
         accel.optimize(model, activations="int8-static", **options)
-    with pytest.raises(ValueError, match="fixed by calibration data: give calibration="):
+    with pytest.raises(ValueError, match="is fixed by calibration data: give calibration="):
         accel.quantize(model, "int8", activations="int8-static")
-    with pytest.raises(ValueError, match="'fp8', 'int8-static', 'fp8-static'"):
+    with pytest.raises(ValueError, match="'fp8', 'int8-static', 'int8-outliers-static', 'fp8-static'"):
         accel.quantize(model, "int8", DATA, activations="int4-static")
     tiny.assert_same_state(before, tiny.snapshot(model))
 
@@ -271,7 +271,7 @@ def test_without_calibration_it_is_an_error_that_says_what_to_call(options, tiny
 @torch.no_grad()
 def test_quantised_without_a_scale_it_is_an_error_too():
     model = accel.quantize(make("llama"), "int8")
-    with pytest.raises(ValueError, match="no linear layer of the model holds a scale of its inputs"):
+    with pytest.raises(ValueError, match="no linear layer of the model holds what it needs"):
         accel.optimize(model, activations="int8-static")
     assert {module.activations for module in held_by(model)} == {None}
 
@@ -302,3 +302,101 @@ def test_a_linear_rounds_many_rows_and_its_scale_goes_with_it(kind):
     x[9, 3, 0] = torch.nan
     y = module(x)
     assert y[9, 3].isnan().all() and y.isnan().sum() == 32
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = {"method": "rtn", "activations": "int8-outliers-static"}
+
+
+def planted(dtype=torch.float32):
+    """One channel behind every norm is larger by 30, the weights that read it smaller."""
+    model = make("llama-biases", dtype)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, readers in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                norm.weight[5] *= 30.0
+                for reader in readers:
+                    reader.weight[:, 5] /= 30.0
+    return model
+
+
+def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """x in float64, rounded by token but for these columns, by definition; up to 64 rows as they are."""
+    if x.shape[:-1].numel() <= 64:
+        return x
+    rest = x.index_fill(-1, columns, 0)
+    steps = rest.abs().amax(-1, keepdim=True) / 127
+    return (rest / steps).round() * steps + (x - rest)
+
+
+@torch.no_grad()
+def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(double):
+    stock = planted(torch.float64)
+    model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **COLUMNS)
+    twin = oracle_of_columns(stock, model)
+    first = model.model.layers[0]
+    for module in (first.self_attn.q_proj, first.self_attn.v_proj, first.mlp.gate_proj):
+        assert 5 in module.input_columns.tolist() and module.input_columns.dtype == torch.int64
+    assert first.self_attn.q_proj.rounding == first.self_attn.k_proj.rounding
+    assert min(len(module.input_columns) for module in held_by(model)) == 0
+    accel.optimize(model)
+    counting = Counting()
+    for module in held_by(model):
+        module.products = counting
+    double()
+    for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
+        assert off(model(ids).logits, twin(ids).logits) < 1e-9
+    assert len(counting.calls) == 2 * 8 and all(fixed for *_, fixed in counting.calls)
+
+
+def oracle_of_columns(stock, ours):
+    twin = copy.deepcopy(stock)
+    for path, module in ours.named_modules():
+        if type(module) is QuantisedLinear:
+            theirs, columns = twin.get_submodule(path), module.input_columns
+            theirs.weight.data = module.quantised.numbers().double() * module.quantised.scales.double()
+            theirs.register_forward_pre_hook(lambda _, args, columns=columns: (without(args[0], columns), *args[1:]))
+    return twin
+
+
+@torch.no_grad()
+def test_columns_are_verified_told_of_and_not_saved(tmp_path):
+    model, ids = accel.quantize(planted(), "int8", DATA, **COLUMNS), prompt(1, 80)
+    other = accel.quantize(planted(), "int8", DATA, **COLUMNS)
+    other.load_state_dict(model.state_dict())
+    wanted = model(ids).logits
+    assert torch.equal(other(ids).logits, wanted)
+    loss = off(wanted, planted()(ids).logits)
+    dynamic = accel.quantize(planted(), "int8", DATA, method="rtn", activations="int8")
+    assert loss < 0.5 * off(dynamic(ids).logits, planted()(ids).logits)
+    accel.optimize(model)
+    quality = accel.verify(model, input_ids=ids)
+    assert quality.passed and quality.lossy == "activations='int8-outliers-static'"
+    (told,) = [reason for path, rule, _, reason in accel.report(model).sites if rule == "activations" and not path]
+    assert told.startswith("14 linear layers keep fixed columns in 16 bits, 0 to ")
+    with pytest.warns(UserWarning, match="fixed in the inputs of 14 linear layers are not saved"):
+        model.save_pretrained(tmp_path)
+    loaded = accel.load(tmp_path)
+    assert {module.activations for module in held_by(loaded)} == {None}
+    with pytest.raises(ValueError, match=r"holds what it needs; its columns of inputs are fixed by calibration: accel"):
+        accel.optimize(loaded, activations="int8-outliers-static")
+
+
+class Overlooking(RowProducts):
+    """Columns are forgotten."""
+
+    def rounded(self, x, activations, norm=None, fixed=None):
+        return super().rounded(x, "int8", norm)
+
+
+@torch.no_grad()
+def test_columns_that_are_forgotten_do_not_pass(monkeypatch):
+    model = accel.optimize(accel.quantize(planted(), "int8", DATA, **COLUMNS))
+    monkeypatch.setattr("accel.quant.rounded.KERNELS", Overlooking())
+    assert not accel.verify(model, input_ids=prompt(1, 80)).passed

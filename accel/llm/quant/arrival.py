@@ -7,6 +7,7 @@ from accel.llm.quant.arrived import Arrived, CompressedTensors, of_package
 from accel.llm.quant.compressed import scheme_of
 from accel.llm.quant.foreign import Awq, Bitsandbytes8, Gptq
 from accel.llm.quant.saving import guard
+from accel.quant.activations import FIXED, SCALE
 from accel.quant.module import QuantisedLinear
 from accel.quant.scheme import Scheme
 from accel.quant.swap import Swap, exchange
@@ -58,7 +59,8 @@ class Arrival(Swap):
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
         scheme = scheme_of(quantised)
         exact = self.activations is None or arrived.module in self.head
-        rounding = scheme if exact else scheme.rounding(self.activations, arrived.input_scale is not None)
+        fixed = arrived.input_scale is not None and FIXED.get(self.activations) == SCALE
+        rounding = scheme if exact else scheme.rounding(self.activations, fixed)
         return scheme if isinstance(rounding, str) else rounding
 
     def _take_hooks(self) -> None:

@@ -18,7 +18,7 @@ from accel.llm.quant.matrices import matrix, put
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.understanding import NotUnderstood
 from accel.patch import set_data
-from accel.quant.activations import is_static
+from accel.quant.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
 from accel.quant.scheme import Scheme
 from accel.structure import meta_weights, stock_method
 
@@ -29,7 +29,7 @@ FOLDING = ("awq", "smoothquant")
 class LayerResult(NamedTuple):
     """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that are not what
     they were, by full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full
-    path of each linear the scale of its inputs, (1,) float32, where the scheme wants one.
+    path of each linear what is fixed of its inputs, where the scheme wants it, see `FIXED`.
     """
 
     path: str
@@ -61,7 +61,7 @@ def quantise_layers(
     done, so that later layers see the rounding of earlier ones. batches: arguments of its forward, such as input_ids
     and attention_mask (rows, tokens), what the mask leaves out being left out; may be empty for "rtn" only. method:
     "rtn" (to nearest), "gptq", "awq" or "smoothquant", see there. scheme: with activations where the batches are to fix
-    scales of inputs. known: results to be applied and not computed again. The same arguments give the same results.
+    something for them. known: results to be applied and not computed again. The same arguments give the same results.
 
     Raises ValueError for an unknown method, for arguments that do not fit each other or the model, and for NaN or Inf
     on the way, naming the layer.
@@ -121,7 +121,7 @@ def _layers(
         if name in known:
             result = known[name]
             apply(model, result)
-            scales = result.inputs if is_static(scheme.activations) else None
+            scales = result.inputs if FIXED.get(scheme.activations) == SCALE else None
             after = list(outputs(layer, calls, own if method == "smoothquant" else {}, scales))
         else:
             work = LayerWork(layer, scheme, own, calls)
@@ -149,16 +149,18 @@ def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[Group])
 
 
 def _fix_inputs(work: LayerWork) -> None:
-    """One scale for all inputs of a linear: the largest in size becomes the largest number."""
+    """One scale for all inputs of a linear: the largest in size becomes the largest number. Or its outlier columns."""
     sizes = {path: smooth.LargestSize() for path in work.linears}
     work.observe(sizes)
     for path, size in sizes.items():
-        if size.largest is not None:
+        if size.largest is not None and FIXED[work.scheme.activations] == COLUMNS:
+            work.fixed[path] = (size.largest > THRESHOLD).nonzero().view(-1)
+        elif size.largest is not None:
             # As a file holds it, and whoever else reads that.
             scale = (size.largest.max() / work.scheme.range[1]).to(work.linears[path].weight.dtype).float()
             if bool(scale > 0):
-                work.scales[path] = scale.view(1)
-        if path not in work.scales:
+                work.fixed[path] = scale.view(1)
+        if path not in work.fixed:
             work.notes.append(f"{path}: inputs keep their dtype, no token of the calibration has any but 0 there")
 
 
@@ -166,7 +168,7 @@ def _result(name: str, work: LayerWork, after: list[Tensor]) -> CalibratedLayer:
     own = {f"{path}.weight" for path in work.quantised}
     changed = {path: tensor.detach().clone() for path, tensor in work.changed.items() if path not in own}
     quantised = {path: work.quantised[path] for path in work.linears}
-    result = CalibratedLayer(name, quantised, changed, work.scales)
+    result = CalibratedLayer(name, quantised, changed, work.fixed)
     result.notes = tuple(work.notes)
     if after:
         noise, signal = work.error(after), work.signal()

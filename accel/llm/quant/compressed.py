@@ -14,13 +14,12 @@ from collections.abc import Collection, Mapping
 import torch
 from accel_kernels.quantised import PER_WORD, Quantised, pack, unpack
 
-from accel.quant.activations import is_static
+from accel.quant.activations import FIXED, SCALE
 from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
 PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-INPUT_SCALE = "input_scale"  # (1,), of all inputs of a linear
 WORD = 32
 PATTERN = "re:"  # in front of a regular expression among paths
 BYTES = (torch.int8, torch.float8_e4m3fn)
@@ -187,7 +186,7 @@ def rounding_of(found: Mapping) -> str | None:
 
 def input_scale(held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
     """(1,) float32. Raises ValueError where there is none, or no number above 0."""
-    scale = _held(held, INPUT_SCALE)
+    scale = _held(held, SCALE)
     if scale.numel() != 1 or not scale.is_floating_point():
         raise ValueError(f"scales of inputs {tuple(scale.shape)} of {scale.dtype}, not one")
     scale = scale.detach().to(torch.float32, copy=True).view(1)
@@ -204,7 +203,7 @@ def _meant(target: str, path: str) -> bool:
 
 def _rounded(scheme: Scheme) -> dict | None:
     """What is said of inputs; of those with columns in 16 bits nothing, which others could not do."""
-    static = is_static(scheme.activations)
+    static = FIXED.get(scheme.activations) == SCALE
     if not static and scheme.activations not in ("int8", "fp8"):
         return None
     kind, strategy = "float" if scheme.number == "fp8" else "int", "tensor" if static else "token"

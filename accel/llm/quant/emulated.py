@@ -20,7 +20,7 @@ def rounded_by_tensor(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """The same by one scale, (1,) float32; without one by that of the largest value in x."""
     if scale is None:
         scale = (x.float().abs().max() / MOST[torch.int8]).clamp_min(LEAST_PEAK).view(1)
-    return KERNELS.rounded(x, "int8-static", scale=scale).dequantised(x.dtype)
+    return KERNELS.rounded(x, "int8-static", fixed=scale).dequantised(x.dtype)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from accel.llm.quant.folding import Group
 from accel.llm.quant.layer_inputs import Call, first
 from accel.llm.quant.matrices import matrix, put
 from accel.llm.recorder import resting
-from accel.quant.activations import is_static
+from accel.quant.activations import FIXED, SCALE
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
 
@@ -21,7 +21,7 @@ class LayerWork:
     """linears: those to be quantised, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs.
 
     emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantised,
-    changed and scales, those of inputs, are what is found, by full path; notes: what there is to say of it. Raises
+    changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
     ValueError for NaN or Inf among the weights.
     """
 
@@ -30,7 +30,7 @@ class LayerWork:
         self.emulated = False
         self.quantised: dict[str, Quantised] = {}
         self.changed: dict[str, nn.Parameter] = {}
-        self.scales: dict[str, Tensor] = {}
+        self.fixed: dict[str, Tensor] = {}
         self.notes: list[str] = []
         for path, module in linears.items():
             if not bool(module.weight.isfinite().all()):
@@ -117,7 +117,8 @@ class LayerWork:
 
     def _outputs(self) -> Iterator[Tensor]:
         rounding = self.linears if self.emulated else {}
-        return outputs(self.layer, self.calls, rounding, self.scales if is_static(self.scheme.activations) else None)
+        by_tensor = FIXED.get(self.scheme.activations) == SCALE
+        return outputs(self.layer, self.calls, rounding, self.fixed if by_tensor else None)
 
     def keep(self, path: str, quantised: Quantised) -> None:
         """A linear's weight is this from now on."""

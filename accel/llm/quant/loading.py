@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from accel.llm.quant import compressed
 from accel.llm.quant.linears import head_path
 from accel.llm.quant.saving import SAVE, Saving, untie
-from accel.quant.activations import is_static
+from accel.quant.activations import SCALE, is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import exchange
 
@@ -65,13 +65,13 @@ def _linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
                 names = set(opened.keys())
                 for name in sorted(names):
                     path, _, part = name.rpartition(".")
-                    if part in (*compressed.NAMES, compressed.INPUT_SCALE):
+                    if part in (*compressed.NAMES, SCALE):
                         linears.setdefault(path, {})[part] = _described(opened, name, part)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}") from None
         if lacking := expected - names:
             raise ValueError(f"{file} lacks {min(lacking)}, which the index says it holds")
-    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", compressed.INPUT_SCALE}}
+    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
 def _described(opened, name: str, part: str) -> torch.Tensor:

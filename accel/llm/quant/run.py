@@ -21,7 +21,7 @@ from accel.llm.understanding import NotUnderstood
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.patch import set_data
 from accel.plan import PLAN
-from accel.quant.activations import is_static
+from accel.quant.activations import FIXED, is_static
 from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 from accel.quant.quantisation import record
@@ -184,8 +184,7 @@ def _activations(activations: object, scheme: str, method: str, calibration: obj
     check_activations(activations, scheme)
     if is_static(activations) and calibration is None:
         raise ValueError(
-            f"activations={activations!r}: scales of inputs are fixed by calibration data: give calibration=, texts or "
-            "batches"
+            f"activations={activations!r} is fixed by calibration data: give calibration=, texts or batches"
         )
     return activations
 
@@ -239,13 +238,16 @@ def _put(
             exact = exact.t() if turned else exact
             # Against a weight that others changed with, the ratio would mean nothing.
             ratio = None if result.changed else sqnr_db(exact, _on(quantised, exact.device))
-            scale = result.inputs.get(where)
-            if is_static(scheme.activations) and scale is None:
-                scheme = replace(scheme, activations=None)
+            fixed = {}
+            if is_static(scheme.activations):
+                if where in result.inputs:
+                    fixed[FIXED[scheme.activations]] = result.inputs[where].to(weight.device)
+                else:
+                    scheme = replace(scheme, activations=None)
             row = record(where, scheme, weight, quantised, tied.get(id(module.weight)), ratio, False)
-            rows.append(row | ({} if scale is None else {"input_scale": scale.item()}))
-            held, scale = _on(quantised, weight.device), None if scale is None else scale.to(weight.device)
-            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned, scale)))
+            rows.append(row | {name: tensor.tolist() for name, tensor in fixed.items()})
+            held = _on(quantised, weight.device)
+            pairs.append((module, QuantisedLinear(held, module.bias, weight.dtype, scheme, turned, **fixed)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
         exchange(model, pairs)

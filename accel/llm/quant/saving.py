@@ -10,14 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
 from accel.patch import Patch
-from accel.quant.activations import is_static
+from accel.quant.activations import COLUMNS, FIXED, SCALE
 from accel.quant.linears import BASE
 from accel.quant.module import QuantisedLinear
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
-PARTS = ("data", "scales", "zeros", "input_scale")
+PARTS = ("data", "scales", "zeros", SCALE, COLUMNS)
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
 
@@ -83,10 +83,10 @@ def _held(model: nn.Module, names: dict) -> dict[str, QuantisedLinear]:
 
 def _written(names: dict, held: dict[str, QuantisedLinear], heads: set[str]) -> tuple[dict[str, torch.Tensor], dict]:
     """What the file is to hold, and the scheme of each linear that stays quantised in it."""
-    written, schemes, whole, seen = dict(names), {}, {}, set()
+    written, schemes, whole, seen, unsaid = dict(names), {}, {}, set(), 0
     shifted = {module.scheme for module in held.values() if not (module.turned or module.scheme.symmetric)}
     for path, module in held.items():
-        data, scales, zeros, inputs = (written.pop(f"{path}.{name}", None) for name in PARTS)
+        data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
         quantised = module.read(data, scales, zeros)
         if module.turned:
             whole.setdefault(TURNED, []).append(path)
@@ -97,12 +97,21 @@ def _written(names: dict, held: dict[str, QuantisedLinear], heads: set[str]) -> 
         else:
             schemes[path] = module.scheme
             found = compressed.parts(quantised, compressed.format_of(module.scheme))
-            if is_static(module.scheme.activations):
-                found[compressed.INPUT_SCALE] = inputs.to(module.dtype)
+            fixed = FIXED.get(module.scheme.activations)
+            if fixed == SCALE:
+                found[SCALE] = inputs.to(module.dtype)
+            elif fixed == COLUMNS:
+                unsaid += columns is not None
         if id(module) in seen:  # the same layer in two places, of which stock's has two
             found = {name: tensor.clone() for name, tensor in found.items()}
         seen.add(id(module))
         written.update({f"{path}.{name}": tensor for name, tensor in found.items()})
+    if unsaid:
+        warnings.warn(
+            f"columns that calibration fixed in the inputs of {unsaid} linear layers are not saved, nor that these are "
+            "rounded: no file of compressed-tensors says such a thing",
+            stacklevel=4,
+        )
     for reason, paths in whole.items():
         warnings.warn(
             f"{len(paths)} linear layers, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: "
