@@ -184,6 +184,11 @@ def test_the_report_tells_which_linears_round(unet):
         ({"activations": "int8"}, torch.float32, "and the UNet2DConditionModel holds none: give weights='int8' too"),
         ({"weights": "int8-asym", "activations": "int8"}, torch.float32, "needs weights='int8', not 'int8-asym'"),
         (
+            {"activations": "fp8-static"},
+            torch.float32,
+            "for causal language models; a UNet2DConditionModel takes 'fp8'",
+        ),
+        (
             {"weights": "fp8", "activations": "fp8"},
             torch.float16,
             "is in float16; load it in bfloat16, or",
