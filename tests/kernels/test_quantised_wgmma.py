@@ -14,7 +14,14 @@ pytest.importorskip("triton")
 from accel_kernels import Norm, Quantised  # noqa: E402
 from accel_kernels.norm import reference  # noqa: E402
 from accel_kernels.quantised_projection import FP8, INT4, INT8, quantise, quantised_projection  # noqa: E402
-from accel_kernels.triton_kernels import arranged, fragments, quantised_wgmma, warpgroup_factor, wide_tile  # noqa: E402
+from accel_kernels.triton_kernels import (  # noqa: E402
+    arranged,
+    fragments,
+    quantised_epilogue,
+    quantised_wgmma,
+    warpgroup_factor,
+    wide_tile,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
 
@@ -57,7 +64,8 @@ def device(format, neighbours, at_once):
     machine, middle = Gluon(at_once), 136 if format == "int4" else 0
     wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     names = rebuilt(
-        (fragments, warpgroup_factor, quantised_wgmma), gl=machine, mbarrier=machine, start_load=machine.start_load,
+        (fragments, warpgroup_factor, quantised_epilogue, quantised_wgmma), gl=machine, mbarrier=machine,
+        start_load=machine.start_load,
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=lambda: None, all_threads=lambda: None, middle=lambda *_: middle, _spread=spread,
         pairs=numbers_of(format, neighbours, middle), tl=SimpleNamespace(extra=SimpleNamespace(cuda=wait)),

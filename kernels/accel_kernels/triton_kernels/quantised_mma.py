@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.fragments import (
     column_sums,
@@ -29,6 +28,7 @@ from accel_kernels.triton_kernels.fragments import (
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.pairs import middle
 from accel_kernels.triton_kernels.projection import apply_norm, both_biases
+from accel_kernels.triton_kernels.quantised_epilogue import write
 
 
 @gluon.jit
@@ -175,24 +175,8 @@ def quantised_mma_kernel(
         mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
         rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
         y, other = y * rate, other * rate
-    row = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT)), 1)
-    out = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT)), 0)
-    if not SCALED:
-        y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        if GATE:
-            other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    if HAS_BIAS:
-        y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    y = activate(y, KIND)
-    if GATE:
-        if HAS_BIAS:
-            other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        y *= other
-    y *= scale
-    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
-    if RESIDUAL:
-        y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
-    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE, RESIDUAL,
+          KIND, OUT)  # fmt: skip
 
 
 class Tile(NamedTuple):

@@ -28,13 +28,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.op import multiprocessors
 from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.activations import activate
 from accel_kernels.triton_kernels.arranged import arranged, box_columns
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.int8_wgmma import all_threads, start_load
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.pairs import middle
 from accel_kernels.triton_kernels.projection import both_biases
+from accel_kernels.triton_kernels.quantised_epilogue import write
 from accel_kernels.triton_kernels.warpgroup_factor import (
     blocks,
     both,
@@ -77,34 +77,6 @@ def _scaled(acc, part, scaling, sums, MIDDLE: gl.constexpr, ABOVE: gl.constexpr,
     return acc + part * gl.expand_dims(scaling[0].to(gl.float32), 1)
 
 
-@gluon.jit
-def _write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED: gl.constexpr,
-           HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-           num_warps: gl.constexpr):  # fmt: skip
-    """Rows `first` and on of the weight, whose sums are y (rows, M), of its gate's `other`."""
-    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
-    y = gl.convert_layout(y, OUT)
-    row = gl.expand_dims(first + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, OUT)), 1)
-    out = gl.expand_dims(gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, OUT)), 0)
-    if not SCALED:
-        y *= gl.load(s_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    if HAS_BIAS:
-        y += gl.load(b_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-    y = activate(y, KIND)
-    if GATE:
-        other = gl.convert_layout(other, OUT)
-        if not SCALED:
-            other *= gl.load(us_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        if HAS_BIAS:
-            other += gl.load(c_ptr + row, mask=row < n, other=0.0).to(gl.float32)
-        y *= other
-    y *= scale
-    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
-    if RESIDUAL:
-        y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
-    gl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
 @gluon.jit(do_not_specialize=("m", "total", "share"))
 def quantised_wgmma_kernel(
     x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, sum_ptr, m,
@@ -128,6 +100,7 @@ def quantised_wgmma_kernel(
     READ: gl.constexpr = half_layout(num_warps, H, 8)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     OF_X: gl.constexpr = gl.SliceLayout(0, MMA)
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
     # A ring to each operand: of two loads into one the compiler makes the second wait for all warps.
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], w_desc.layout)
     us = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], u_desc.layout)
@@ -238,12 +211,13 @@ def quantised_wgmma_kernel(
                     acc += gl.load(part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, cache_modifier=".cg")
         if done:
             y, other = blocks(acc)
+            y, other = gl.convert_layout(y, OUT), gl.convert_layout(other, OUT)
             to = tile * TILE
-            _write(y, other, to, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
-                   RESIDUAL, KIND, num_warps)  # fmt: skip
+            write(y, other, to, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
+                  RESIDUAL, KIND, OUT)  # fmt: skip
             if not GATE:
-                _write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
-                       RESIDUAL, KIND, num_warps)  # fmt: skip
+                write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
+                      RESIDUAL, KIND, OUT)  # fmt: skip
 
 
 def refusal(x, weight, up) -> str | None:
