@@ -3,7 +3,7 @@
 python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS] [--wgmma] [--head]: every kernel against float32 first,
 then what the 129 products take for several numbers of rows beside bf16's, whose head all of them share. --head: heads
 of their own instead, in 8 bits, as of weights="int8-head". --sweep: other block shapes too. --wgmma: quantised_wgmma
-too, for more than 16 rows, in the tile that is fastest for each product.
+too, in the tile that is fastest for each product, and in one for all.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def checks(report: bool = True, by_hand: bool = False) -> list[dict]:
                     more |= {"up": given[1], "activation": "silu"}
                 x = rand(rows, k, dtype=dtype)
                 about = {"format": name, "dtype": str(dtype)[6:], "rows": rows, "part": part, "zeros": zeros}
-                tiles = wide_tiles(name, rows) if by_hand and rows > 16 else []
+                tiles = wide_tiles(name, rows) if by_hand else []
                 for tile in [None, *tiles]:
                     shape = {"shape": tile} if tile else {}
                     found.append(about | shape | error(quantised_projection, (x, given[0], None), more, **shape))

@@ -1,4 +1,4 @@
-"""A weight of fewer bits times one row to 64, its numbers from memory straight into the tensor cores' registers.
+"""A weight of fewer bits times two rows to 64, its numbers from memory straight into the tensor cores' registers.
 
 See `fragments`. Each warp takes a share of the columns and waits for no other: nothing passes through shared memory but
 the warps' sums.
