@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from accel_kernels.capture import capture
 
 import accel
 
@@ -225,6 +226,58 @@ def test_threads_on_streams_of_their_own_agree(pair, tiny):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_work_on_any_stream_of_torch_stays_out_of_a_capture():
+    """torch hands out 32 streams in turns, by default one of them for captures too."""
+    x = torch.randn(1000, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(32)]
+    graph, results, errors = torch.cuda.CUDAGraph(), [], []
+
+    def work():
+        try:
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(x + 1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    with capture(graph):
+        doubled = x * 2
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert errors == [] and len(results) == 32 and all(torch.equal(result, x + 1) for result in results)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(doubled, x * 2)
+
+
+def test_two_models_captured_at_once(tiny):
+    pairs = [(model, copy.deepcopy(model)) for model in (tiny.unet(sample_size=16).cuda().half() for _ in range(2))]
+    inputs = on_gpu(tiny.inputs(pairs[0][0], height=16, width=16))
+    wanted = [run(stock, inputs) for _, stock in pairs]
+    for model, _ in pairs:
+        accel.optimize(model, graphs=True)
+    start, errors = threading.Barrier(2), []
+
+    def work(model, result):
+        try:
+            start.wait()
+            for _ in range(3):
+                close(run(model, inputs), result)
+            assert len(graphs(model)) == 1, accel.report(model).graphs
+        except BaseException as error:
+            errors.append(error)
+
+    jobs = zip((model for model, _ in pairs), wanted, strict=True)
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
 
 
 def test_restore_gives_the_memory_back(pair, tiny):
