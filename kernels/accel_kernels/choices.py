@@ -57,7 +57,7 @@ class Choices:
 def milliseconds(run: Callable[[], object], repeats: int = 8) -> float:
     """Least time of a few runs inside a CUDA graph: launching costs the host more than a small kernel takes."""
     run()
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()  # not the device: that fails while another thread captures
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
         for _ in range(repeats):
