@@ -282,7 +282,7 @@ for format, rows, gate, group, zeros, dtype in (
     ("int8", 64, False, 0, False, "bf16"), ("int4", 32, True, 128, False, "bf16"), ("fp8", 32, False, 0, False, "fp16"),
     ("int4", 64, False, 32, True, "bf16"), ("int8", 32, True, 32, True, "bf16"),
 ):
-    tile = wide_tile.wide_tile(rows, 4096 * 14336, format, gate)
+    tile = wide_tile.wide_tile(rows, format, gate)
     kernel, types, constants, warps = quantised_wgmma.specimen(format, rows, gate, group, zeros, tile, dtype)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
@@ -291,11 +291,12 @@ for format, rows, gate, group, zeros, dtype in (
     assert compiled.metadata.shared <= 232448, format
     ptx = compiled.asm["ptx"]
     walk = ptx[ptx.index("mbarrier.try_wait"):ptx.rindex("wgmma.mma_async")]
+    each = tile.rows // 16 // warps  # blocks of 64 rows to a warpgroup
     # From the ring into registers by 16 bytes, and nothing back; the left factor is in registers.
-    assert re.findall("ld.shared[.a-z0-9]*", walk) == ["ld.shared.v4.b32"] * 4, format
+    assert re.findall("ld.shared[.a-z0-9]*", walk) == ["ld.shared.v4.b32"] * (4 * each), format
     assert "st.shared" not in walk and "stmatrix" not in walk and "shfl" not in walk, format
     products = re.findall(r"wgmma.mma_async[^;]*;", ptx)
-    assert len(products) == (16 if format == "int4" else 8), format
+    assert len(products) == each * (16 if format == "int4" else 8), format
     assert all(re.search(r"}, *{(%r[0-9]+, *){3}%r[0-9]+}, *%rd", one) for one in products), products[0]
     scaled = wide_tile.broad(4096, 4096 // group if group else 1, format, zeros, rows)
     assert walk.count("wgmma.wait_group.sync.aligned 1;") == (0 if scaled else 1), format

@@ -38,7 +38,7 @@ def quantised_projection(
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
     if isinstance(shape, WideTile) or (shape is None and by_warpgroups(x, weight, up, format)):
-        shape = shape or wide_tile(rows, n * k, format, gate)
+        shape = shape or wide_tile(rows, format, gate)
         quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, shape, y)
         return y
     if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
