@@ -12,12 +12,14 @@ from accel_kernels.projection import MOST_ROWS
 
 from accel.graphs import GraphRunner
 
-# Tokens of all rows. Launching a forward takes Python some 15 ms, in which a GPU reads 500 tokens of a model of 8
-# billion weights or several thousand of one of half a billion; a graph that gains nothing over that is not kept.
-MOST = 1024
+# Tokens of all rows. Launching a forward takes Python some 15 to 45 ms, in which a GPU reads 500 tokens of a model of 8
+# billion weights, 2000 where both factors have 8 bits, or several thousand of one of half a billion; a graph that gains
+# nothing over that is not kept, and longer ones are not tried.
+MOST = 4096
 # Tokens of all rows from one length to the next: what is computed in vain stays below 64 rows of each product, which
-# costs little more than the walk over its weights, and all lengths together are 18 graphs a number of rows.
-STEP = 64
+# costs little more than the walk over its weights; of more than FINE tokens, below 128. All lengths together are 50
+# graphs a number of rows.
+STEP, FINE = 64, 2048
 
 
 def room_for(rows: int, new: int) -> int | None:
@@ -25,7 +27,7 @@ def room_for(rows: int, new: int) -> int | None:
     if rows * new > MOST:
         return None
     most = MOST_ROWS // rows if rows * new <= MOST_ROWS else MOST  # of few rows products are others than of many
-    step = max(1, STEP >> (rows - 1).bit_length())
+    step = max(1, (STEP if rows * new <= FINE else 2 * STEP) >> (rows - 1).bit_length())
     for short in (step // 4, step // 2):
         if new <= short:
             return min(short, most)
@@ -50,6 +52,10 @@ class Prompts:
 
     def __init__(self, runner: GraphRunner):
         self.runner = runner
+        self.vain: tuple | None = None  # the model as it was, and how many tokens were too many for a graph to gain
+
+    def __getstate__(self):
+        return {"runner": self.runner, "vain": None}
 
     def room(self, module: torch.nn.Module, tokens: torch.Tensor, positions, keep: int) -> int | None:
         """The length to fill up to, or None for a prompt that is read as it is.
@@ -60,6 +66,10 @@ class Prompts:
             return None
         rows, new = tokens.shape[:2]
         room = room_for(rows, new)
+        if room is not None and self.vain is not None:
+            fingerprint, least = self.vain
+            if fingerprint is self.runner.fingerprint and rows * room >= least:
+                return None
         most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if room is None or not isinstance(most, int) or room <= most:
             return room
@@ -74,6 +84,11 @@ class Prompts:
 
         eager(tokens, positions, where, last): the prompt filled up; plain(): as it is, for where no graph is to be.
         """
+
+        def instead():
+            self.vain = self.runner.fingerprint, tokens.shape[0] * room
+            return plain()
+
         tokens, positions, last = filled(tokens, positions, room)
         variant = ("prompt", "mask") if masked else ("prompt",)
-        return self.runner(eager, (tokens, positions, where, last), {}, variant, instead=plain)
+        return self.runner(eager, (tokens, positions, where, last), {}, variant, instead=instead)

@@ -187,7 +187,7 @@ def test_generate_uses_them():
 
 
 def test_longer_prompts_and_all_logits_are_read_as_before():
-    ours, stock = new_pair("llama", max_position_embeddings=4096)
+    ours, stock = new_pair("llama", max_position_embeddings=2 * MOST)
     for _ in range(3):
         ids = prompt(1, MOST + 1).cuda()
         same(talk(ours, ids), talk(stock, ids), 4e-5)
@@ -301,7 +301,7 @@ def test_a_prompt_without_a_mask_never_waits():
 
 def test_memory_is_flat_and_holds_no_logits_of_the_filling():
     vocabulary = 50_000
-    ours, _ = new_pair("llama", torch.bfloat16, vocab_size=vocabulary, max_position_embeddings=2048)
+    ours, _ = new_pair("llama", torch.bfloat16, vocab_size=vocabulary, max_position_embeddings=MOST)
     for room in rooms():
         for _ in range(3):
             ours(prompt(1, room).cuda(), logits_to_keep=1)

@@ -15,7 +15,7 @@ import accel
 from accel.graphs import GraphPool, GraphRunner
 from accel.ledger import Ledger
 from accel.llm import prompt as short
-from accel.llm.prompt import MOST, STEP, Prompts, filled, room_for
+from accel.llm.prompt import FINE, MOST, STEP, Prompts, filled, room_for
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # Rotated, with a table of positions, with a window, with a softcap, with biases by distance, side by side, rotated by a
@@ -105,9 +105,10 @@ def talk(model, ids, mask=None, steps: int = 4, **given) -> dict:
 def test_few_lengths_and_little_filling(rows):
     rooms = [room_for(rows, new) for new in range(1, MOST // rows + 1)]
     assert all(room >= new for new, room in enumerate(rooms, 1))
-    assert all((room - new) * rows < STEP for new, room in enumerate(rooms, 1))
+    steps = (STEP if new * rows <= FINE else 2 * STEP for new in range(1, len(rooms) + 1))
+    assert all((room - new) * rows < step for (new, room), step in zip(enumerate(rooms, 1), steps, strict=True))
     assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST // STEP + 2
-    assert len(set(rooms)) <= 18 or rows & (rows - 1)
+    assert len(set(rooms)) <= 50 or rows & (rows - 1)
     assert room_for(rows, MOST // rows + 1) is None
 
 
@@ -121,6 +122,36 @@ def test_filled_with_what_is_there():
     tokens, at, _ = filled(wide, positions[:1], 6)
     assert torch.equal(tokens, torch.cat([wide, wide[:, -1:]], 1)) and at.tolist() == [[0, 0, 1, 2, 3, 3]]
     assert torch.equal(filled(ids, positions, 5)[0], ids)
+
+
+class Bound:
+    """Stands for a GraphRunner whose graphs gain nothing from 128 tokens on."""
+
+    def __init__(self):
+        self.fingerprint = object()
+
+    def __call__(self, eager, args, kwargs, variant, instead):
+        return instead() if args[0].shape[1] >= 128 else eager(*args)
+
+
+def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
+    prompts, model = Anywhere(Bound()), make("llama", max_position_embeddings=MOST)
+
+    def rooms(prompts):
+        given = [(torch.zeros(1, new, dtype=torch.long), torch.zeros(1, new)) for new in (9, 64, 120, 128, 700)]
+        return [prompts.room(model, *each, 1) for each in given]
+
+    def called(new):
+        tokens = torch.zeros(1, new, dtype=torch.long)
+        return prompts(lambda *args: "graph", lambda: "plain", tokens, tokens, None, room_for(1, new), False)
+
+    everything = [16, 64, 128, 128, 704]
+    assert called(60) == "graph" and rooms(prompts) == everything
+    assert called(700) == "plain" and rooms(prompts) == [16, 64, 128, 128, None]
+    assert called(120) == "plain" and rooms(prompts) == [16, 64, None, None, None]
+    assert rooms(copy.deepcopy(prompts)) == everything
+    prompts.runner.fingerprint = object()  # the model has changed
+    assert rooms(prompts) == everything
 
 
 def test_tables_of_positions_are_not_left():
