@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
 TRITON := triton>=3.6,<=3.9.0
+# Compiling torch's 1000 modules takes longer than running them: done while pip, on one core, installs the rest.
+TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu lint format bench plots clean
@@ -17,8 +19,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing what constraints.txt pins into $(VENV)"
 	@$(PIP) torch hatchling
-	@test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
-	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@$(TORCH_BYTECODE) & \
+	{ test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"; } \
+	&& $(PIP) --no-build-isolation --editable ".[dev]"; installed=$$?; wait; exit $$installed
 	@touch $@
 
 demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel-demo.png and tables
