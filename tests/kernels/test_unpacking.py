@@ -3,6 +3,7 @@
 Triton's interpreter takes plain arithmetic in its stead, so nothing else sees it without a GPU.
 """
 
+import os
 import re
 
 import numpy as np
@@ -169,12 +170,20 @@ def interpreted(text, constraints, args, dtype, is_pure, pack):
     )
 
 
-CASES = [case for case in quantised_projection.cases if case.small]
+# In either dtype, by turns among the cases of a format; ACCEL_TEST_EVERYTHING=1 runs each in both.
+FORMATS = [[case for case in quantised_projection.cases if case.small and case.name.startswith(format)]
+           for format in ("int8", "int4", "fp8")]  # fmt: skip
+CASES = [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+    for cases in FORMATS
+    for number, case in enumerate(cases)
+    for turn, dtype in enumerate((torch.float16, torch.bfloat16))
+    if number % 2 == turn or os.environ.get("ACCEL_TEST_EVERYTHING")
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case, dtype", CASES)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
     monkeypatch.setattr(kernels, "manner", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
