@@ -11,6 +11,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from typer.testing import CliRunner
 
+from accel.bench import ready
 from accel.bench.cases import CASES, select
 from accel.bench.configs import TINY_UNET
 from accel.cli import app
@@ -161,7 +162,18 @@ def test_without_names_every_real_case_or_the_tiny_one():
     assert [case.name for case in select(["sdxl", "sd15", "sdxl"], torch.device("cpu"))] == ["sdxl", "sd15"]
 
 
-def test_bench_tiny_writes_json(tmp_path):
+def test_bench_tiny_writes_json(tmp_path, monkeypatch):
+    """Of the three fresh processes one is started; what the others measure is measured here."""
+    started, fresh = [], ready.spawn
+
+    def spawn(module, arguments, caches):
+        started.append((arguments[-1], caches))
+        if len(started) == 1:
+            return fresh(module, arguments, caches)
+        case, device, dtype, variant = arguments
+        return ready.measure(ready.CASES[case], torch.device(device), getattr(torch, dtype), variant)
+
+    monkeypatch.setattr(ready, "spawn", spawn)
     result = accel("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "speed-up" in result.output
@@ -178,9 +190,11 @@ def test_bench_tiny_writes_json(tmp_path):
     assert 0 < figures["error"]["accel_vs_fp32"] <= 2 * figures["error"]["stock_vs_fp32"] < 1e-5
     assert figures["restored_bit_equal"] is True
     assert figures["peak_memory_mb"] == {"stock": None, "accel": None}
-    ready = figures["ready"]
-    assert min(ready["cold_s"], ready["warm_s"], ready["stock_first_call_s"], ready["in_process_s"]) > 0
-    assert min(ready["cold_lost_s"], ready["warm_lost_s"]) >= 0
+    took = figures["ready"]
+    assert min(took["cold_s"], took["warm_s"], took["stock_first_call_s"], took["in_process_s"]) > 0
+    assert min(took["cold_lost_s"], took["warm_lost_s"]) >= 0
+    assert [variant for variant, _ in started] == ["accel", "accel", "stock"]
+    assert len({caches for _, caches in started}) == 1
 
 
 def test_bench_with_quantised_weights(tmp_path):

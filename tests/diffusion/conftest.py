@@ -1,10 +1,12 @@
 """The pipeline that ships, and the reader of what it draws."""
 
 import copy
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 import accel
 
@@ -38,6 +40,23 @@ def digits():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def ten_digits(digits):
+    """ten_digits(pipe, steps): (10, 3, H, W), one of each, as tensors."""
+
+    def draw(pipe, steps: int = 20):
+        generators = [torch.Generator().manual_seed(seed) for seed in range(10)]
+        return pipe(digits.PROMPTS, generator=generators, num_inference_steps=steps, output_type="pt").images
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def stock_digits(loaded, ten_digits):
+    """What stock draws, by the number of steps."""
+    return functools.cache(lambda steps=20: ten_digits(copy.deepcopy(loaded), steps))
 
 
 @pytest.fixture

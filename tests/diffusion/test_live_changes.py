@@ -42,12 +42,18 @@ def restored(ours, stock, live, tiny, call):
 
 
 @pytest.fixture(params=["sd-left-so", "sd-taken-back", "sd-optimised-after", "sdxl"])
-def case(request, change):
+def case(request, change, live):
     """(pipeline, how it ends): the change stays, is taken back, or is there before optimize."""
     if change.cpu:
         pytest.skip(change.cpu)
     if request.param == "sd-taken-back" and change.reverse is None:
         pytest.skip("users cannot take it back either")
+    turn = live.CHANGES.index(change) % 2
+    all_ways = EVERYTHING or "lora" in change.name  # which goes into both text encoders of an SDXL
+    if request.param == "sd-optimised-after" and not all_ways and turn == 1:
+        pytest.skip("every second one is there before optimize")
+    if request.param == "sdxl" and not all_ways and change.reverse is None and turn == 0:
+        pytest.skip("it stays with the other family, and is there before optimize")
     if request.param == "sd-left-so" and change.reverse is not None and not EVERYTHING:
         pytest.skip("the other family's is left so, and this one's is taken back")
     family, _, end = request.param.partition("-")
@@ -60,22 +66,22 @@ def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_p
     pipe, end = case
     twin = copy.deepcopy(pipe)
     call = change.arguments_before()
-    plain = live.draw(twin, **call)
     if end != "optimised-after":
+        plain = live.draw(twin, **call)
         accel.optimize(pipe)
         same(live, live.draw(pipe, **call), plain)
     ours, stock = pipe, twin
     for number, step in enumerate(change.steps):
         ours, stock = (step(p, tmp_path) or q for p, q in ((pipe, ours), (twin, stock)))
         call = change.arguments(stock)
-        wanted = live.draw(stock, **call)
         if end != "optimised-after":
+            wanted = live.draw(stock, **call)
             same(live, live.draw(ours, **call), wanted, change.slack)
-        if number == 0 and change.shows:
-            assert np.abs(wanted - plain).max() > 10 * SAME
+            if number == 0 and change.shows:
+                assert np.abs(wanted - plain).max() > 10 * SAME
     if end == "optimised-after":
         accel.optimize(ours)
-        same(live, live.draw(ours, **call), wanted, change.slack)
+        same(live, live.draw(ours, **call), live.draw(stock, **call), change.slack)
     if end == "left-so" and change.graphs:
         graphs_would_last(ours, live, call)
     if end == "taken-back":

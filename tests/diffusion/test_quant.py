@@ -336,26 +336,20 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
 # -- a pipeline --------------------------------------------------------------------------------------------------------
 
 
-def drawn(pipe, digits):
-    generators = [torch.Generator().manual_seed(seed) for seed in range(10)]
-    return pipe(digits.PROMPTS, generator=generators, num_inference_steps=20, output_type="pt").images
-
-
 # docs/quantisation.md says so.
 @pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
-def test_digits_stay_the_same(pipe, digits, weights, told):
+def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
     from diffusers.image_processor import VaeImageProcessor
 
-    stock = drawn(pipe, digits)
     accel.optimize(pipe, weights=weights)
-    ours = drawn(pipe, digits)
-    psnr = float(-10 * (ours - stock).square().mean().log10())
+    ours = ten_digits(pipe)
+    psnr = float(-10 * (ours - stock_digits()).square().mean().log10())
     assert psnr == pytest.approx(told, abs=1.5)
     assert {row["path"].partition(".")[0] for row in accel.report(pipe).weights} == {"unet"}
     images = VaeImageProcessor.numpy_to_pil(ours.permute(0, 2, 3, 1).numpy())
     assert sum(a == b for a, b in zip(digits.read_digits(images), range(10), strict=True)) >= 9
     accel.restore(pipe)
-    assert torch.equal(drawn(pipe, digits), stock)
+    assert torch.equal(ten_digits(pipe, 2), stock_digits(2))
 
 
 def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):

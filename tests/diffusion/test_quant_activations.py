@@ -283,24 +283,18 @@ def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet):
     assert few.passed and "too few in this call" in few.note
 
 
-def drawn(pipe, digits):
-    generators = [torch.Generator().manual_seed(seed) for seed in range(10)]
-    return pipe(digits.PROMPTS, generator=generators, num_inference_steps=20, output_type="pt").images
-
-
 # docs/quantisation.md says so.
 @pytest.mark.parametrize(("kind", "told"), [("int8", 48.4), ("int8-outliers", 49.3), ("fp8", 38.7)])
-def test_digits_stay_the_same(kind, told, pipe, digits):
+def test_digits_stay_the_same(kind, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 
-    stock = drawn(pipe, digits)
     accel.optimize(pipe, **options(kind))
-    ours = drawn(pipe, digits)
-    assert float(-10 * (ours - stock).square().mean().log10()) == pytest.approx(told, abs=1.5)
+    ours = ten_digits(pipe)
+    assert float(-10 * (ours - stock_digits()).square().mean().log10()) == pytest.approx(told, abs=1.5)
     images = VaeImageProcessor.numpy_to_pil(ours.permute(0, 2, 3, 1).numpy())
     assert sum(a == b for a, b in zip(digits.read_digits(images), range(10), strict=True)) >= 9
     accel.restore(pipe)
-    assert torch.equal(drawn(pipe, digits), stock)
+    assert torch.equal(ten_digits(pipe, 2), stock_digits(2))
 
 
 def test_verify_of_a_pipeline(pipe, monkeypatch):

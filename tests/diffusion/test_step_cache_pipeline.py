@@ -9,6 +9,7 @@ from PIL import Image
 from step_oracle import Oracle, reasons
 
 import accel
+from accel.diffusion import step_cache_budget
 
 SEVEN = "a handwritten seven"
 
@@ -103,7 +104,7 @@ def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     ours, stock = pipe, twin
     for step in change.steps:
         ours, stock = (step(p, tmp_path) or q for p, q in ((pipe, ours), (twin, stock)))
-        call = change.arguments(stock) | {"steps": 5}
+        call = change.arguments(stock) | {"steps": 3}  # whole, cached, whole
         oracle.restart()
         assert live.rms(live.draw(ours, **call), live.draw(stock, **call)) <= 1e-3 * change.slack**2
     assert reasons(pipe) == []
@@ -201,7 +202,8 @@ def _prompt():
     return PROMPT
 
 
-def test_a_quality_that_no_interval_keeps(pipe):
+def test_a_quality_that_no_interval_keeps(pipe, monkeypatch):
+    monkeypatch.setattr(step_cache_budget, "SEEDS", (0,))  # either image is worse than that
     without = draw(accel.optimize(pipe))
     accel.optimize(pipe, step_cache="90 dB")
     assert row(pipe)[2] == "skipped" and "no interval keeps 90 dB: 2 gives PSNR" in row(pipe)[3]
