@@ -1,5 +1,6 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -13,6 +14,15 @@ if not torch.cuda.is_available():
     # Without a device these do nothing but format the whole stack and keep it, at every seed, until one comes.
     for absent in (torch.cuda, torch.xpu, torch.mtia):
         absent.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture
+def few_objects():
+    """To look at every object is quick: those that are there already, of libraries and other tests, are set aside."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

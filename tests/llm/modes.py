@@ -350,7 +350,7 @@ MODES = (
     Mode("no-prompt", lambda model, ids, mask: generate(model, None, None, max_new_tokens=5)),
     Mode("one-new-word", {"max_new_tokens": 1} | LOGITS, PAIR),
     Mode("max-length", {"max_length": 15, "min_length": 12} | ENDS | {"max_new_tokens": None}, PAIR),
-    Mode("sample", SAMPLED | LOGITS, PAIR, always=True),
+    Mode("sample", SAMPLED | LOGITS, PAIR),
     Mode("sample-top", SAMPLED | {"top_k": 12, "top_p": 0.9, "temperature": 0.7, "repetition_penalty": 1.3}, PAIR),
     Mode("sample-cut", SAMPLED | {"min_p": 0.05, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}),
     Mode("sample-several", SAMPLED | {"num_return_sequences": 3}, PAIR),

@@ -39,7 +39,7 @@ def pair(name: str, kind: str, **changes):
 APART = {"no-cache", "no-cache-beam", "static", "static-object", "early-exit", "hidden-states", "attentions"}
 ALL_MODES = [mode for mode in MODES if mode.name not in APART]
 SOME_MODES = [mode for mode in ALL_MODES if mode.always or mode.name in ("chunked-prefill-padded", "continued-padded",
-              "cropped", "fanned-out", "prompt-lookup")]  # fmt: skip
+              "cropped", "fanned-out", "prompt-lookup", "sample")]  # fmt: skip
 PRODUCT = [
     (name, kind, mode)
     for name, kind, modes in (

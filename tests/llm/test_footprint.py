@@ -14,14 +14,14 @@ OTHERS = [family.name for family in FAMILIES if family.expected != "fast"][: 4 i
 
 
 def tensors() -> list[torch.Tensor]:
-    """All there are."""
+    """All that are not set aside."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects do not like to be asked what they are
         return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
 
 
 @pytest.mark.parametrize("name", [*FAST, *OTHERS])
-def test_optimising_keeps_nothing_of_what_it_looked_at(name):
+def test_optimising_keeps_nothing_of_what_it_looked_at(name, few_objects):
     """A record of an 8B model is 200 MB; in a circle of references it stayed for many calls."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")

@@ -51,7 +51,7 @@ def growth(call, times: int = 3) -> tuple[int, int]:
     return tuple(min(after[i] - before[i] for before, after in itertools.pairwise(sizes)) for i in range(2))
 
 
-def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair):
+def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair, few_objects):
     ours, stock = pair("llama")
     for ids, mask, call in random_calls(20):
         same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
@@ -66,7 +66,7 @@ def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_cache_is_freed_with_its_last_user(name, pair_of):
+def test_a_cache_is_freed_with_its_last_user(name, pair_of, few_objects):
     ours, _ = pair_of(name)
     unseeded(ours, *padded())
     before = held()[1]

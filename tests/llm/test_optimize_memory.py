@@ -19,7 +19,7 @@ FAMILIES = (
     ("gpt2", "n_layer"),
     ("bloom", "n_layer"),
 )
-DEPTHS = (4, 12)
+DEPTHS = (3, 7)
 TOKEN_BYTES = 2 * 4 * 16 * 4  # keys and values of a token of at most 4 heads of 16 in fp32
 SMALL = 512  # bytes a layer: places of keys and values, scales
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import int8_linear, quantise_rows, quantised_projection
-from families import layers, make, padded, prompt
+from families import in_turn, layers, make, padded, prompt
 
 import accel
 from accel.agreement import perplexity
@@ -103,8 +103,11 @@ def test_the_report_shows_every_weight():
 # -- rows in 8 bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activations", ["int8", "int8-outliers", "fp8"])
+@pytest.mark.parametrize(
+    ("activations", "dtype"),
+    in_turn(["int8", "int8-outliers", "fp8"], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
     model = make("llama-biases", dtype)
     weights = activations.partition("-")[0]
