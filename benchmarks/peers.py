@@ -256,7 +256,9 @@ def run(given: argparse.Namespace) -> dict:
     sizes = (tuple(given.batches), (PROMPT,), given.new_tokens, 1)
     work = cases.Work(stock, Traffic.of(stock), copy_bandwidth(device), device, *sizes)
     result["copy_bandwidth_gb_s"] = round(work.bandwidth / 1e9, 1)
-    prefill = [case for case in cases.prefill(work) if case.about["tokens"] == min(given.prefill, work.most - 1)]
+    prefill = [case for case in cases.prefill(work) if case.about["tokens"] == given.prefill]
+    if not prefill:
+        fail("prefill")("", ValueError(f"{given.prefill} tokens are more than {given.model} has positions for"))
     for case in (*cases.decode(work), *prefill):
         if clock.left() <= 0:
             fail(case.part)(case.name, TimeoutError(f"{given.seconds:g} seconds were over"))
@@ -282,7 +284,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="llama-8b", help="a name of `accel bench llm`")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--prefill", type=int, default=PREFILL)
+    parser.add_argument("--prefill", type=int, default=PREFILL, choices=cases.PROMPTS, help="tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--compile", type=float, default=0.0, help="seconds for each variant that is timed compiled")
     parser.add_argument("--seconds", type=float, default=400.0, help="after so many nothing new is begun")

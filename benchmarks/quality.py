@@ -5,7 +5,8 @@
 MODEL: a Llama on tiny-lm's tokens, such as examples/models/tiny-lm or what `quality_model.py` saves. Every way to store
 it is measured in float32 beside the model as it is; then again with outliers planted: some channels behind the norms
 are larger by 80 and the weights that read them smaller, which changes nothing that the model computes. `as_run` is
-`accel.optimize(model, **options)` in 16 bits, on the kernels that a user's calls run on, with any of its options.
+`accel.optimize(model, **options)` in 16 bits, on the kernels that a user's calls run on, with any of its options. All
+is written as soon as it is known, so that an interrupted run leaves what it has.
 """
 
 import argparse
@@ -60,6 +61,8 @@ def _span(decibels: list[float]) -> dict | None:
 
 
 def run(given: argparse.Namespace) -> dict:
+    """The result, which lies in `given.out` as far as it is known."""
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     stock = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(device).eval()
@@ -96,6 +99,13 @@ def run(given: argparse.Namespace) -> dict:
         if found is not None:
             result[part].append(about | found | {"change": found["perplexity"] / base - 1})
             print(part, about, f"{result[part][-1]['change']:+.3%}", f"{time.monotonic() - begun:.1f} s", flush=True)
+        save()
+
+    def save() -> None:
+        result["took_s"] = round(time.monotonic() - started, 1)
+        given.out.write_text(json.dumps(_finite(result), indent=2) + "\n")
+
+    save()
 
     def wanted(name: str) -> bool:
         return not given.only or any(word in name.replace(",", "").split() for word in given.only)
@@ -159,8 +169,6 @@ def main(given: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     with torch.no_grad():
         result = run(given)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(_finite(result), indent=2) + "\n")
     for table in tables(result):
         Console(width=150).print(table)
     return result

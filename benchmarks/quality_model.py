@@ -7,7 +7,8 @@ The text, its licence (public domain) and its split are tiny-lm's, see examples/
 held out, and tokens are tiny-lm's, so that perplexities compare. So large a model learns a million tokens by heart
 within a few passes; what keeps it from that is dropout on what each layer adds, and of several models, with more of it
 and more passes, the one kept is the best on chapter 9, which none is trained on. Muon for the matrices, AdamW for
-the rest, bf16 products. OUT is what `from_pretrained` loads, in fp16, with what was done in training.json.
+the rest, bf16 products. OUT is what `from_pretrained` loads, in fp16, with what was done in training.json; the best so
+far lies there after each model, so that an interrupted run leaves it.
 
 --toy: two layers and a few steps, on text of the repository: for tests.
 """
@@ -162,30 +163,37 @@ def main(given: argparse.Namespace) -> dict:
         with dropping(model, share):
             run = {"dropout": share, "passes": passes} | fit(model.train(), draw, given, pace, measure)
         print({name: value for name, value in run.items() if name != "course"}, flush=True)
-        if best is None or run["chapter_9"] < min(r["chapter_9"] for r in runs):
-            best = model
+        better = best is None or run["chapter_9"] < min(r["chapter_9"] for r in runs)
         runs.append(run)
-    best.eval().half().save_pretrained(given.out)
-    best.float().config.dtype = torch.float32
-    best.config.save_pretrained(given.out)
-    tokenizer.save_pretrained(given.out)
-    told = {
-        "parameters": best.num_parameters(),
-        "tokens": len(source.tokens),
-        "batch": given.batch,
-        "rate": given.rate,
-        "decay": given.decay,
-        "seed": given.seed,
-        "held_out": round(perplexity(best, held_out[:4] if given.toy else held_out), 3),
-        "runs": runs,
-        "text": "tests/llm/training_text.txt" if given.toy else "janeaustenr: six novels without chapters 9 and 10",
-        "date": now(),
-        "commit": commit(),
-        "machine": machine(device),
-    }
-    (given.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
+        if better:
+            best = save(model, tokenizer, given.out)
+            held_out_perplexity = round(perplexity(best, held_out[:4] if given.toy else held_out), 3)
+        told = {
+            "parameters": best.num_parameters(),
+            "tokens": len(source.tokens),
+            "batch": given.batch,
+            "rate": given.rate,
+            "decay": given.decay,
+            "seed": given.seed,
+            "held_out": held_out_perplexity,
+            "runs": runs,
+            "text": "tests/llm/training_text.txt" if given.toy else "janeaustenr: six novels without chapters 9 and 10",
+            "date": now(),
+            "commit": commit(),
+            "machine": machine(device),
+        }
+        (given.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
     print(f"held-out perplexity {told['held_out']}; saved in {given.out}", flush=True)
     return told
+
+
+def save(model: LlamaForCausalLM, tokenizer, folder: Path) -> LlamaForCausalLM:
+    """The model in float32 with the values that lie in the folder, in fp16."""
+    model.eval().half().save_pretrained(folder)
+    model.float().config.dtype = torch.float32
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
 
 
 def _run(text: str) -> tuple[float, float]:

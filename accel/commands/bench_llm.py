@@ -40,7 +40,7 @@ def bench_llm(
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; bf16 on a GPU, fp32 elsewhere")] = None,
 ) -> None:
-    """Time generate() of a language model stock and with accel, correctness first; writes JSON.
+    """Time generate() of a language model stock and with accel, correctness first; writes JSON as it goes.
 
     Decode steps by batch and context with their share of the memory's bandwidth, prompts, beams, sampling, assisted
     text, a long context, memory, the worst first call of a new shape, and time to ready.
@@ -72,8 +72,11 @@ def bench_llm(
             known = {"completed": runner.STAGES.index(now)} if now in runner.STAGES else {}
             progress.update(task, description=f"{request.name}: {now}", **known)
 
+        def keep(result: dict) -> Path:
+            return files.save(result, out, slug(place), usual="bfloat16")
+
         try:
-            result = runner.run(request, stage)
+            result = runner.run(request, stage, keep)
         except runner.WrongResult as error:
             progress.console.print(f"[red]wrong result[/red] {model}: {error}", highlight=False)
             raise typer.Exit(1) from None
@@ -86,7 +89,7 @@ def bench_llm(
         console.print(f"failed: {words}: {row['reason']}", highlight=False, markup=False)
     for row in result["skipped"]:
         console.print(f"left out: {row['part']} {row['case']}: {row['reason']}", highlight=False, markup=False)
-    console.print(f"wrote {files.save(result, out, slug(place), usual='bfloat16')}", highlight=False)
+    console.print(f"wrote {keep(result)}", highlight=False)
 
 
 def _names(given: str | None, valid: tuple[str, ...], option: str) -> tuple[str, ...]:

@@ -284,6 +284,25 @@ def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
     assert figures["skipped"] == [{"part": "ready", "case": "", "reason": "interrupted"}]
 
 
+def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
+    """A limit of time ends a process without asking; here an exception that nothing waits for does."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(work):
+        raise Killed
+
+    monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
+    with pytest.raises(Killed):
+        bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
+    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    row, _ = figures["parts"]["decode"]
+    assert {"stock", "accel", "accel int8"} <= set(row) and list(figures["quantised"]) == ["int8"]
+    (failed,) = figures["failed"]  # 32 inputs are no multiple of 128
+    assert (failed["part"], failed["variant"]) == ("quantising", "int4") and "no linear layer" in failed["reason"]
+
+
 def test_parts_keep_time_for_those_after_them():
     request = runner.Request("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
     going = runner.Run(request, turns.Clock(100.0))

@@ -39,7 +39,7 @@ def test_an_interrupted_run_leaves_what_it_has(peers, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(peers, "take_turns", stop)
-    sizes = ["--model", "tiny", "--batches", "1", "--new-tokens", "2", "--prefill", "16", "--seconds", "30"]
+    sizes = ["--model", "tiny", "--batches", "1", "--new-tokens", "2", "--prefill", "512", "--seconds", "30"]
     with pytest.raises(KeyboardInterrupt):
         peers.run(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", "stock"]))
     left = json.loads((tmp_path / "out.json").read_text())

@@ -40,6 +40,32 @@ def test_a_toy_is_trained_and_measured(benchmark, tmp_path, capsys):
     assert "quality-toy: perplexity" in capsys.readouterr().out
 
 
+def test_interrupted_runs_leave_what_they_have(benchmark, monkeypatch, tmp_path):
+    training, quality, folder = benchmark("quality_model"), benchmark("quality"), tmp_path / "toy"
+    fit, fitted = training.fit, []
+
+    def once(*args):
+        if fitted:
+            raise KeyboardInterrupt
+        fitted.append(fit(*args))
+        return fitted[0]
+
+    monkeypatch.setattr(training, "fit", once)
+    with pytest.raises(KeyboardInterrupt):
+        training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
+    assert [run["dropout"] for run in json.loads((folder / "training.json").read_text())["runs"]] == [0.0]
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, "as_run", stop)
+    given = [str(folder), str(tmp_path / "toy.json"), "--windows", "1", "--texts", "1", "--only", "kv", "int8"]
+    with pytest.raises(KeyboardInterrupt):
+        quality.main(quality.arguments(given))
+    left = json.loads((tmp_path / "toy.json").read_text())
+    assert "kv int8" in [row["way"] for row in left["rows"]] and left["as_run"] == [] and left["took_s"] > 0
+
+
 def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(benchmark):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

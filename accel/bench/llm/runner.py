@@ -68,14 +68,29 @@ class Request:
 
 @dataclass
 class Run:
-    """A result as it grows."""
+    """A result as it grows. keep: is given all that there is of it whenever there is more."""
 
     request: Request
     clock: Clock
+    keep: Callable[[dict], None] = lambda result: None
+    about: dict = field(default_factory=dict)
     rows: dict[str, list | dict] = field(default_factory=dict)
     failed: list[dict] = field(default_factory=list)
     skipped: list[dict] = field(default_factory=list)
     interrupted: bool = False
+
+    @property
+    def result(self) -> dict:
+        return self.about | {
+            "parts": {part: self.rows[part] for part in PARTS if part in self.rows},
+            "failed": self.failed,
+            "skipped": self.skipped,
+            "took_s": round(self.clock.total - self.clock.left(), 1),
+        }
+
+    def add(self, part: str, row: dict) -> None:
+        self.rows.setdefault(part, []).append(row)
+        self.keep(self.result)
 
     def fail(self, part: str, case: str, variant: str, error: Exception) -> None:
         lines = str(error).strip().splitlines() or [""]
@@ -94,16 +109,20 @@ class Run:
         return True
 
 
-def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> dict:
-    """The result as one dict, ready for JSON; of an interrupted run, what it had.
+def run(
+    request: Request,
+    stage: Callable[[str], None] = lambda name: None,
+    keep: Callable[[dict], None] = lambda result: None,
+) -> dict:
+    """The result as one dict, ready for JSON; of an interrupted run, what it had. keep: is given it as it grows.
 
     Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
     """
     device = request.device
-    going = Run(request, Clock(request.seconds))
+    going = Run(request, Clock(request.seconds), keep)
     stage("building")
     model = build(request.model, device, request.dtype)
-    result = {
+    going.about = {
         "case": f"{'quantised' if request.variants else 'llm'}-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
         "date": now(),
@@ -112,7 +131,7 @@ def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> d
         "dtype": str(request.dtype).removeprefix("torch."),
     }
     try:
-        result |= _in_process(request, going, model, stage)
+        _in_process(request, going, model, stage)
     finally:
         del model
         _release(device)
@@ -123,16 +142,11 @@ def run(request: Request, stage: Callable[[str], None] = lambda name: None) -> d
             going.rows["ready"] = ready.rows(request.model, device, request.dtype, context, going.clock)
         except RuntimeError as error:
             going.fail("ready", f"context {request.contexts[0]}", "", error)
-    return result | {
-        "parts": {part: going.rows[part] for part in PARTS if part in going.rows},
-        "failed": going.failed,
-        "skipped": going.skipped,
-        "took_s": round(request.seconds - going.clock.left(), 1),
-    }
+    return going.result
 
 
 @torch.no_grad()
-def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
+def _in_process(request: Request, going: Run, model: nn.Module, stage) -> None:
     device = request.device
     stock = beside(model)
     traffic = Traffic.of(stock)
@@ -140,7 +154,7 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
     sizes = (request.batches, request.contexts, request.new_tokens, request.long, request.long_batches)
     work = cases.Work(stock, traffic, bandwidth, device, *sizes)
     stage("correctness")
-    result = {
+    going.about |= {
         "sizes": {
             "parameters": sum(p.numel() for p in stock.parameters()),
             "read_a_step_gb": round(traffic.step_bytes(1, 0) / 1e9, 4),
@@ -156,16 +170,21 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> dict:
     ]
     for name, options in request.variants:
         stage(f"quantising to {name}")
-        one, told = quantised.variant(stock, name, options, device)
+        try:
+            one, told = quantised.variant(stock, name, options, device)
+        except Exception as error:  # one that cannot be made must not cost the others' figures
+            going.fail("quantising", "", name, error)
+            _release(device)
+            continue
         variants.append(one)
-        result.setdefault("quantised", {})[name] = told
+        going.about.setdefault("quantised", {})[name] = told
     try:
         _parts(request, going, work, variants, stage)
     except KeyboardInterrupt:  # what was measured is worth having
         going.interrupted = True
     report = accel.report(model).to_dict()
-    result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
-    return result | {"sites": dict(Counter(site["status"] for site in report["sites"]))}
+    going.about |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
+    going.about |= {"sites": dict(Counter(site["status"] for site in report["sites"]))}
 
 
 def _parts(request: Request, going: Run, work: cases.Work, variants: list[Variant], stage) -> None:
@@ -218,7 +237,7 @@ def _turns(going: Run, chosen: list[Case], variants: list[Variant]) -> None:
         if len(taking_part) > len(variants):
             del taking_part[-1]
             torch.compiler.reset()
-        going.rows.setdefault(case.part, []).append(case.about | found)
+        going.add(case.part, case.about | found)
         _release(going.request.device)
 
 
@@ -228,7 +247,7 @@ def _each(going: Run, part: str, rows: dict[str, Callable[[], dict]]) -> None:
         if going.out_of_time(part, name):
             continue
         try:
-            going.rows.setdefault(part, []).append(row())
+            going.add(part, row())
         except Exception as error:  # as in turns
             going.fail(part, name, "", error)
         _release(going.request.device)
