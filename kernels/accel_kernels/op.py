@@ -37,6 +37,7 @@ class Op:
     supports:  same arguments; None, or the reason why the Triton kernel cannot take this call.
     pays:      same arguments; whether the kernel is worth it where it could run. Without it, always.
     instead:   same arguments and result; what runs on CUDA where the kernel does not. Without it, `reference`.
+    on_cpu:    same arguments and result; what runs on a CPU. Without it, `reference`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Op:
     cases: tuple[Case, ...] = ()
     pays: Callable[..., bool] | None = None
     instead: Callable[..., Any] | None = None
+    on_cpu: Callable[..., Any] | None = None
 
     @cached_property
     def triton(self) -> Callable[..., Any]:
@@ -56,7 +58,7 @@ class Op:
 
     def __call__(self, x: torch.Tensor, *args, **kwargs):
         if not x.is_cuda:
-            return self.reference(x, *args, **kwargs)
+            return (self.on_cpu or self.reference)(x, *args, **kwargs)
         if self.supports(x, *args, **kwargs) is None and (self.pays is None or self.pays(x, *args, **kwargs)):
             return self.triton(x, *args, **kwargs)
         return (self.instead or self.reference)(x, *args, **kwargs)

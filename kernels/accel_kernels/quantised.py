@@ -73,5 +73,8 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """(N, K) int8 of -8..7 from int32 (N, K / 8)."""
-    places = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> places & 15) - MIDDLE).to(torch.int8).flatten(1)
+    pairs = words.contiguous().view(torch.uint8)  # the lowest first, as every machine that torch runs on has them
+    numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # each written where it stays
+    torch.bitwise_and(pairs, 15, out=numbers[..., 0])
+    torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
+    return numbers.view(torch.int8).sub_(MIDDLE).flatten(1)

@@ -6,6 +6,7 @@ rows than it takes, the weight is written out in the dtype of x and cuBLAS multi
 
 import torch
 
+from accel_kernels import norm as norms
 from accel_kernels.norm import ACTIVATIONS, Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
 from accel_kernels.projection import MOST_ROWS
@@ -14,6 +15,10 @@ from accel_kernels.projection import reference as full_reference
 from accel_kernels.quantised import Quantised, pack
 
 QUAD = 16  # bytes of the weight that a thread reads at a time; a scale covers whole ones
+CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
+# Torch's product on a CPU loads so many bytes of x and of the weight at multiples of them, and so many scales, without
+# asking whether they are there.
+CPU_X_BYTES, CPU_WEIGHT_BYTES, CPU_SCALES = 32, 16, 4
 
 
 def reference(
@@ -39,6 +44,56 @@ def in_passes(
         x, dequantise(weight, x.dtype), bias, norm=norm, up=None if up is None else dequantise(up, x.dtype),
         up_bias=up_bias, activation=activation, residual=residual, scale=scale,
     )  # fmt: skip
+
+
+def on_cpu(
+    x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0
+):  # fmt: skip
+    """The same by torch's own product of bf16 and int8 where that takes less time than writing the weight out."""
+    if not all(_multiplies_bytes(x, one) for one in (weight, up) if one is not None):
+        return reference(
+            x, weight, bias, norm=norm, up=up, up_bias=up_bias, activation=activation, residual=residual, scale=scale
+        )
+    h = x if norm is None else norms.reference(x, norm)
+    y = _product_of_bytes(h, weight, bias)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if up is not None:
+        y = y * _product_of_bytes(h, up, up_bias)
+    if scale != 1.0:
+        y = y * scale
+    return y if residual is None else residual + y
+
+
+def _multiplies_bytes(x: torch.Tensor, weight: Quantised) -> bool:
+    """Symmetric int8 by row; float32 and float16 are slower there, and float32 scales are read as bfloat16."""
+    return (
+        x.device.type == weight.data.device.type == "cpu"
+        and x.dtype == weight.scales.dtype == torch.bfloat16
+        and weight.data.dtype == torch.int8
+        and weight.zeros is None
+        and weight.scales.shape[1] == 1
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[1] % CPU_WEIGHT_BYTES == 0
+        and weight.shape[0] % CPU_SCALES == 0
+        and weight.data.is_contiguous()
+        and 0 < x.numel() <= CPU_ROWS * x.shape[-1]
+        and not (torch.is_grad_enabled() and x.requires_grad)
+    )
+
+
+def _product_of_bytes(h: torch.Tensor, weight: Quantised, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = _placed(h.reshape(-1, h.shape[-1]).contiguous(), CPU_X_BYTES)
+    y = torch._weight_int8pack_mm(rows, _placed(weight.data, CPU_WEIGHT_BYTES), weight.scales.reshape(-1))
+    y = y.view(*h.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def _placed(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """At a multiple of `step` bytes: a copy where it is not, as of a file mapped into memory, so that results are the
+    same wherever a weight lies.
+    """
+    return tensor.clone() if tensor.data_ptr() % step else tensor
 
 
 def supports(
@@ -217,4 +272,5 @@ quantised_projection = Op(
     supports,
     CASES,
     instead=in_passes,
+    on_cpu=on_cpu,
 )

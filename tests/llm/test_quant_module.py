@@ -37,8 +37,14 @@ def test_it_multiplies_with_the_weight_it_shows(weights, bias, dtype):
     wanted = F.linear(x(dtype=dtype), module.weight, module.bias)
     assert type(wanted) is torch.Tensor
     with torch.no_grad():
-        torch.testing.assert_close(module(x(dtype=dtype)), wanted, rtol=0, atol=0)
-        torch.testing.assert_close(module(x(dtype=dtype).transpose(0, 1)), wanted.transpose(0, 1))
+        found = module(x(dtype=dtype))
+        if weights == "int8" and dtype == torch.bfloat16:  # by its numbers, not by the weight rounded to bf16
+            shift = None if module.bias is None else module.bias.double()
+            truth = F.linear(x(dtype=dtype).double(), module.quantised.dequantised(torch.float64), shift)
+            assert (found - truth).abs().max() <= 2 * (wanted - truth).abs().max()
+        else:
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(module(x(dtype=dtype).transpose(0, 1)), found.transpose(0, 1))
         with dequantising(module):
             torch.testing.assert_close(module(x(dtype=dtype)), wanted, rtol=0, atol=0)
     assert not module.exact
