@@ -21,6 +21,7 @@ from accel.graph_pool import GraphPool
 from accel.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
+LEAST_LAUNCHING = 0.5  # the share of the eager time below which launching is not what takes it
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
 
@@ -62,7 +63,8 @@ class GraphRunner:
         """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
 
         begun: what `begin` has launched with equal arguments; the current stream waits for it already.
-        instead: called for the result where it is known that no graph will be, as the cheaper way there.
+        instead: called for the result where it is known that no graph will be, as the cheaper way there; so a graph
+        has to gain over that.
         """
         if begun is not None and self._stands(begun, variant):
             return begun.outputs
@@ -94,7 +96,7 @@ class GraphRunner:
                 if entry is None:
                     self._remember(key)
                 elif entry.reason is None:
-                    self._capture(entry, eager, leaves, spec, device, constant)
+                    self._capture(entry, eager, leaves, spec, device, constant, instead)
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
         if reason is None:
@@ -160,10 +162,10 @@ class GraphRunner:
             del self.entries[next(iter(self.entries))]
         self.entries[key] = Entry()
 
-    def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant) -> None:
+    def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant, instead) -> None:
         try:
             with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-                self._capture_on_device(entry, eager, leaves, spec, device, constant)
+                self._capture_on_device(entry, eager, leaves, spec, device, constant, None if self.keep else instead)
         except Exception as error:  # whatever a forward may raise under capture: this shape stays eager
             entry.graph = entry.inputs = entry.outputs = None
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -172,7 +174,7 @@ class GraphRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant) -> None:
+    def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device, constant, instead) -> None:
         entry.inputs = [_buffer(leaf, device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if constant is not None:
             given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -185,7 +187,13 @@ class GraphRunner:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
             return eager(*args, **kwargs)
 
-        entry.eager_ms = _milliseconds(run, device)
+        entry.eager_ms, launching = _milliseconds(run, device)
+        if instead is not None:
+            if launching < LEAST_LAUNCHING * entry.eager_ms:
+                entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
+                entry.inputs = None
+                return
+            entry.eager_ms = min(entry.eager_ms, _milliseconds(instead, device)[0])
 
         if self.pool.used_mb() > self.pool.limit_mb(device):
             self.pool.clear()
@@ -196,7 +204,7 @@ class GraphRunner:
             outputs, entry.spec = pytree.tree_flatten(run())
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph, entry.outputs, entry.device = graph, outputs, device
-        entry.graph_ms = _milliseconds(graph.replay, device)
+        entry.graph_ms, _ = _milliseconds(graph.replay, device)
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
         elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
@@ -247,8 +255,8 @@ def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)
 
 
-def _milliseconds(run: Callable, device: torch.device) -> float:
-    """Wall time of one run to its end, launches included: what the user waits for.
+def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
+    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it.
 
     Of this stream: waiting for the whole device fails while another thread captures.
     """
@@ -256,5 +264,6 @@ def _milliseconds(run: Callable, device: torch.device) -> float:
     stream.synchronize()
     start = time.perf_counter()
     run()
+    launched = time.perf_counter()
     stream.synchronize()
-    return 1000 * (time.perf_counter() - start)
+    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

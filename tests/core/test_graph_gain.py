@@ -1,0 +1,92 @@
+"""Whether a graph is kept, by times as they are told; what is captured is tested on GPUs."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from accel import graphs
+from accel.graphs import GraphPool, GraphRunner
+from accel.ledger import Ledger
+
+
+class Graph:
+    def replay(self):
+        pass
+
+
+class Times:
+    """Milliseconds of each way to run, and until it was launched."""
+
+    def __init__(self, **ways):
+        self.ways, self.run = ways, []
+
+    def __call__(self, run, device):
+        self.run.clear()
+        run()
+        return self.ways[self.run[-1] if self.run else "graph"]
+
+
+@pytest.fixture
+def runner_of(monkeypatch):
+    for name, stub in {"device": contextlib.nullcontext, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(graphs, "capture", lambda graph, pool: contextlib.nullcontext())
+    monkeypatch.setattr(GraphPool, "handle", lambda self, device: None)
+    monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
+    monkeypatch.setattr(GraphRunner, "_replay", lambda self, entry, *rest: "graph")
+    monkeypatch.setattr(GraphRunner, "_rehearse", lambda *args: None)
+
+    def make(keep=False, **ways):
+        times = Times(**ways)
+        monkeypatch.setattr(graphs, "_milliseconds", times)
+        runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, keep)
+
+        def way(name):
+            def run(*args):
+                times.run.append(name)
+                return name
+
+            return run
+
+        def call(instead=True):
+            times.run.clear()
+            return runner(way("eager"), (torch.zeros(2),), {}, instead=way("plain") if instead else None)
+
+        return runner, call
+
+    return make
+
+
+def test_a_graph_has_to_gain_over_the_other_way(runner_of):
+    """Filled up a prompt takes longer: a graph of that is kept only where it is faster than the prompt as it is."""
+    runner, call = runner_of(eager=(50.8, 45.0), plain=(47.7, 44.0), graph=(48.5, 0.1))
+    assert call() == "eager" and call() == "plain"
+    (row,) = runner.rows()
+    assert row["status"] == "eager" and row["reason"].startswith("a graph gains nothing here (48.50 ms, eager 47.70")
+    assert call() == "plain"
+
+
+def test_it_is_kept_where_it_does(runner_of):
+    _, call = runner_of(eager=(46.0, 45.0), plain=(45.0, 44.0), graph=(35.7, 0.1))
+    assert [call() for _ in range(3)] == ["eager", "graph", "graph"]
+
+
+def test_without_another_way_it_has_to_gain_over_itself(runner_of):
+    _, call = runner_of(eager=(50.8, 20.0), graph=(48.5, 0.1))
+    assert [call(False) for _ in range(3)] == ["eager", "graph", "graph"]
+
+
+def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
+    runner, call = runner_of(eager=(100.0, 20.0))
+    monkeypatch.setattr(graphs, "capture", lambda graph, pool: pytest.fail("captured"))
+    assert [call() for _ in range(3)] == ["eager", "plain", "plain"]
+    assert "20.00 ms to launch 100.00 ms" in runner.rows()[0]["reason"]
+
+
+def test_asked_for_it_is_kept_anyway(runner_of):
+    _, call = runner_of(keep=True, eager=(50.0, 10.0), plain=(40.0, 10.0), graph=(60.0, 0.1))
+    assert [call() for _ in range(2)] == ["eager", "graph"]
