@@ -9,6 +9,7 @@ from families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
 
 import accel
 from accel.llm.compare import off
+from accel.llm.quant import layer_work
 from accel.llm.quant.calibration import METHODS, LayerResult, apply, quantise_layers
 from accel.llm.quant.layer_inputs import LayerInputs, first
 from accel.llm.quant.linears import linears
@@ -198,6 +199,27 @@ class Bypassed(torch.nn.Module):
 
     def forward(self, x):
         return x
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_ways_are_compared_by_the_first_calls_alone(method, monkeypatch):
+    """And all calls decide what the next layer is given."""
+    counts, real = [], layer_work.outputs
+
+    def counted(layer, calls, *more):
+        counts.append(len(calls))
+        return real(layer, calls, *more)
+
+    monkeypatch.setattr(layer_work, "outputs", counted)
+    monkeypatch.setattr(layer_work, "JUDGED", 100)
+    model = model_of("llama")
+    results = run(model, method, dict(ALL)[method], texts(3, rows=2))  # 48 tokens a call
+    assert counts.count(3) == len(results) and counts.count(2) > 5 * len(results) and set(counts) == {2, 3}
+    assert all(result.sqnr_db > 10 for result in results)
+    monkeypatch.setattr(layer_work, "JUDGED", 1)
+    counts.clear()
+    run(model_of("llama"), method, dict(ALL)[method], texts(3, rows=2))
+    assert set(counts) == {1, 3}
 
 
 def test_groups_that_cannot_be_scaled_are_noted():

@@ -345,6 +345,17 @@ def test_every_kind_of_data_is_the_same_batches(method_with_data):
     assert method == "gptq" and len(given) == 3 and known == {}
 
 
+def test_rows_as_long_come_together_padded_ones_alone(monkeypatch):
+    monkeypatch.setattr("accel.llm.quant.batches.TOGETHER", 20)
+    model = make("llama")
+    rows = [torch.full((1, length), number) for number, length in enumerate((5, 5, 5, 5, 5, 7, 5, 5))]
+    padded = {"input_ids": rows[6], "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    whole = {"input_ids": rows[7], "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+    found = batches(model, [*rows[:6], padded, whole, rows[7]], None)
+    assert [batch["input_ids"][:, 0].tolist() for batch in found] == [[0, 1, 2, 3], [4], [5], [6], [7, 7]]
+    assert ["attention_mask" in batch for batch in found] == [False, False, False, True, False]
+
+
 def test_rows_and_tokens_are_bounded():
     model, words = make("llama"), tokenizer()
 
@@ -352,7 +363,7 @@ def test_rows_and_tokens_are_bounded():
         while True:
             yield {"input_ids": torch.ones(50, 4, dtype=torch.long), "labels": None}
 
-    assert [len(batch["input_ids"]) for batch in batches(model, endless(), None)] == [50, 50, 28]
+    assert [batch["input_ids"].shape for batch in batches(model, endless(), None)] == [(128, 4)]
     (long,) = batches(model, ["abc " * 500], words)
     assert long["input_ids"].shape == (1, 128)  # as many positions as the model has
     rows = windows("abc " * 100, words, 32)

@@ -9,13 +9,15 @@ from accel.structure import placement
 
 ROWS = 128  # texts, or rows of batches: more than calibrated methods gain from
 LENGTH = 2048  # tokens of a text
+TOGETHER = 8192  # tokens of a call, of rows that are as long: a small one is over before the next is launched
 KEPT = ("input_ids", "attention_mask")
 VALID = "give a list of texts, a data set with a column 'text' or 'input_ids', or batches of 'input_ids'"
 
 
 def batches(model: nn.Module, calibration: object, tokenizer) -> list[dict[str, torch.Tensor]]:
-    """Of the first 128 rows, `input_ids` int64 (rows, tokens) and an `attention_mask` where there was one, on the
-    device of the model. A text is one row of 2048 tokens at most, fewer where the model has fewer positions.
+    """Of the first 128 rows, `input_ids` int64 (rows, tokens) and an `attention_mask` where there is padding, on the
+    device of the model. A text is one row of 2048 tokens at most, fewer where the model has fewer positions; rows that
+    follow each other and are as long come together.
 
     Raises TypeError for data of another kind, ValueError for texts without a tokenizer, for none, and for tokens
     outside the vocabulary.
@@ -38,7 +40,22 @@ def batches(model: nn.Module, calibration: object, tokenizer) -> list[dict[str, 
             break
     if not found:
         raise ValueError(f"calibration holds no tokens; {VALID}")
-    return found
+    return _together(found)
+
+
+def _together(found: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    calls: list[list[torch.Tensor] | dict] = []
+    for batch in found:
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if mask is not None and not bool(mask.all()):
+            calls.append(batch)
+            continue
+        last = calls[-1] if calls and isinstance(calls[-1], list) else None
+        if last and last[0].shape[1] == ids.shape[1] and sum(map(len, (*last, ids))) * ids.shape[1] <= TOGETHER:
+            last.append(ids)
+        else:
+            calls.append([ids])
+    return [{"input_ids": torch.cat(call)} if isinstance(call, list) else call for call in calls]
 
 
 def windows(text: str, tokenizer, tokens: int) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 
 import torch
 from accel_kernels import Quantised
@@ -16,9 +17,12 @@ from accel.quant.activations import FIXED, SCALE
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
 
+JUDGED = 65536  # tokens, or one call's, by which ways to round a layer are compared: as many as AWQ was published with
+
 
 class LayerWork:
-    """linears: those to be quantised, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs.
+    """linears: those to be quantised, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs, of as
+    many of the first calls as are judged by.
 
     emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantised,
     changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
@@ -35,21 +39,23 @@ class LayerWork:
         for path, module in linears.items():
             if not bool(module.weight.isfinite().all()):
                 raise ValueError(f"{path}: NaN or Inf among the weights")
-        self.wanted = self.outputs()
+        tokens = list(accumulate(len(call.rows(call.hidden)) for call in calls))
+        self.judged = calls[: max(1, sum(count <= JUDGED for count in tokens))]
+        self.wanted = list(self._outputs(self.judged))
 
     def outputs(self) -> list[Tensor]:
         """What the layer gives as it is now, call by call."""
-        return list(self._outputs())
+        return list(self._outputs(self.calls))
 
     def error(self, given: list[Tensor] | None = None) -> float:
-        """Mean square of what these outputs are off, or those of the layer as it is now."""
-        given = self._outputs() if given is None else given
-        calls = zip(self.calls, given, self.wanted, strict=True)
+        """Mean square of what these outputs, of all calls, are off, or those of the layer as it is now."""
+        given = self._outputs(self.judged) if given is None else given[: len(self.judged)]
+        calls = zip(self.judged, given, self.wanted, strict=True)
         return _mean_square(call.rows(got).float() - call.rows(wanted).float() for call, got, wanted in calls)
 
     def signal(self) -> float:
         """Mean square of what the stock layer adds to its hidden states; these themselves are often much larger."""
-        calls = zip(self.calls, self.wanted, strict=True)
+        calls = zip(self.judged, self.wanted, strict=True)
         return _mean_square(call.rows(wanted).float() - call.rows(call.hidden).float() for call, wanted in calls)
 
     def observe(self, watchers: dict[str, Callable[[Tensor], None]]) -> None:
@@ -115,10 +121,10 @@ class LayerWork:
         """A linear's weight as it is now, rounded to nearest."""
         return quantise(matrix(self.linears[path]), self.scheme)
 
-    def _outputs(self) -> Iterator[Tensor]:
+    def _outputs(self, calls: list[Call]) -> Iterator[Tensor]:
         rounding = self.linears if self.emulated else {}
         by_tensor = FIXED.get(self.scheme.activations) == SCALE
-        return outputs(self.layer, self.calls, rounding, self.fixed if by_tensor else None)
+        return outputs(self.layer, calls, rounding, self.fixed if by_tensor else None)
 
     def keep(self, path: str, quantised: Quantised) -> None:
         """A linear's weight is this from now on."""
