@@ -195,6 +195,20 @@ def test_longer_prompts_and_all_logits_are_read_as_before():
     assert graphs(ours) == []
 
 
+def test_where_graphs_are_kept_only_if_they_gain():
+    """Each length is timed both ways at its second prompt; whatever comes of it, what follows is what stock says."""
+    stock = make("llama", max_position_embeddings=MOST).cuda()
+    ours = accel.optimize(copy.deepcopy(stock))
+    for length in (40, 1500, 2048, 3000, 3000, 1500, 40):
+        for seed in range(4):
+            ids = prompt(1, length - seed, seed).cuda()
+            same(talk(ours, ids), talk(stock, ids), 4e-5)
+    tried = [row for row in accel.report(ours).graphs if "prompt" in row["inputs"].split(", ")]
+    assert any(row["status"] == "graph" for row in tried), tried
+    for row in tried:
+        assert row["status"] == "graph" or "gains nothing" in row["reason"] or "seen once" in row["reason"], row
+
+
 def test_nothing_is_stale():
     """Caches in turn, weights changed in place, weights exchanged, a model moved away and back."""
     ours, stock = new_pair("llama")
