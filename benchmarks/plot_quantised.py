@@ -76,10 +76,14 @@ def draw_quality(result: dict, axes) -> None:
     axes.set_title(f"{name} ({weights:.0f}M weights): perplexity, %", loc="left", fontsize=10)
 
 
+def _least_batch(result: dict) -> int:
+    return min((row["batch"] for row in result.get("decode", ())), default=0)
+
+
 def save(folder: Path, path: Path) -> bool:
     """Draws what there are results of; False where there are none."""
     kinds = (("quantised", draw_speed), ("peers", draw_peers), ("quality", draw_quality))
-    panels = [(draw, one) for kind, draw in kinds for one in results(folder, kind)]
+    panels = [(draw, one) for kind, draw in kinds for one in sorted(results(folder, kind), key=_least_batch)]
     panels = [(draw, one) for draw, one in panels if draw is not draw_speed or one.get("parts", {}).get("decode")]
     panels = [(draw, one) for draw, one in panels if draw is not draw_peers or one["decode"]]
     if not panels:
