@@ -4,6 +4,14 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Without a GPU a test is skipped once, not with each of its thousands of arguments: telling so takes seconds."""
+    if not torch.cuda.is_available():
+        metafunc.fixturenames = []
+        metafunc.definition.own_markers = [m for m in metafunc.definition.own_markers if m.name != "parametrize"]
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in item.path.as_posix():
