@@ -33,7 +33,7 @@ def formulas(model: nn.Module, layers: dict, scores: bool = False) -> list[tuple
     unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
     if unknown:
         raise NotUnderstood(f"{unknown[0][0]}: {unknown[0][1]}")
-    _listen(model, layers, seen.own)
+    _listen(model, layers, seen)
     if sorted(spec.attention.index for _, spec in found) != list(range(len(found))):
         raise NotUnderstood("layers that share a place in the cache")
     return found
@@ -47,7 +47,7 @@ def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
         return str(reason)
 
 
-def _listen(model: nn.Module, layers: dict, own: bool) -> None:
+def _listen(model: nn.Module, layers: dict, seen: Record) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
     kinds, others = set(), []
 
@@ -60,7 +60,7 @@ def _listen(model: nn.Module, layers: dict, own: bool) -> None:
         if _formula(layer, loud) != layer.known:
             others.append(layer.path)
 
-    record(model, look, loud=True, own=own)
+    record(model, look, loud=True, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")

@@ -103,7 +103,7 @@ class Record:
     asked: bool = False
     all_made: bool = False
     masks: list[tuple[torch.Tensor | None, object]] = field(default_factory=list)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
 
     def window(self, mask: torch.Tensor | None) -> int | None:
         """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.

@@ -83,17 +83,26 @@ def _put_back(now: dict, before: dict) -> None:
 Look = Callable[[LayerRecord, Record], None]
 
 
-def record(model: nn.Module, look: Look, scores: bool = False, loud: bool = False, own: bool = False) -> Record:
+def record(
+    model: nn.Module,
+    look: Look,
+    scores: bool = False,
+    loud: bool = False,
+    own: bool = False,
+    known: Record | None = None,
+) -> Record:
     """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
     clamp or another bend far from zero shows. own: the model keeps its own attention, for those that do not ask
-    transformers for one.
+    transformers for one. known: an earlier run, whose mask functions, where they are the same, are not asked again.
     """
     path, layers = decoder_layers(model)
     kinds: dict = {}
     seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)
+    if known is not None:
+        seen.windows.update(known.windows)
     recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
     ids = example_ids(model, TOKENS)
     try:

@@ -29,7 +29,7 @@ def _count(visible, query: int) -> int:
         seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
         here = int(seen.count_nonzero())
         if here and first is None:
-            first = start + int(seen.nonzero()[0])
+            first = start if here == len(keys) else start + int(seen.bool().byte().argmax())
         count += here
     if first is None or first + count != query + 1 or bool(seen[-1]):
         raise NotUnderstood("its attention mask is neither causal nor a sliding window")
