@@ -3,6 +3,7 @@
 Some families run in all modes, all of them in some, and each other mode in some; ACCEL_TEST_EVERYTHING=1 runs all.
 """
 
+import copy
 import inspect
 import sys
 import types
@@ -105,7 +106,8 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 def test_restore_is_exact(name, tiny):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    model, twin = make(name), make(name)
+    model = make(name)
+    twin = copy.deepcopy(model)
     ids, mask = padded()
     before = tiny.snapshot(model)
     accel.optimize(model)
