@@ -259,5 +259,6 @@ def _chooses(forward: DecoderForward) -> bool:
 def _off(got: torch.Tensor, wanted: torch.Tensor, chooses: bool) -> float:
     """How far the logits of the worse row are apart; of its median token where tokens may go astray."""
     errors = [[off(*token) for token in zip(*row, strict=True)] for row in zip(got, wanted, strict=True)]
-    worst = max(sorted(row)[len(row) // 2] if chooses else max(row) for row in errors)
-    return worst if worst == worst else float("inf")
+    # NaN is no number to compare: max([0, NaN]) is 0.
+    errors = [[error if error == error else float("inf") for error in row] for row in errors]
+    return max(sorted(row)[len(row) // 2] if chooses else max(row) for row in errors)

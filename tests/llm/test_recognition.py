@@ -9,6 +9,7 @@ from torch import nn
 from transformers.masking_utils import causal_mask_function
 
 import accel
+from accel.llm.check import _off
 from accel.llm.family import is_causal_lm
 from accel.llm.formulas import formulas
 from accel.llm.record import Record
@@ -356,3 +357,14 @@ def test_the_manner_of_a_model_is_found_by_trying():
     assert vars(model)["forward"].manner.positions == "counted by the mask"
     assert vars(accel.optimize(make("llama")))["forward"].manner.positions == "0, 1, 2 .."
     assert not vars(accel.optimize(make("bloom")))["forward"].manner.mask
+
+
+@pytest.mark.parametrize("chooses", [False, True], ids=["every token", "the median token"])
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_logits_that_are_no_numbers_are_never_near_enough(token, chooses):
+    wanted = torch.randn(2, 3, 8)
+    got = wanted.clone()
+    got[1, token] = torch.nan
+    if chooses:
+        got[1, (token + 1) % 3] = torch.nan
+    assert _off(wanted, wanted, chooses) == 0 and _off(got, wanted, chooses) == float("inf")
