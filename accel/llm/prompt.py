@@ -68,7 +68,7 @@ class Prompts:
         room = room_for(rows, new)
         if room is not None and self.vain is not None:
             fingerprint, least = self.vain
-            if fingerprint is self.runner.fingerprint and rows * room >= least:
+            if fingerprint is self.runner.fingerprint and rows * room >= least and fingerprint.holds():
                 return None
         most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if room is None or not isinstance(most, int) or room <= most:
@@ -93,6 +93,7 @@ class Prompts:
         tokens, positions, last = filled(tokens, positions, room)
         variant = ("prompt", "mask") if masked else ("prompt",)
         logits = self.runner(eager, (tokens, positions, where, last), {}, variant, instead=instead)
-        if without and logits is without[-1]:  # not only timed, to be compared with a graph
+        # Not only timed, to be compared with a graph; and not because of a hook, or whatever else will pass.
+        if without and logits is without[-1] and self.runner.reason is None:
             self.vain = self.runner.fingerprint, tokens.shape[0] * room
         return logits

@@ -5,10 +5,16 @@ interpreter lock, so threads make that two or three. Results of a rehearsed forw
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+# Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
+# that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
+# load launchers, one may get the other's, and launch with arguments taken for others. So there is one at a time.
+_LOADING = threading.RLock()
 
 # The kernels compiled so far in this context's rehearsal; None outside of one.
 _COMPILED: ContextVar[list | None] = ContextVar("accel_kernels_rehearsal", default=None)
@@ -40,21 +46,30 @@ def rehearsal() -> Iterator[None]:
                 yield
         finally:
             _COMPILED.reset(token)
-        list(threads.map(_make_launchable, {id(kernel): kernel for kernel in compiled}.values()))
+        kernels = [_ready(kernel) for kernel in {id(kernel): kernel for kernel in compiled}.values()]
+        with _LOADING:
+            list(threads.map(_build_launcher, kernels))
+            for kernel in kernels:
+                kernel._init_handles()
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
     """kernel[grid](*args, **meta), or its compilation where this context rehearses."""
     compiled = _COMPILED.get()
     if compiled is None:
-        kernel[grid](*args, **meta)
+        with _LOADING:
+            kernel[grid](*args, **meta)
     else:
         compiled.append(kernel.warmup(*args, grid=grid, **meta))
 
 
-def _make_launchable(kernel) -> None:
-    """Builds the host code that launches the kernel, which Triton otherwise does at the first launch."""
-    kernel = kernel.result() if hasattr(kernel, "result") else kernel
-    initialise = getattr(kernel, "_init_handles", None)
-    if initialise is not None:
-        initialise()
+def _ready(kernel):
+    """The compiled kernel, of one that may be under way."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
+def _build_launcher(kernel) -> None:
+    """Compiles the host code that launches the kernel into Triton's cache, which otherwise the first launch does."""
+    import triton
+
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)

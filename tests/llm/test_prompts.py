@@ -12,6 +12,7 @@ from modes import MODES, flat, generate, same
 from torch import nn
 
 import accel
+from accel.fingerprint import Fingerprint
 from accel.graphs import GraphPool, GraphRunner
 from accel.ledger import Ledger
 from accel.llm import prompt as short
@@ -128,11 +129,14 @@ class Bound:
     """Stands for a GraphRunner whose graphs gain nothing from 128 tokens on, which it finds by timing both ways."""
 
     def __init__(self):
-        self.fingerprint = object()
+        self.fingerprint, self.reason = Fingerprint(nn.Linear(2, 2)), None
+
+    def __getstate__(self):
+        return {"reason": None}
 
     def __call__(self, eager, args, kwargs, variant, instead):
         instead()
-        return instead() if args[0].shape[1] >= 128 else eager(*args)
+        return instead() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
 
 
 def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
@@ -151,8 +155,28 @@ def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
     assert called(700) == "plain" and rooms(prompts) == [16, 64, 128, 128, None]
     assert called(120) == "plain" and rooms(prompts) == [16, 64, None, None, None]
     assert rooms(copy.deepcopy(prompts)) == everything
-    prompts.runner.fingerprint = object()  # the model has changed
+    prompts.runner.fingerprint = Fingerprint(nn.Linear(2, 2))  # the model has changed
     assert rooms(prompts) == everything
+
+
+def test_what_will_pass_is_no_reason_to_try_no_longer():
+    """A hook, while it is there; and a model that has changed is one for the runner to look at, at any length."""
+    prompts, model = Anywhere(Bound()), nn.Linear(2, 2)
+    model.config = make("llama").config
+    prompts.runner.fingerprint = Fingerprint(model)
+    tokens = torch.zeros(1, 128, dtype=torch.long)
+
+    def called():
+        return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, 128, False)[0]
+
+    prompts.runner.reason = "forward hooks on it would not run"
+    assert called() == "plain" and prompts.room(model, tokens, tokens, 1) == 128
+    prompts.runner.reason = None
+    assert called() == "plain" and prompts.room(model, tokens, tokens, 1) is None
+    handle = model.register_forward_hook(lambda *args: None)
+    assert prompts.room(model, tokens, tokens, 1) == 128
+    handle.remove()
+    assert prompts.room(model, tokens, tokens, 1) is None
 
 
 def test_tables_of_positions_are_not_left():
