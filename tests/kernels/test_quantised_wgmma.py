@@ -19,6 +19,7 @@ from accel_kernels.triton_kernels import (  # noqa: E402
     fragments,
     quantised_epilogue,
     quantised_wgmma,
+    tile_sums,
     warpgroup_factor,
     wide_tile,
 )
@@ -64,12 +65,13 @@ def device(format, neighbours, at_once):
     machine, middle = Gluon(at_once), 136 if format == "int4" else 0
     wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     names = rebuilt(
-        (fragments, warpgroup_factor, quantised_epilogue, quantised_wgmma), gl=machine, mbarrier=machine,
+        (fragments, warpgroup_factor, quantised_epilogue, tile_sums, quantised_wgmma), gl=machine, mbarrier=machine,
         start_load=machine.start_load,
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=lambda: None, all_threads=lambda: None, middle=lambda *_: middle, _spread=spread,
         pairs=numbers_of(format, neighbours, middle), tl=SimpleNamespace(extra=SimpleNamespace(cuda=wait)),
-        half_layout=lambda *_: None, piece_layout=lambda *_: None, range=lambda *to: map(Array, range(*map(int, to))),
+        half_layout=lambda *_: None, piece_layout=lambda *_: None, flat_layout=lambda *_: None,
+        range=lambda *to: map(Array, range(*map(int, to))),
         activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,
     )  # fmt: skip
     return machine, names["quantised_wgmma_kernel"]
@@ -108,7 +110,8 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbours
             tiles * boxes, share, 0.5,
             K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", ZEROS=weight.zeros is not None,
             HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND="relu", BLOCK_M=block_m,
-            BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, PDL=True, num_warps=tile.warps,
+            BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, AT_ONCE=wide_tile.at_once(tile, block_m),
+            PDL=True, num_warps=tile.warps,
         )  # fmt: skip
     return y.reshape(rows, n), tickets
 
@@ -310,3 +313,27 @@ def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "registers", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64])
+def test_what_programs_share(format, block_m):
+    """All run at once and none has nothing to do; narrow products are not cut into more sums than are worth adding."""
+    found = {}
+    for width, columns in (
+        (64, 64),
+        (896, 896),
+        (1536, 1024),
+        (1024, 4096),
+        (6144, 4096),
+        (28672, 4096),
+        (4096, 14336),
+    ):
+        tile = wide_tile.wide_tile(block_m, format, width == 28672)
+        tiles, boxes = -(-width // tile.rows), -(-columns // arranged.box_columns(format))
+        share = wide_tile.steps_of_a_program(tile, block_m, format, tiles, boxes, 132)
+        programs = -(-tiles * boxes // share)
+        assert 1 <= programs <= 132 * tile.programs and share <= max(boxes, -(-tiles * boxes // (132 * tile.programs)))
+        found[width, columns] = programs / tiles
+    assert found[28672, 4096] < 2 < found[4096, 14336]  # as many as the card runs where each has enough to do
+    assert block_m < 64 or found[1536, 1024] == 1

@@ -19,6 +19,7 @@ from accel_kernels.triton_kernels.wide_tile import WideTile, wide_tile
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
+SHORT = 1024  # columns, of which a program that has all of them is through before it has unpacked two weights' rows
 FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -90,7 +91,7 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
     rows = x.numel() // k
     if not x.is_cuda or capability(x.device) != (9, 0) or rows == 1 or refusal(x, weight, up) is not None:
         return False
-    return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS
+    return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS or (up is not None and k <= SHORT)
 
 
 def in_registers(x, weight, up, format: str) -> bool:

@@ -35,6 +35,7 @@ from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.pairs import middle
 from accel_kernels.triton_kernels.projection import both_biases
 from accel_kernels.triton_kernels.quantised_epilogue import write
+from accel_kernels.triton_kernels.tile_sums import flat, flat_layout, unflat
 from accel_kernels.triton_kernels.warpgroup_factor import (
     blocks,
     both,
@@ -43,7 +44,7 @@ from accel_kernels.triton_kernels.warpgroup_factor import (
     row_scales,
     scales_and_zeros,
 )
-from accel_kernels.triton_kernels.wide_tile import WideTile, broad
+from accel_kernels.triton_kernels.wide_tile import WideTile, at_once, broad, steps_of_a_program
 
 WORDS = 32  # of a row in a box
 
@@ -82,10 +83,13 @@ def quantised_wgmma_kernel(
     x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, sum_ptr, m,
     n, total, share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
     ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """share: steps of a program; total: of all. A piece is half a box: 16 bytes of a thread in each of its rows."""
+    """share: steps of a program; total: of all. AT_ONCE: sums of a tile that are on their way at a time.
+
+    A piece is half a box: 16 bytes of a thread in each of its rows.
+    """
     H: gl.constexpr = BLOCK_N // 2
     TILE: gl.constexpr = H if GATE else BLOCK_N
     PIECE: gl.constexpr = 128 if FORMAT == "int4" else 64
@@ -100,6 +104,7 @@ def quantised_wgmma_kernel(
     READ: gl.constexpr = half_layout(num_warps, H, 8)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     OF_X: gl.constexpr = gl.SliceLayout(0, MMA)
+    FLAT: gl.constexpr = flat_layout(num_warps, BLOCK_N * BLOCK_M)
     OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
     # A ring to each operand: of two loads into one the compiler makes the second wait for all warps.
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], w_desc.layout)
@@ -196,19 +201,25 @@ def quantised_wgmma_kernel(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         done = end - begin == BOXES
         if end - begin < BOXES:
-            row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA)), 1)
-            place = row * BLOCK_M + gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA)), 0)
             first, last = tile * BOXES // share, ((tile + 1) * BOXES - 1) // share
             # A program has at most two such sums: of a tile begun by others, and of one that it begins.
             own = gl.program_id(0) * 2 + (gl.program_id(0) == first).to(gl.int32)
-            gl.store(part_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, acc)
+            mine = flat(acc, num_warps, FLAT)
+            place = gl.arange(0, BLOCK_N * BLOCK_M, layout=FLAT)
+            gl.store(part_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, mine)
             all_threads()
             done = gl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") == last - first
             if done:
-                acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-                for program in range(first, last + 1):
-                    part = program * 2 + (program == first).to(gl.int32)
-                    acc += gl.load(part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, cache_modifier=".cg")
+                mine = gl.zeros([BLOCK_N * BLOCK_M], gl.float32, FLAT)
+                for program in range(first, last + 1, AT_ONCE):
+                    parts = ()
+                    for more in gl.static_range(AT_ONCE):
+                        part = (program + more) * 2 + (program + more == first).to(gl.int32)
+                        its = part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place
+                        parts = parts + (gl.load(its, mask=program + more <= last, other=0.0, cache_modifier=".cg"),)
+                    for more in gl.static_range(AT_ONCE):
+                        mine += parts[more]
+                acc = unflat(mine, BLOCK_N, BLOCK_M, num_warps, MMA)
         if done:
             y, other = blocks(acc)
             y, other = gl.convert_layout(y, OUT), gl.convert_layout(other, OUT)
@@ -257,8 +268,9 @@ def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, sc
     box, half = box_columns(format), tile.rows // 2
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)
-    share = triton.cdiv(tiles * boxes, tile.programs * multiprocessors(x.device))
-    programs, block_m = triton.cdiv(tiles * boxes, share), max(8, power_of_two(rows))
+    block_m = max(8, power_of_two(rows))
+    share = steps_of_a_program(tile, block_m, format, tiles, boxes, multiprocessors(x.device))
+    programs = triton.cdiv(tiles * boxes, share)
     registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
     parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
     zeros, groups = weight.zeros is not None, weight.scales.shape[1]
@@ -276,7 +288,7 @@ def quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, sc
         K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         ZEROS=zeros, HAS_BIAS=bias is not None, GATE=gate,
         RESIDUAL=residual is not None, KIND=activation, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages,
-        X_STAGES=tile.x_stages, PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+        X_STAGES=tile.x_stages, AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip
 
 
@@ -299,6 +311,7 @@ def specimen(format: str, rows: int, gate: bool, group: int, zeros: bool, tile: 
         "K": 4096, "GROUPS": 4096 // group if group else 1, "FORMAT": format,
         "DTYPE": gl.bfloat16 if dtype == "bf16" else gl.float16, "ZEROS": zeros, "HAS_BIAS": False, "GATE": gate,
         "RESIDUAL": not gate, "KIND": "silu" if gate else None, "BLOCK_M": rows, "BLOCK_N": tile.rows,
-        "STAGES": tile.stages, "X_STAGES": tile.x_stages, "PDL": True, "num_warps": tile.warps,
+        "STAGES": tile.stages, "X_STAGES": tile.x_stages, "AT_ONCE": at_once(tile, rows), "PDL": True,
+        "num_warps": tile.warps,
     }  # fmt: skip
     return quantised_wgmma_kernel, types, constants, tile.warps
