@@ -213,10 +213,9 @@ class DecoderForward(FastForward):
         kvs = [store.kv(index, fresh=fresh) for index in range(len(self.layers))]
         units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
         tickets = torch.zeros(units, device=where.device, dtype=torch.int32)
-        fills, filling = isinstance(keep, torch.Tensor), None
-        if fills:
-            filling = (torch.arange(tokens.shape[1], device=keep.device) > keep).view(1, -1, 1)
-        kvs = [kv._replace(where=where, tickets=tickets, by_address=fills) for kv in kvs]
+        fills = isinstance(keep, torch.Tensor)
+        last = keep if fills else None
+        kvs = [kv._replace(where=where, tickets=tickets, by_address=fills, last=last) for kv in kvs]
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
         if positions is not None:
@@ -225,7 +224,7 @@ class DecoderForward(FastForward):
             given["logits_to_keep"] = keep
         if self.manner.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
-        with self.steps.taken(Step(kvs, filling)):
+        with self.steps.taken(Step(kvs)):
             return self.stock(**given).logits
 
     def ready(self, stack: bool = True) -> None:

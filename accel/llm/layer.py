@@ -129,9 +129,9 @@ class BoundLayer:
     def _attend(self, kernels, step: Step, h: Before, kwargs: dict) -> torch.Tensor:
         spec = self.spec.attention
         if self.joint is None:
-            outputs = [step.cleared(linear(kernels, h)) for linear in self.projections]
+            outputs = [linear(kernels, h) for linear in self.projections]
         else:
-            outputs = step.cleared(product(kernels, self.joint, h)).split(self.sizes, dim=-1)
+            outputs = product(kernels, self.joint, h).split(self.sizes, dim=-1)
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

@@ -10,15 +10,12 @@ from accel.per_thread import PerThread
 
 
 class Step:
-    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all.
+    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
 
-    filling: (1, new, 1) bool, tokens that only fill a prompt up; None where there are none.
-    """
+    __slots__ = ("kvs", "_angles")
 
-    __slots__ = ("filling", "kvs", "_angles")
-
-    def __init__(self, kvs: list[KV], filling: torch.Tensor | None = None):
-        self.kvs, self.filling = kvs, filling
+    def __init__(self, kvs: list[KV]):
+        self.kvs = kvs
         self._angles: dict[tuple, tuple] = {}
 
     def angles(self, source: object, form: object, make: Callable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,10 +24,6 @@ class Step:
         if found is None:
             found = self._angles[id(source), form] = (source, tuple(make()))
         return found[1]
-
-    def cleared(self, t: torch.Tensor) -> torch.Tensor:
-        """t, (rows, new, C), with zeros for the filling: attention weighs what it hides with 0, and 0 * inf is no 0."""
-        return t if self.filling is None else t.masked_fill(self.filling, 0)
 
 
 class Steps(PerThread):

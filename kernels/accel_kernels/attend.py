@@ -30,6 +30,9 @@ def reference(
     without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own token's too:
     what comes out does not depend on how many tokens come at once.
     """
+    if kv.last is not None:
+        behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
+        q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
     if q_norm is not None:
         q = norms.reference(q, q_norm)
     if k_norm is not None:
@@ -124,7 +127,7 @@ def supports(
 
 
 def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None, valid=False,
-          shuffled=False, qk_norm=False, small=False, codes=None, **more):  # fmt: skip
+          shuffled=False, qk_norm=False, small=False, codes=None, last=None, **more):  # fmt: skip
     def make(device, dtype):
         g = torch.Generator("cpu").manual_seed(0)
 
@@ -149,7 +152,11 @@ def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=1
         where = [stored, table.data_ptr(), 0 if mask is None else mask.data_ptr(), columns, *addresses]
         kv = KV(*stores, table, mask, torch.tensor(where, device=device), 0, fresh=stored == 0)
         kv = kv._replace(key_scales=scales[0], value_scales=scales[1])
+        if last is not None:
+            kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
         both = rand(rows, new, (heads + 2 * kv_heads) * dim)
+        if last is not None:
+            both[:, last + 1 :] = float("inf")
         q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         given = dict(more)
         if rotary:
@@ -179,6 +186,8 @@ CASES = (
     _case("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, small=True),
     _case("prefill", 2, 0, 23, 4, 2, 32, rotary=32, small=True),
     _case("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, valid=True, small=True),
+    _case("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18, small=True),
+    _case("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0, small=True),
     _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
     _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
     _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, valid=True, small=True),
@@ -186,6 +195,7 @@ CASES = (
     _case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8, small=True),
     _case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
     _case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
+    _case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, codes=torch.int8, small=True),
     _case("int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, valid=True, codes=torch.int8, small=True),
     _case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
     _case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
@@ -200,6 +210,9 @@ CASES = (
     _case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
     _case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
     _case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
+    _case("llama-prefill-filled", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661),
+    _case("llama-prefill-filled-rows", 2, 0, 256, 32, 8, 128, rotary=128, block=64, last=200, window=256),
+    _case("llama-prefill-filled-int8", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661, codes=torch.int8),
     _case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
     _case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
     _case("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, block=64, valid=True),

@@ -30,6 +30,9 @@ class KV(NamedTuple):
         zeros; without it every call makes its own.
     ordered: the host knows that row r's blocks lie in order from r * columns on.
     by_address: the blocks are found through `where` alone, as the work may go on in a graph over another store.
+    last: int64 (1,), the place among the new tokens of the last that counts: of those behind it, which only fill a
+        prompt up, queries, keys and values are taken for zeros. A softmax weighs with 0 what it hides, and 0 * inf is
+        no 0. None where all count.
     key_scales, value_scales: (blocks, block, kv heads) float32, the tokens of a block and head next to each other in
         memory, so that a program reads them in one go; None where keys and values are stored as they are.
     """
@@ -44,6 +47,7 @@ class KV(NamedTuple):
     tickets: torch.Tensor | None = None
     ordered: bool = False
     by_address: bool = False
+    last: torch.Tensor | None = None
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
 

@@ -37,6 +37,8 @@ from accel_kernels.triton_kernels.shares import (
 
 AT_VALID = tl.constexpr(VALID)
 
+SHORT = 128  # tokens of a prompt in a graph up to which one launch beats torch's better kernel with a copy in front
+
 
 @triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
 def attend_kernel(
@@ -143,14 +145,14 @@ def attend(
     kv_heads = k.shape[2]
     extras = (kv.valid, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
-    if kv.fresh and not kv.by_address and new > 1 and q.is_cuda and plain:
+    if kv.fresh and plain and q.is_cuda and new > (SHORT if kv.by_address else 1):
         return _fresh(q, k, v, kv, scale, dense or PromptAttention(), cos, sin, interleaved, q_norm, k_norm)
     q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
     group = heads // kv_heads
     tile = tile_of(new * group, kv.block, dim, q.dtype)
     tiles = triton.cdiv(new * group, tile.queries)
     units = rows * kv_heads * tiles
-    # A short prompt in a graph has few keys to a query, and room for shares would stay with the graph.
+    # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
     splits = 1 if kv.fresh and kv.by_address else splits_of(units, q.device)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     pdl = programmatic(q.device)
@@ -169,9 +171,12 @@ def attend(
 
 
 def _fresh(q, k, v, kv, scale: float, dense, *turning):
-    """A prompt without past: torch's own causal attention, over the keys as they lie in the store, or are rounded."""
+    """A prompt without past: torch's own causal attention, over the keys as they lie in the store or are put there.
+
+    A graph knows no store; and the rounded ones torch cannot read.
+    """
     rows, new = q.shape[:2]
-    if kv.key_scales is None:
+    if kv.key_scales is None and not kv.by_address:
         q = rotary_store(q, k, v, kv, *turning)
         keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new] for t in (kv.keys, kv.values))
     else:

@@ -28,18 +28,22 @@ def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr, shown_k_ptr, shown_v_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr, last_ptr, shown_k_ptr, shown_v_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads, q_eps, q_offset, k_eps, k_offset,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.load(where_ptr + AT_LENGTH) + s
+    read, kv_read = heads, kv_heads  # as many heads are there, none of a token that does not count
+    if HAS_LAST:
+        counts = (s <= tl.load(last_ptr)).to(tl.int32)
+        read, kv_read = heads * counts, kv_heads * counts
     table = stored_at(where_ptr, AT_TABLE, tl.int32)
     block = tl.load(table + b * tl.load(where_ptr + AT_COLUMNS) + token // STORE_BLOCK).to(tl.int64)
     slot = (block * STORE_BLOCK + token % STORE_BLOCK) * kv_heads
@@ -72,18 +76,21 @@ def rotary_store_kernel(
     element = v_ptr.dtype.element_ty
     if part < q_blocks:
         h = part * BLOCK_H + h_idx
-        mask = (h < heads)[:, None] & d_mask[None, :]
+        mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
         heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
-        q = turned(heads_ptr, qn_ptr, mask, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM)
+        q = turned(heads_ptr, qn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM)
         tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
     elif part < q_blocks + k_blocks:
         h = (part - q_blocks) * BLOCK_H + h_idx
-        mask = (h < kv_heads)[:, None] & d_mask[None, :]
+        mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
-        k = turned(heads_ptr, kn_ptr, mask, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM)
+        k = turned(heads_ptr, kn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM)
         if CODE is None:
             keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, element)
             tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
+            if SHOWN:
+                row = (b * new + s) * kv_heads + h[:, None]
+                tl.store(shown_k_ptr + row * DIM + d_idx[None, :], k.to(element), mask=mask)
         else:
             put(
                 k.to(element), where_ptr, layer, 0, block, token, h, d_idx, mask, kv_heads, b * new + s,
@@ -91,12 +98,15 @@ def rotary_store_kernel(
             )  # fmt: skip
     else:
         h = (part - q_blocks - k_blocks) * BLOCK_H + h_idx
-        mask = (h < kv_heads)[:, None] & d_mask[None, :]
+        mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = v_ptr + b * stride_vb + s * stride_vs + h[:, None] * stride_vh
-        v = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0)
+        v = tl.load(heads_ptr + d_idx[None, :], mask=there, other=0.0)
         if CODE is None:
             values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, element)
             tl.store(values + (slot + h[:, None]) * DIM + d_idx[None, :], v, mask=mask)
+            if SHOWN:
+                row = (b * new + s) * kv_heads + h[:, None]
+                tl.store(shown_v_ptr + row * DIM + d_idx[None, :], v, mask=mask)
         else:
             put(
                 v, where_ptr, layer, 1, block, token, h, d_idx, mask, kv_heads, b * new + s,
@@ -143,7 +153,8 @@ def turned(
 def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False):
     """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous. Arguments as `attend`.
 
-    shown: returns (queries, keys, values), the last two as a store that rounds them has them, (rows, new, kv heads, D).
+    shown: returns (queries, keys, values), the last two as the store has them, rounded where it rounds them,
+    (rows, new, kv heads, D) contiguous.
     """
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -158,24 +169,27 @@ def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None
     _, _, k_eps, _, k_offset = k_norm or (None, None, 0.0, False, 0.0)
     launch(
         rotary_store_kernel, grid,
-        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.where, keys, values,
+        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.where, kv.last, keys,
+        values,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         q_eps, q_offset, k_eps, k_offset,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
-        CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, PDL=bool(pdl), num_warps=4, **pdl,
+        CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, HAS_LAST=kv.last is not None, PDL=bool(pdl), num_warps=4,
+        **pdl,
     )  # fmt: skip
     return (out, keys, values) if shown else out
 
 
 def _specimen(dtype, interleaved, code=None):
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn")}
-    types |= {"where_ptr": "*i64"} | {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bsh"}
+    types |= {"where_ptr": "*i64", "last_ptr": "*i64"} | {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bsh"}
     types |= {f"shown_{t}_ptr": f"*{dtype}" for t in "kv"} | {f"stride_c{axis}": "i32" for axis in "bsp"}
     types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads")}
     types |= {name: "fp32" for name in ("q_eps", "q_offset", "k_eps", "k_offset")}
     sizes = {"DIM": 128, "PAIRS": 64, "INTERLEAVED": interleaved, "Q_NORM": True, "K_NORM": True}
-    sizes |= {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "CODE": code, "SHOWN": code is not None, "PDL": False}
+    sizes |= {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "CODE": code, "SHOWN": code is not None}
+    sizes |= {"HAS_LAST": interleaved, "PDL": False}
     return rotary_store_kernel, types, sizes, 4
 
 
