@@ -187,15 +187,14 @@ class GraphRunner:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
             return eager(*args, **kwargs)
 
-        # Where two ways are compared the first run of each may be the one that makes plans for it, as cuDNN's.
-        times = 1 if instead is None else 2
-        entry.eager_ms, launching = _milliseconds(run, device, times)
+        entry.eager_ms, launching = _milliseconds(run, device)
         if instead is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
                 entry.inputs = None
                 return
-            entry.eager_ms = min(entry.eager_ms, _milliseconds(instead, device, times)[0])
+            # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
+            entry.eager_ms = min(entry.eager_ms, *(_milliseconds(instead, device)[0] for _ in range(2)))
 
         if self.pool.used_mb() > self.pool.limit_mb(device):
             self.pool.clear()
@@ -206,7 +205,7 @@ class GraphRunner:
             outputs, entry.spec = pytree.tree_flatten(run())
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph, entry.outputs, entry.device = graph, outputs, device
-        entry.graph_ms, _ = _milliseconds(graph.replay, device, times)
+        entry.graph_ms, _ = _milliseconds(graph.replay, device)
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
         elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
@@ -257,18 +256,15 @@ def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)
 
 
-def _milliseconds(run: Callable, device: torch.device, times: int) -> tuple[float, float]:
-    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it; the least.
+def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
+    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it.
 
     Of this stream: waiting for the whole device fails while another thread captures.
     """
     stream = torch.cuda.current_stream(device)
-    found = []
-    for _ in range(times):
-        stream.synchronize()
-        start = time.perf_counter()
-        run()
-        launched = time.perf_counter()
-        stream.synchronize()
-        found.append((1000 * (time.perf_counter() - start), 1000 * (launched - start)))
-    return tuple(map(min, zip(*found, strict=True)))
+    stream.synchronize()
+    start = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    stream.synchronize()
+    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

@@ -27,15 +27,17 @@ class PromptAttention:
     def __setstate__(self, state):
         self.__init__()
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first: bool) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first: bool, again: bool = False
+    ) -> torch.Tensor:
         """q: (rows, heads, tokens, D); k, v: (rows, kv heads, tokens, D), any strides. first: of a forward's layers.
 
-        Returns q's shape.
+        again: this shape will come again, as one that prompts are filled up to. Returns q's shape.
         """
         key = (q.shape, k.shape, q.dtype, q.device)
         if key not in self.prompts and len(self.prompts) >= MOST_SHAPES:
             del self.prompts[next(iter(self.prompts))]
         self.prompts[key] = self.prompts.get(key, 0) + first
-        order = CUDNN_FIRST if q.shape[2] >= LONG or self.prompts[key] > 1 else FLASH_FIRST
+        order = CUDNN_FIRST if again or q.shape[2] >= LONG or self.prompts[key] > 1 else FLASH_FIRST
         with sdpa_kernel(order, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

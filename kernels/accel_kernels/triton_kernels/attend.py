@@ -181,7 +181,7 @@ def _fresh(q, k, v, kv, scale: float, dense, *turning):
         keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new] for t in (kv.keys, kv.values))
     else:
         q, keys, values = rotary_store(q, k, v, kv, *turning, shown=True)
-    out = dense(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), scale, kv.layer == 0)
+    out = dense(*(t.transpose(1, 2) for t in (q, keys, values)), scale, kv.layer == 0, again=kv.by_address)
     return out.transpose(1, 2).reshape(rows, new, -1)
 
 
