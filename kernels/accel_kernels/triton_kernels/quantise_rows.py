@@ -1,30 +1,29 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out come as a mask over all columns. For a threshold a pass in front makes it, over blocks of rows.
-The running sum of the mask, taken once for all rows, says where in a row of outliers each goes, and how many there are:
-their count never leaves the device.
+Columns to be taken out are known before. For a threshold a pass in front finds them, by blocks of rows. The running sum
+of their mask, taken once for all rows, says where in a row of outliers each goes, and how many there are: their count
+never leaves the device.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, column_mask, room
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, room
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 
-MASK_ROWS = 8  # rows to a program that looks for outliers
-
 
 @triton.jit
 def _normed(x_ptr, k_idx, mask, weight, bias, k, eps, NORM: tl.constexpr):
-    """One row in fp32, its norm taken; zeros where mask is not set."""
+    """One row in fp32 or a block of them, the norm of each taken; zeros where mask is not set."""
     x = tl.load(x_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+    columns: tl.constexpr = len(x.shape) - 1
     if NORM == "layer":
-        x = tl.where(mask, x - tl.sum(x, axis=0) / k, 0.0)
+        x = tl.where(mask, x - tl.sum(x, axis=columns, keep_dims=True) / k, 0.0)
     if NORM != "none":
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / k + eps) * weight + bias
+        x = x * tl.rsqrt(tl.sum(x * x, axis=columns, keep_dims=True) / k + eps) * weight + bias
     return x
 
 
@@ -40,34 +39,56 @@ def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: t
     return weight, bias
 
 
-@triton.jit(do_not_specialize=("rows",))
-def outlier_mask_kernel(
-    x_ptr, nw_ptr, nb_ptr, out_ptr, rows, k, eps, offset, threshold,
-    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Sets out[c] where any of these rows is above the threshold in column c. All that set it write the same."""
-    k_idx = tl.arange(0, BLOCK_K)
-    mask = k_idx < k
-    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
-    peak = tl.zeros((BLOCK_K,), tl.float32)
-    for step in range(0, ROWS):
-        row = tl.minimum(tl.program_id(0) * ROWS + step, rows - 1).to(tl.int64)  # the last one again costs nothing
-        h = _normed(x_ptr + row * k, k_idx, mask, weight, bias, k, eps, NORM)
-        peak = tl.maximum(peak, tl.abs(h))
-    found = mask & (peak > threshold)
-    tl.store(out_ptr + k_idx, found.to(tl.int8), mask=found)
-
-
 @triton.jit
-def places_kernel(mask_ptr, place_ptr, columns_ptr, count_ptr, k, BLOCK_K: tl.constexpr):
-    """One program: where in a row of outliers each column goes, -1 for one that stays; which they are, and how many."""
-    k_idx = tl.arange(0, BLOCK_K)
-    mask = k_idx < k
-    out = tl.load(mask_ptr + k_idx, mask=mask, other=0).to(tl.int32)
+def _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask):
+    """Of a mask over columns: where in a row of outliers each goes, -1 for one that stays; which they are, how many."""
+    out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
     place = tl.where(out != 0, tl.cumsum(out, axis=0) - 1, -1)
     tl.store(place_ptr + k_idx, place.to(tl.int16), mask=mask)
     tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
     tl.store(count_ptr, tl.sum(out, axis=0))
+
+
+@triton.jit(do_not_specialize=("rows",))
+def outlier_columns_kernel(
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, place_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program some rows: sets the mask of columns in which one is above the threshold. The last makes places of it.
+
+    mask and ticket are zeros before. All that set a column write the same.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)  # the last one again costs nothing
+    h = _normed(x_ptr + row.to(tl.int64)[:, None] * k, k_idx[None, :], mask[None, :], weight, bias, k, eps, NORM)
+    found = mask & (tl.max(tl.abs(h), axis=0) > threshold)
+    tl.store(mask_ptr + k_idx, found.to(tl.int8), mask=found)
+    tl.debug_barrier()
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask)
+
+
+@triton.jit
+def given_columns_kernel(
+    given_ptr, mask_ptr, place_ptr, columns_ptr, count_ptr, given, k,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: places of columns that are known, in any order, some of them perhaps twice."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k_idx, c_idx = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_C)
+    mask = k_idx < k
+    tl.store(mask_ptr + k_idx, tl.zeros((BLOCK_K,), tl.int8), mask=mask)
+    tl.debug_barrier()
+    column = tl.load(given_ptr + c_idx, mask=c_idx < given, other=0)
+    tl.store(mask_ptr + column, tl.full((BLOCK_C,), 1, tl.int8), mask=c_idx < given)
+    tl.debug_barrier()
+    _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask)
 
 
 @triton.jit(do_not_specialize=("capacity",))
@@ -118,23 +139,28 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     data = torch.empty_like(x, dtype=dtype)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     place = taken = columns = count = None
-    capacity = 0
+    capacity, pdl = 0, programmatic(x.device)
     if outliers is not None:
         capacity = room(outliers, k)
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
         columns = torch.empty(capacity, dtype=torch.int64, device=x.device)
         count = torch.empty(1, dtype=torch.int32, device=x.device)
         place = torch.empty(k, dtype=torch.int16, device=x.device)
+        found = (place, columns, count)
         if isinstance(outliers, torch.Tensor):
-            mask = column_mask(outliers, k).view(torch.int8)
-        else:
-            mask = torch.zeros(k, dtype=torch.int8, device=x.device)
             launch(
-                outlier_mask_kernel, (triton.cdiv(rows, MASK_ROWS),),
-                x, nw, nb, mask, rows, k, eps, offset, float(outliers), **flags, ROWS=MASK_ROWS, **meta,
+                given_columns_kernel, (1,), outliers, torch.empty(k, dtype=torch.int8, device=x.device), *found,
+                outliers.numel(), k, BLOCK_C=power_of_two(capacity), BLOCK_K=block, PDL=bool(pdl),
+                num_warps=meta["num_warps"],
             )  # fmt: skip
-        launch(places_kernel, (1,), mask, place, columns, count, k, BLOCK_K=block, num_warps=meta["num_warps"])
-    pdl = programmatic(x.device) if place is None else {}
+        else:
+            zeros = torch.zeros(4 + k, dtype=torch.int8, device=x.device)
+            at_once = 4 if block <= 8192 else 2
+            launch(
+                outlier_columns_kernel, (triton.cdiv(rows, at_once),),
+                x, nw, nb, zeros[4:], zeros[:4].view(torch.int32), *found, rows, k, eps, offset, float(outliers),
+                **flags, ROWS=at_once, PDL=bool(pdl), **meta,
+            )  # fmt: skip
     launch(
         quantise_rows_kernel, (rows,),
         x, nw, nb, place, scale, data, scales, taken, k, capacity, eps, offset, **flags,
@@ -160,16 +186,18 @@ def specimen(q: str, outliers: bool, k: int = 4096, given: bool = False):
     return quantise_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
 
 
-def _mask_specimen():
-    types = {"x_ptr": "*bf16", "nw_ptr": "*bf16", "nb_ptr": "*bf16", "out_ptr": "*i8", "rows": "i32", "k": "i32"}
-    types |= {"eps": "fp32", "offset": "fp32", "threshold": "fp32"}
-    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": MASK_ROWS, "BLOCK_K": 4096}
-    return outlier_mask_kernel, types, constants, 8
+def _search_specimen():
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb")} | {"mask_ptr": "*i8", "ticket_ptr": "*i32"}
+    types |= {"place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
+    types |= dict.fromkeys(("eps", "offset", "threshold"), "fp32")
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": 4, "BLOCK_K": 4096, "PDL": False}
+    return outlier_columns_kernel, types, constants, 8
 
 
-def _places_specimen():
-    types = {"mask_ptr": "*i8", "place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32", "k": "i32"}
-    return places_kernel, types, {"BLOCK_K": 16384}, 16
+def _given_specimen():
+    types = {"given_ptr": "*i64", "mask_ptr": "*i8", "place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"given": "i32", "k": "i32"}
+    return given_columns_kernel, types, {"BLOCK_C": 64, "BLOCK_K": 16384, "PDL": False}, 16
 
 
 SPECIMENS = (
@@ -177,6 +205,6 @@ SPECIMENS = (
     specimen("i8", True),
     specimen("i8", False, 14336),
     specimen("i8", False, given=True),
-    _mask_specimen(),
-    _places_specimen(),
+    _search_specimen(),
+    _given_specimen(),
 )
