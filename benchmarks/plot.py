@@ -20,9 +20,9 @@ BAR = 0.8  # of the height of a case, shared by its bars
 
 
 def load(folder: Path) -> list[dict]:
-    """The results of real cases on a GPU, in the order of ORDER, new cases last."""
+    """The results of real cases on a GPU, in the order of ORDER, new cases last; of plain weights alone."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = [result for result in results if "stock" in result and result["machine"]["gpu"]]
+    results = [one for one in results if "stock" in one and one["machine"]["gpu"] and not one.get("weights")]
     rank = {name: number for number, name in enumerate(ORDER)}
     return sorted(results, key=lambda result: (result["machine"]["gpu"], rank.get(result["case"], len(rank))))
 

@@ -7,6 +7,7 @@ from matplotlib import pyplot as plt
 
 COLORS = {
     "stock": "#b8bec6", "accel": "#e4572e", "int8": "#2e86ab", "int8-asym": "#5ba3c1", "fp8": "#f2a541",
+    "int8-head": "#17526b", "int8 x int8": "#8cc5dd", "fp8 x fp8": "#f2a541", "int4-head": "#1f5134",
     "int4": "#3b8e5a", "int4-g64": "#62ad7d", "int4-g32": "#92c9a5",
 }  # fmt: skip
 MARKERS = {"rtn": "o", "gptq": "s", "awq": "^"}
@@ -25,9 +26,14 @@ def color(variant: str) -> str:
     return COLORS.get(name.partition(",")[0], OTHERS)
 
 
+def decoded(result: dict) -> list[dict]:
+    """Its decode steps, a row for each batch and context."""
+    return result.get("parts", result).get("decode") or []
+
+
 def draw_speed(result: dict, axes) -> None:
     """Tokens a second against the batch, one line a variant; dashed where the cache is rounded too."""
-    rows = result["parts"]["decode"]
+    rows = decoded(result)
     rows = sorted((row for row in rows if row["context"] == rows[0]["context"]), key=lambda row: row["batch"])
     for name in [name for name, value in rows[0].items() if isinstance(value, dict)]:
         points = [(row["batch"], row[name]["tok_s"]) for row in rows if name in row]
@@ -37,8 +43,8 @@ def draw_speed(result: dict, axes) -> None:
     axes.set_yscale("log")
     axes.set_xticks([row["batch"] for row in rows], [str(row["batch"]) for row in rows], fontsize=8)
     axes.set_xlabel("batch", fontsize=9)
-    axes.set_title(f"{result['case'].removeprefix('quantised-')}: tokens/s", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(f"{result['case'].partition('-')[2]}: tokens/s", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=7)
 
 
 def draw_peers(result: dict, axes) -> None:
@@ -76,16 +82,18 @@ def draw_quality(result: dict, axes) -> None:
     axes.set_title(f"{name} ({weights:.0f}M weights): perplexity, %", loc="left", fontsize=10)
 
 
-def _least_batch(result: dict) -> int:
-    return min((row["batch"] for row in result.get("decode", ())), default=0)
+def _several(result: dict) -> bool:
+    """Whether it is a matter of batches: of three or more, or of whichever where prompts and others were timed too."""
+    return "parts" in result or len({row["batch"] for row in decoded(result)}) > 2
 
 
 def save(folder: Path, path: Path) -> bool:
     """Draws what there are results of; False where there are none."""
-    kinds = (("quantised", draw_speed), ("peers", draw_peers), ("quality", draw_quality))
-    panels = [(draw, one) for kind, draw in kinds for one in sorted(results(folder, kind), key=_least_batch)]
-    panels = [(draw, one) for draw, one in panels if draw is not draw_speed or one.get("parts", {}).get("decode")]
-    panels = [(draw, one) for draw, one in panels if draw is not draw_peers or one["decode"]]
+    speeds = [one for kind in ("quantised", "peers") for one in results(folder, kind) if decoded(one)]
+    speeds = sorted(
+        ((draw_speed if _several(one) else draw_peers, one) for one in speeds), key=lambda it: it[0] is draw_peers
+    )
+    panels = [*speeds, *((draw_quality, one) for one in results(folder, "quality"))]
     if not panels:
         return False
     columns = min(3, len(panels))
