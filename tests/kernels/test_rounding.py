@@ -113,7 +113,7 @@ def test_the_kernel_attends_to_exactly_what_it_stored(name):
     got = attend.triton(q, k, v, kv, scale, **kwargs)
     keys, values = kv.read(stored + new, torch.float64)
     table = torch.arange(len(keys), dtype=torch.int32).view(-1, 1)
-    plain = KV(keys.clone(), values.clone(), table, kv.valid, kv.where, 0)  # a block a row
+    plain = KV(keys.clone(), values.clone(), table, kv.valid, kv.where, 0, last=kv.last)  # a block a row
     given = {name: t.double() if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
     cos, sin, interleaved = (given.pop(name, None) for name in ("cos", "sin", "interleaved"))
     if cos is not None:
