@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from accel_kernels import Norm, quantise_rows
+from accel_kernels.quantise_rows import KnownColumns
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
@@ -30,7 +31,7 @@ def measured(columns: int, norm: Norm | None) -> dict:
         raise AssertionError(f"{int(ours.count)} outliers found, {count} in the reference")
     found = {"rows": ROWS, "columns": columns, "norm": norm is not None, "outliers": count}
     for name, outliers in WAYS.items():
-        given = outliers.to(DEVICE) if isinstance(outliers, torch.Tensor) else outliers
+        given = KnownColumns.of(outliers.to(DEVICE), columns) if isinstance(outliers, torch.Tensor) else outliers
         ms = milliseconds(lambda: [quantise_rows.triton(x, norm=norm, outliers=given) for x in inputs])  # noqa: B023
         found[name] = round(1e3 * ms / INPUTS, 2)
     return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from accel_kernels import Norm, QuantisedRows, fp8_linear, int8_linear, quantise_rows
 from accel_kernels.projection import MOST_ROWS
+from accel_kernels.quantise_rows import KnownColumns
 
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"
@@ -42,15 +43,21 @@ class RowProducts:
     fp8_linear: Callable = fp8_linear
 
     def rounded(
-        self, x: torch.Tensor, activations: str, norm: Norm | None = None, fixed: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        activations: str,
+        norm: Norm | None = None,
+        fixed: torch.Tensor | KnownColumns | None = None,
     ) -> QuantisedRows:
-        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names."""
+        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
+        columns looked up as KnownColumns.
+        """
         given = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD
         elif FIXED.get(activations) == SCALE:
             given["scale"] = fixed
-        elif FIXED.get(activations) == COLUMNS and fixed.numel():
+        elif FIXED.get(activations) == COLUMNS and fixed.columns.numel():
             given["outliers"] = fixed
         return self.quantise_rows(x.contiguous(), **given)
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from accel_kernels import Quantised, quantised_projection
+from accel_kernels.quantise_rows import KnownColumns
 from torch import nn
 
 from accel.quant.activations import COLUMNS, FIXED, KERNELS, REFERENCES, SCALE, RowProducts, many
@@ -62,10 +63,10 @@ class QuantisedLinear(nn.Linear):
         return self.activations, self.values.get(FIXED.get(self.activations))
 
     @property
-    def fixed(self) -> torch.Tensor | None:
+    def fixed(self) -> torch.Tensor | KnownColumns | None:
         """What calibration fixed for the way in which rows are rounded now."""
         name = FIXED.get(self.activations)
-        return None if name is None else self._buffers[name]
+        return self.columns if name == COLUMNS else None if name is None else self._buffers[name]
 
     @property
     def quantised(self) -> Quantised:
@@ -101,7 +102,9 @@ class QuantisedLinear(nn.Linear):
     def _fix(self) -> None:
         # Read once: asking the device in every call would wait for it.
         held = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
-        self.values = {name: tuple(t.tolist()) for name, t in held.items() if t is not None and not t.is_meta}
+        held = {name: t for name, t in held.items() if t is not None and not t.is_meta}
+        self.values = {name: tuple(t.tolist()) for name, t in held.items()}
+        self.columns = KnownColumns.of(held[COLUMNS], self.in_features) if COLUMNS in held else None
 
     def _load_from_state_dict(self, *args) -> None:
         super()._load_from_state_dict(*args)
@@ -117,6 +120,8 @@ class QuantisedLinear(nn.Linear):
                 return result
             return tensor.to(result.device)
 
+        if self.columns is not None:
+            self.columns = KnownColumns(*map(fn, self.columns))
         return super()._apply(moved, recurse)
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from accel_kernels import Norm, QuantisedRows
 from accel_kernels import norm as norms
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, KnownColumns
 from torch import nn
 
 from accel.quality import Quality, relative_rms
@@ -32,10 +32,15 @@ class Judged(RowProducts):
     products: list[tuple[float, float]] = field(default_factory=list)
 
     def rounded(
-        self, x: torch.Tensor, activations: str, norm: Norm | None = None, fixed: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        activations: str,
+        norm: Norm | None = None,
+        fixed: torch.Tensor | KnownColumns | None = None,
     ) -> QuantisedRows:
         rows = KERNELS.rounded(x, activations, norm, fixed)
         h = x.double() if norm is None else norms.reference(x.double(), norm)
+        fixed = fixed.columns if isinstance(fixed, KnownColumns) else fixed
         self.rows.append(_rounding(rows, h, **{} if fixed is None else {FIXED[activations]: fixed}))
         return rows
 

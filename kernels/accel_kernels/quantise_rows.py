@@ -49,15 +49,35 @@ class QuantisedRows(NamedTuple):
         return wide.to(kind)
 
 
+class KnownColumns(NamedTuple):
+    """Columns that are never rounded, looked up once: nothing but the pass that rounds is left to do in a call.
+
+    place: (K,) int16, where in a row of outliers each column goes, -1 for one that stays. columns, count: as of
+    QuantisedRows.
+    """
+
+    place: torch.Tensor
+    columns: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, columns: torch.Tensor, k: int) -> "KnownColumns":
+        """columns: int64, in any order, some of them perhaps twice. Raises IndexError for one beyond K, on a CPU."""
+        mask = torch.zeros(k, dtype=torch.bool, device=columns.device).index_fill_(0, columns, True)
+        place = torch.where(mask, mask.cumsum(0) - 1, -1).to(torch.int16)
+        ascending = mask.to(torch.uint8).argsort(descending=True, stable=True)[: columns.numel()]
+        return cls(place, ascending, mask.sum(dtype=torch.int32).view(1))
+
+
 def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """x: (..., K). Returns QuantisedRows; nothing waits for the device.
 
     norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-127..127) or float8_e4m3fn.
-    outliers: None; or int64 columns, all of them taken out; or a threshold: columns in which any absolute value is
-    above it. Then there is room for all of them, so that none is lost however many there are. scale: None for one of
-    each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all, on the device:
-    values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above 0, and outliers
-    besides float8.
+    outliers: None; or columns that are all taken out, int64 or KnownColumns; or a threshold: columns in which any
+    absolute value is above it. Then there is room for all, so that none is lost however many there are. scale: None for
+    one of each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all, on the
+    device: values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above 0, and
+    outliers besides float8.
     """
     if dtype not in MOST:
         raise ValueError(f"rows are rounded to int8 or float8_e4m3fn, not {dtype}")
@@ -67,13 +87,13 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     if outliers is not None:
         if dtype != torch.int8:
             raise ValueError(f"outliers are taken out of int8, not of {dtype}")
-        if isinstance(outliers, torch.Tensor):
-            mask = column_mask(outliers, h.shape[-1])
-        else:
+        known = known_columns(outliers, h.shape[-1])
+        if known is None:
             mask = (h.abs() > _threshold(outliers)).flatten(0, -2).any(0)
-        capacity = room(outliers, h.shape[-1])
-        columns = mask.to(torch.uint8).argsort(descending=True, stable=True)[:capacity]
-        count = mask.sum(dtype=torch.int32).view(1)
+            columns = mask.to(torch.uint8).argsort(descending=True, stable=True)
+            count = mask.sum(dtype=torch.int32).view(1)
+        else:
+            mask, columns, count = known.place >= 0, known.columns, known.count
         taken = h.index_select(-1, columns).to(x.dtype)
         h = h.masked_fill(mask, 0)
     most = MOST[dtype]
@@ -93,14 +113,11 @@ def _threshold(value: float) -> float:
     return value
 
 
-def column_mask(columns: torch.Tensor, k: int) -> torch.Tensor:
-    """(K,) bool: whether a column is one of these. Raises IndexError for one that does not exist, on a CPU."""
-    return torch.zeros(k, dtype=torch.bool, device=columns.device).index_fill_(0, columns, True)
-
-
-def room(outliers: torch.Tensor | float, k: int) -> int:
-    """How many columns may be taken out."""
-    return outliers.numel() if isinstance(outliers, torch.Tensor) else k
+def known_columns(outliers: "torch.Tensor | KnownColumns | float", k: int) -> KnownColumns | None:
+    """None where a threshold says what an outlier is."""
+    if isinstance(outliers, KnownColumns):
+        return outliers
+    return KnownColumns.of(outliers, k) if isinstance(outliers, torch.Tensor) else None
 
 
 def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> str | None:
@@ -110,7 +127,10 @@ def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> st
         return "a scale that is not one float32 on the device of x"
     if dtype not in MOST or (outliers is not None and dtype != torch.int8):
         return f"rows of {dtype}"
-    if isinstance(outliers, torch.Tensor):
+    if isinstance(outliers, KnownColumns):
+        if outliers.place.shape != x.shape[-1:] or outliers.place.device != x.device:
+            return f"known columns of {outliers.place.numel()} on {outliers.place.device}"
+    elif isinstance(outliers, torch.Tensor):
         if outliers.dtype != torch.int64 or outliers.dim() != 1 or outliers.device != x.device:
             return "outliers that are not a line of int64 on the device of x"
     elif outliers is not None and not outliers > 0:

@@ -9,7 +9,7 @@ import torch
 from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows
 from accel_kernels import norm as norms
 from accel_kernels.int8_linear import in_passes, integer_product
-from accel_kernels.quantise_rows import QuantisedRows
+from accel_kernels.quantise_rows import KnownColumns, QuantisedRows
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -182,18 +182,32 @@ def test_float8_numbers_that_need_no_rounding_are_kept(poisoned):
 
 
 @interpreted
-@pytest.mark.parametrize("outliers", [6.0, torch.tensor([90, 3, 50]), torch.tensor([3, 3, 90, 50, 17])], ids=repr)
+@pytest.mark.parametrize(
+    "outliers",
+    [
+        6.0,
+        torch.tensor([90, 3, 50]),
+        torch.tensor([3, 3, 90, 50, 17]),
+        KnownColumns.of(torch.tensor([90, 3, 50]), 97),
+        KnownColumns.of(torch.tensor([90, 3, 50, 3]), 97),
+    ],
+    ids=lambda outliers: str(outliers if isinstance(outliers, float) else len(outliers)),
+)
 @pytest.mark.parametrize("norm", [None, Norm(torch.ones(97), None, 1e-5)], ids=["none", "rms"])
 def test_outliers_are_taken_out(norm, outliers, poisoned):
     x = torch.randn(21, 97).clamp(-2, 2)
     x[2, 3], x[20, 50], x[0, 90] = 40.0, -40.0, 40.0  # of a single row each, beyond 6 after the norm as well
     ours = quantise_rows.triton(x, norm=norm, outliers=outliers)
     theirs = quantise_rows.reference(x, norm=norm, outliers=outliers)
-    wanted = [3, 50, 90] if isinstance(outliers, float) else sorted(set(outliers.tolist()))
+    wanted, room = [3, 50, 90], 97
+    if isinstance(outliers, KnownColumns):
+        room = outliers.columns.numel()
+    elif isinstance(outliers, torch.Tensor):
+        wanted, room = sorted(set(outliers.tolist())), outliers.numel()
     for rows in (ours, theirs):
         assert rows.count.item() == len(wanted) and rows.columns[: len(wanted)].tolist() == wanted
         assert not rows.data[:, wanted].any() and rows.data.abs().amax(1).eq(127).all()
-        assert rows.outliers.shape == (21, 97 if isinstance(outliers, float) else outliers.numel())
+        assert rows.outliers.shape == (21, room)
     count = len(wanted)
     torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
     h = x if norm is None else torch.nn.functional.rms_norm(x, (97,), eps=1e-5)

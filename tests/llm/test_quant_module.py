@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -150,3 +151,19 @@ def test_its_weight_can_be_read_as_any_other():
 
 def test_it_says_what_it_is():
     assert "in_features=128, out_features=24, bias=True, int4 by 32 columns, asymmetric" in repr(linear())
+
+
+def test_columns_are_looked_up_again_wherever_they_come_from():
+    """Loaded over others, moved, copied, pickled: the places that the kernel reads are those of the buffer."""
+    torch.manual_seed(0)
+    plain, scheme = nn.Linear(INPUTS, OUTPUTS), Scheme("int8", activations="int8-outliers-static")
+    weight = quantise(plain.weight, scheme)
+    module = QuantisedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([3, 90]))
+    other = QuantisedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([7, 8]))
+    module.load_state_dict(other.state_dict())
+    twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module).to(torch.bfloat16)]
+    for one in (module, *twins):
+        place, columns, count = one.fixed
+        assert columns.tolist() == one.input_columns.tolist() == [7, 8] and count.tolist() == [2]
+        assert place.dtype == torch.int16 and (place >= 0).nonzero().flatten().tolist() == [7, 8]
+    assert module.to("meta").fixed.place.is_meta

@@ -1,15 +1,14 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out are known before. For a threshold a pass in front finds them, by blocks of rows. The running sum
-of their mask, taken once for all rows, says where in a row of outliers each goes, and how many there are: their count
-never leaves the device.
+Columns to be taken out are known before, with the place where each goes in a row of outliers; for a threshold a pass in
+front finds them, by blocks of rows. How many there are never leaves the device.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, room
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, known_columns
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
@@ -39,25 +38,16 @@ def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: t
     return weight, bias
 
 
-@triton.jit
-def _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask):
-    """Of a mask over columns: where in a row of outliers each goes, -1 for one that stays; which they are, how many."""
-    out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
-    place = tl.where(out != 0, tl.cumsum(out, axis=0) - 1, -1)
-    tl.store(place_ptr + k_idx, place.to(tl.int16), mask=mask)
-    tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
-    tl.store(count_ptr, tl.sum(out, axis=0))
-
-
 @triton.jit(do_not_specialize=("rows",))
 def outlier_columns_kernel(
     x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, place_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program some rows: sets the mask of columns in which one is above the threshold. The last makes places of it.
+    """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
 
-    mask and ticket are zeros before. All that set a column write the same.
+    mask and ticket are zeros before. The last program makes of the mask where in a row of outliers each column goes, -1
+    for one that stays; which they are, and how many.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,25 +60,11 @@ def outlier_columns_kernel(
     tl.store(mask_ptr + k_idx, found.to(tl.int8), mask=found)
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask)
-
-
-@triton.jit
-def given_columns_kernel(
-    given_ptr, mask_ptr, place_ptr, columns_ptr, count_ptr, given, k,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: places of columns that are known, in any order, some of them perhaps twice."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    k_idx, c_idx = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_C)
-    mask = k_idx < k
-    tl.store(mask_ptr + k_idx, tl.zeros((BLOCK_K,), tl.int8), mask=mask)
-    tl.debug_barrier()
-    column = tl.load(given_ptr + c_idx, mask=c_idx < given, other=0)
-    tl.store(mask_ptr + column, tl.full((BLOCK_C,), 1, tl.int8), mask=c_idx < given)
-    tl.debug_barrier()
-    _places(mask_ptr, place_ptr, columns_ptr, count_ptr, k_idx, mask)
+        out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+        place = tl.where(out != 0, tl.cumsum(out, axis=0) - 1, -1)
+        tl.store(place_ptr + k_idx, place.to(tl.int16), mask=mask)
+        tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
+        tl.store(count_ptr, tl.sum(out, axis=0))
 
 
 @triton.jit(do_not_specialize=("capacity",))
@@ -128,6 +104,23 @@ def quantise_rows_kernel(
     tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
 
 
+def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> tuple[torch.Tensor, ...]:
+    """(place, columns, count) of those with a value above the threshold, as of KnownColumns; room for all."""
+    k = x.shape[-1]
+    rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
+    nw, nb, eps, _, offset = norm or (None, None, 0.0, False, 0.0)
+    zeros = torch.zeros(4 + k, dtype=torch.int8, device=x.device)
+    found = tuple(
+        torch.empty(n, dtype=d, device=x.device) for n, d in ((k, torch.int16), (k, torch.int64), (1, torch.int32))
+    )
+    launch(
+        outlier_columns_kernel, (triton.cdiv(rows, at_once),),
+        x, nw, nb, zeros[4:], zeros[:4].view(torch.int32), *found, rows, k, eps, offset, threshold,
+        **flags, ROWS=at_once, PDL=pdl, **meta,
+    )  # fmt: skip
+    return found
+
+
 def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """Same arguments and result as the reference; what lies beyond `count` is not written."""
     k = x.shape[-1]
@@ -141,26 +134,13 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     place = taken = columns = count = None
     capacity, pdl = 0, programmatic(x.device)
     if outliers is not None:
-        capacity = room(outliers, k)
-        taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
-        columns = torch.empty(capacity, dtype=torch.int64, device=x.device)
-        count = torch.empty(1, dtype=torch.int32, device=x.device)
-        place = torch.empty(k, dtype=torch.int16, device=x.device)
-        found = (place, columns, count)
-        if isinstance(outliers, torch.Tensor):
-            launch(
-                given_columns_kernel, (1,), outliers, torch.empty(k, dtype=torch.int8, device=x.device), *found,
-                outliers.numel(), k, BLOCK_C=power_of_two(capacity), BLOCK_K=block, PDL=bool(pdl),
-                num_warps=meta["num_warps"],
-            )  # fmt: skip
+        known = known_columns(outliers, k)
+        if known is None:
+            place, columns, count = _found(x, norm, float(outliers), flags, meta, bool(pdl))
         else:
-            zeros = torch.zeros(4 + k, dtype=torch.int8, device=x.device)
-            at_once = 4 if block <= 8192 else 2
-            launch(
-                outlier_columns_kernel, (triton.cdiv(rows, at_once),),
-                x, nw, nb, zeros[4:], zeros[:4].view(torch.int32), *found, rows, k, eps, offset, float(outliers),
-                **flags, ROWS=at_once, PDL=bool(pdl), **meta,
-            )  # fmt: skip
+            place, columns, count = known
+        capacity = columns.numel()
+        taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
     launch(
         quantise_rows_kernel, (rows,),
         x, nw, nb, place, scale, data, scales, taken, k, capacity, eps, offset, **flags,
@@ -194,17 +174,10 @@ def _search_specimen():
     return outlier_columns_kernel, types, constants, 8
 
 
-def _given_specimen():
-    types = {"given_ptr": "*i64", "mask_ptr": "*i8", "place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32"}
-    types |= {"given": "i32", "k": "i32"}
-    return given_columns_kernel, types, {"BLOCK_C": 64, "BLOCK_K": 16384, "PDL": False}, 16
-
-
 SPECIMENS = (
     specimen("i8", False),
     specimen("i8", True),
     specimen("i8", False, 14336),
     specimen("i8", False, given=True),
     _search_specimen(),
-    _given_specimen(),
 )
