@@ -78,4 +78,4 @@ def test_kernels_compile(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     kernels = {int(line[-1]): int(line[3]) for line in lines}
-    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 30 and min(kernels.values()) >= 4
+    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 29 and min(kernels.values()) >= 4
