@@ -145,7 +145,8 @@ def attend(
     kv_heads = k.shape[2]
     extras = (kv.valid, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
-    if kv.fresh and plain and q.is_cuda and new > (SHORT if kv.by_address else 1):
+    torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
+    if kv.fresh and plain and q.is_cuda and torchs:
         return _fresh(q, k, v, kv, scale, dense or PromptAttention(), cos, sin, interleaved, q_norm, k_norm)
     q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
     group = heads // kv_heads
