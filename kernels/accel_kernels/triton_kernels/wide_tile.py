@@ -45,7 +45,7 @@ def steps_of_a_program(tile: WideTile, block_m: int, format: str, tiles: int, bo
     """How many of all tiles' steps a program has, `boxes` to a tile; all programs run at once.
 
     Fewer steps are over sooner, but more programs share a tile, and whoever is last adds up what the others have left.
-    The microseconds are those of an H200, of products 896 to 14336 wide.
+    The microseconds were fitted by hand on an H200, to products 896 to 14336 wide.
     """
     least = -(-tiles * boxes // (tile.programs * processors))
     step = (0.3 + 0.002 * tile.rows) * (1.5 if format == "int4" else 1.0)
