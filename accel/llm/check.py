@@ -24,7 +24,7 @@ from accel.quant.row_rounding import rounding
 # Root mean square over the logits, relative: a few layers' worth of rounding.
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
-LONGER = 160  # tokens of a prompt that is more than a few rows
+LONGER = 320  # tokens of a prompt that is more than a few rows, and whose attention in a graph is torch's
 WIDE = (9, 17, 33)  # rows, for tiles of 16, of 32 and of 64
 TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by tiles of other sizes
 LONGEST = 150  # a window up to here is filled, to see it at work

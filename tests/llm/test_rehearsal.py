@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from accel_kernels.triton_kernels.attend import SHORT
 from families import prompt
 
 from accel.llm import check
+from accel.llm.prompt import room_for
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,8 @@ def test_one_layer_of_a_kind_runs(pair_of, name, kinds):
     assert len(passing) - sum(passing) == kinds and passing[0] is False
     assert sum(passing) == 0 or not torch.equal(rehearsed, check._fast(forward, (9, 1)))
     assert torch.equal(ours.generate(prompt(1, 5), **call), stock.generate(prompt(1, 5), **call))
+
+
+def test_the_longer_prompt_is_read_by_torch():
+    """Else the first such prompt of the user's would wait for cuDNN's kernels to be loaded, which takes up to a second."""
+    assert room_for(1, check.LONGER) > SHORT
