@@ -43,7 +43,7 @@ def bench_llm(
     """Time generate() of a language model stock and with accel, correctness first; writes JSON as it goes.
 
     Decode steps by batch and context with their share of the memory's bandwidth, prompts, beams, sampling, assisted
-    text, a long context, memory, the worst first call of a new shape, and time to ready.
+    text, a long context, memory, the slowest call of a new shape, and time to ready.
     """
     from accel.bench import results as files
     from accel.bench.llm import results, runner

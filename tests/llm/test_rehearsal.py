@@ -26,5 +26,5 @@ def test_one_layer_of_a_kind_runs(pair_of, name, kinds):
 
 
 def test_the_longer_prompt_is_read_by_torch():
-    """Else the first such prompt of the user's would wait for cuDNN's kernels to be loaded, which takes up to a second."""
+    """Else the user's first such prompt would wait for cuDNN's kernels to be loaded, which takes up to a second."""
     assert room_for(1, check.LONGER) > SHORT

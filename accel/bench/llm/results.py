@@ -72,7 +72,7 @@ def _memory(rows: list[dict]) -> Table:
 
 
 def _stalls(rows: list[dict]) -> Table:
-    shown = _table("the worst first call of a new shape", "", "s beyond its steady time", "batch", "context")
+    shown = _table("the worst first or second call of a new shape", "", "s beyond its steady time", "batch", "context")
     for row in rows:
         call = row["worst_call"]
         shown.add_row(row["variant"], f"{row['worst_s']:.3f}", str(call["batch"]), str(call["context"]))

@@ -37,8 +37,8 @@ from accel_kernels.triton_kernels.shares import (
 
 AT_VALID = tl.constexpr(VALID)
 
-# Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer than torch's
-# on an H200 (benchmarks/prompt_attention.py), and cuDNN takes the host 30 to 70 ms a length.
+# Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
+# than cuDNN's (benchmarks/prompt_attention.py), which takes the host 30 to 70 ms a length.
 SHORT = 256
 
 
