@@ -24,7 +24,8 @@ from accel.quant.row_rounding import rounding
 # Root mean square over the logits, relative: a few layers' worth of rounding.
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
-LONGER = 320  # tokens of a prompt that is more than a few rows, and whose attention in a graph is torch's
+LONGER = 320  # tokens of a prompt that is more than a few rows
+FILLED = (STEP // 4, STEP // 2, LONGER, LONGER + STEP)  # of prompts in graphs: few; many, and a multiple of 128
 WIDE = (9, 17, 33)  # rows, for tiles of 16, of 32 and of 64
 TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by tiles of other sizes
 LONGEST = 150  # a window up to here is filled, to see it at work
@@ -186,7 +187,7 @@ def _rehearse(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> No
 def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None:
     with _one_of_a_kind(forward):
         _fast(forward, lengths)
-        ids, _, positions = _inputs(forward, max((LONGER, *longer)) + 1)
+        ids, _, positions = _inputs(forward, max((*FILLED, *longer)) + 1)
         positions %= PROMPT  # a model with a table of positions may have fewer than that
         prompts = [(1, length) for length in (PROMPT, LONGER, *longer)] + [(rows, PROMPT) for rows in WIDE]
         for rows, prompt in prompts:
@@ -197,7 +198,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
                 tokens = ids[:1, piece].repeat(rows, 1)
                 forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
         if {"position_ids", "logits_to_keep"} <= set(forward.names):
-            for length in (STEP // 4, STEP // 2, LONGER):
+            for length in FILLED:
                 for mask in (None, ids.new_ones(1, length)):
                     store = adopt(DynamicCache(), forward.shapes())
                     _filled(forward, store, ids[:1, :length], positions[:1, :length], mask)

@@ -6,23 +6,37 @@ interpreter lock, so threads make that two or three. Results of a rehearsed forw
 
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 # Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
 # that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
 # load launchers, one may get the other's, and launch with arguments taken for others. So there is one at a time.
 _LOADING = threading.RLock()
 
-# The kernels compiled so far in this context's rehearsal; None outside of one.
-_COMPILED: ContextVar[list | None] = ContextVar("accel_kernels_rehearsal", default=None)
+
+class _Rehearsal(NamedTuple):
+    threads: ThreadPoolExecutor
+    compiled: list  # kernels so far
+    others: list[Future]  # what else its threads do
+
+
+# This context's rehearsal; None outside of one.
+_REHEARSAL: ContextVar[_Rehearsal | None] = ContextVar("accel_kernels_rehearsal", default=None)
 
 
 def rehearsing() -> bool:
     """Whether launches in this context only compile."""
-    return _COMPILED.get() is not None
+    return _REHEARSAL.get() is not None
+
+
+def alongside(work: Callable[[], object]) -> None:
+    """In a rehearsal: runs work() in one of its threads, before it ends. What that gives or raises is dropped."""
+    now = _REHEARSAL.get()
+    now.others.append(now.threads.submit(work))
 
 
 @contextmanager
@@ -37,30 +51,31 @@ def rehearsal() -> Iterator[None]:
     if mode is None or os.environ.get("TRITON_INTERPRET") == "1":
         yield
         return
-    compiled: list = []
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        token = _COMPILED.set(compiled)
+        now = _Rehearsal(threads, [], [])
+        token = _REHEARSAL.set(now)
         try:
             # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
             with mode(threads, ignore_errors=True):
                 yield
         finally:
-            _COMPILED.reset(token)
-        kernels = [_ready(kernel) for kernel in {id(kernel): kernel for kernel in compiled}.values()]
+            _REHEARSAL.reset(token)
+        kernels = [_ready(kernel) for kernel in {id(kernel): kernel for kernel in now.compiled}.values()]
         with _LOADING:
             list(threads.map(_build_launcher, kernels))
             for kernel in kernels:
                 kernel._init_handles()
+        wait(now.others)
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
     """kernel[grid](*args, **meta), or its compilation where this context rehearses."""
-    compiled = _COMPILED.get()
-    if compiled is None:
+    now = _REHEARSAL.get()
+    if now is None:
         with _LOADING:
             kernel[grid](*args, **meta)
     else:
-        compiled.append(kernel.warmup(*args, grid=grid, **meta))
+        now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
 
 
 def _ready(kernel):

@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import prompt_attention
 from accel_kernels.prompt_attention import LONG, MOST_SHAPES, PromptAttention
+from accel_kernels.rehearsal import rehearsal
 from torch.nn.attention import SDPBackend
 
 
@@ -53,3 +55,22 @@ def test_shapes_are_forgotten_in_the_order_in_which_they_came(orders):
     for tokens in range(1, MOST_SHAPES + 3):
         attend(*given(tokens, 1), 1.0, True)
     assert len(attend.prompts) == MOST_SHAPES and {key[0][2] for key in attend.prompts}.isdisjoint({1, 2})
+
+
+def test_a_rehearsal_loads_cudnn_for_what_comes_again(orders, monkeypatch):
+    """In a thread of its own, and nothing is computed or counted here."""
+    loaded = []
+
+    def load(q, k, v, scale):
+        loaded.append(([t.shape for t in (q, k, v)], scale, threading.current_thread()))
+        raise RuntimeError("no cuDNN")
+
+    monkeypatch.setattr(prompt_attention, "_load", load)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    attend, prompt = PromptAttention(), given(16)
+    with rehearsal():
+        shown = attend(*prompt, 0.5, True, again=True)
+        attend(*given(9), 0.5, True)
+    ((shapes, scale, thread),) = loaded
+    assert shapes == [t.shape for t in prompt] and scale == 0.5 and thread is not threading.current_thread()
+    assert shown.shape == prompt[0].shape and orders == [] and attend.prompts == {}
