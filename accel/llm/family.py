@@ -2,6 +2,7 @@
 
 import inspect
 
+from accel_kernels.rehearsal import prepare
 from torch import nn
 
 from accel.graphs import GraphRunner
@@ -45,6 +46,8 @@ def match_decoder(site, context) -> Match | Skip | None:
     """The model itself, where every one of its layers is understood and the whole agrees with stock."""
     if site.path:
         return None
+    if next(site.module.parameters()).is_cuda:
+        prepare()  # while the model is examined
     context.shared[HEAD] = site.module.get_output_embeddings()
     layers = context.share("decoder layers", dict)
     try:

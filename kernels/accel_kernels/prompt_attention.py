@@ -22,10 +22,11 @@ CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]
 
 
 class PromptAttention:
-    """Counts the prompts of every shape; copies and pickles start anew."""
+    """Counts the prompts of every shape, and knows for which kinds cuDNN was loaded; copies and pickles start anew."""
 
     def __init__(self):
         self.prompts: dict[tuple, int] = {}
+        self.loaded: set[tuple] = set()
 
     def __getstate__(self):
         return {}
@@ -41,7 +42,9 @@ class PromptAttention:
         again: this shape will come again, as one that prompts are filled up to. Returns q's shape.
         """
         if rehearsing():
-            if again or q.shape[2] >= LONG:
+            kind = (q.shape[1], k.shape[1], q.shape[3], q.shape[2] % 128 == 0, q.dtype, q.device)
+            if kind not in self.loaded and (again or q.shape[2] >= LONG):
+                self.loaded.add(kind)
                 alongside(partial(_load, *map(torch.empty_like, (q, k, v)), scale))
             return torch.empty_like(q)
         key = (q.shape, k.shape, q.dtype, q.device)

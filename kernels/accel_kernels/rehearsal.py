@@ -39,6 +39,18 @@ def alongside(work: Callable[[], object]) -> None:
     now.others.append(now.threads.submit(work))
 
 
+def prepare() -> None:
+    """Begins, in the background, what Triton does before it compiles or loads its first kernel.
+
+    A hash of its own files, a third of a second once a process, most of it outside the interpreter lock.
+    """
+    from triton.runtime import cache
+
+    key = getattr(cache, "triton_key", None)  # no documented name; without it the first kernel waits for the hash
+    if key is not None:
+        threading.Thread(target=key, name="accel-triton-key", daemon=True).start()
+
+
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Inside, Triton launches of this context compile instead of running; leaves when all are ready to launch.

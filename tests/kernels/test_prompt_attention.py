@@ -58,7 +58,7 @@ def test_shapes_are_forgotten_in_the_order_in_which_they_came(orders):
 
 
 def test_a_rehearsal_loads_cudnn_for_what_comes_again(orders, monkeypatch):
-    """In a thread of its own, and nothing is computed or counted here."""
+    """Once for multiples of 128 and once for others, in threads; nothing is computed or counted here."""
     loaded = []
 
     def load(q, k, v, scale):
@@ -67,10 +67,14 @@ def test_a_rehearsal_loads_cudnn_for_what_comes_again(orders, monkeypatch):
 
     monkeypatch.setattr(prompt_attention, "_load", load)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    attend, prompt = PromptAttention(), given(16)
+    attend = PromptAttention()
     with rehearsal():
-        shown = attend(*prompt, 0.5, True, again=True)
+        for tokens in (16, 128, 16, 64, 256):  # one layer after the other, and longer ones
+            shown = attend(*given(tokens), 0.5, True, again=True)
+            assert shown.shape == given(tokens)[0].shape
         attend(*given(9), 0.5, True)
-    ((shapes, scale, thread),) = loaded
-    assert shapes == [t.shape for t in prompt] and scale == 0.5 and thread is not threading.current_thread()
-    assert shown.shape == prompt[0].shape and orders == [] and attend.prompts == {}
+    assert sorted(shapes[0][2] for shapes, _, _ in loaded) == [16, 128]
+    for shapes, scale, thread in loaded:
+        assert shapes == [t.shape for t in given(shapes[0][2])] and scale == 0.5
+        assert thread is not threading.current_thread()
+    assert orders == [] and attend.prompts == {}

@@ -77,3 +77,12 @@ def test_each_kernel_is_made_ready_once(built):
             launch(kernel, (1,))
         assert load.loads == 0
     assert load.loads == 1 and len(built) == 1 and not module.rehearsing()
+
+
+def test_what_triton_does_first_is_done_in_the_background(monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", done.set)
+    module.prepare()
+    assert done.wait(10)
+    monkeypatch.delattr(triton.runtime.cache, "triton_key")
+    module.prepare()

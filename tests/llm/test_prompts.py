@@ -230,11 +230,11 @@ def test_every_family(name, mode, pair_of):
 CALLS = (
     "greedy-long", "one-word", "no-prompt", "sample", "sample-top", "sample-several", "beam", "beam-sample", "assisted",
     "prompt-lookup", "continued", "cropped", "given-cache", "prefilled", "fanned-out", "chunked-prefill", "embeddings",
-    "streamer", "inference-mode", "explicit-positions", "padded-right", "guided",
+    "streamer", "inference-mode", "positions", "padded-right", "guided",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.name in CALLS], ids=str)
+@pytest.mark.parametrize("mode", [MODE[name] for name in CALLS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_ways_of_generating(name, mode, pair_of):
     ours, stock = pair_of(name)
