@@ -21,7 +21,7 @@ from accel.graph_pool import GraphPool
 from accel.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
-LEAST_LAUNCHING = 0.25  # the share of the eager time below which launching is not what takes it
+LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
 

@@ -81,10 +81,10 @@ def test_without_another_way_it_has_to_gain_over_itself(runner_of):
 
 
 def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
-    runner, call = runner_of(eager=(100.0, 20.0))
+    runner, call = runner_of(eager=(300.0, 20.0))
     monkeypatch.setattr(graphs, "capture", lambda graph, pool: pytest.fail("captured"))
     assert [call() for _ in range(3)] == ["eager", "plain", "plain"]
-    assert "20.00 ms to launch 100.00 ms" in runner.rows()[0]["reason"]
+    assert "20.00 ms to launch 300.00 ms" in runner.rows()[0]["reason"]
 
 
 def test_asked_for_it_is_kept_anyway(runner_of):
