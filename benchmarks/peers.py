@@ -95,6 +95,11 @@ PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None, bool]] = {
     "accel int8-head": (optimised(weights="int8-head", keep_original=False), None, False),
     "accel int4-head": (optimised(weights="int4-head", keep_original=False), None, False),
     "accel int8 x int8": (optimised(weights="int8", activations="int8", keep_original=False), None, False),
+    "accel int8 x int8-outliers": (
+        optimised(weights="int8", activations="int8-outliers", keep_original=False),
+        None,
+        False,
+    ),
     "accel fp8 x fp8": (optimised(weights="fp8", activations="fp8", keep_original=False), None, False),
     "torchao int8": (torchao(8), "torchao", True),
     "torchao int4": (torchao(4), "torchao", True),

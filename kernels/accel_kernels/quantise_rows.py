@@ -52,21 +52,19 @@ class QuantisedRows(NamedTuple):
 class KnownColumns(NamedTuple):
     """Columns that are never rounded, looked up once: nothing but the pass that rounds is left to do in a call.
 
-    place: (K,) int16, where in a row of outliers each column goes, -1 for one that stays. columns, count: as of
-    QuantisedRows.
+    mask: (K,) int8, 1 for each of them. columns, count: as of QuantisedRows.
     """
 
-    place: torch.Tensor
+    mask: torch.Tensor
     columns: torch.Tensor
     count: torch.Tensor
 
     @classmethod
     def of(cls, columns: torch.Tensor, k: int) -> "KnownColumns":
         """columns: int64, in any order, some of them perhaps twice. Raises IndexError for one beyond K, on a CPU."""
-        mask = torch.zeros(k, dtype=torch.bool, device=columns.device).index_fill_(0, columns, True)
-        place = torch.where(mask, mask.cumsum(0) - 1, -1).to(torch.int16)
-        ascending = mask.to(torch.uint8).argsort(descending=True, stable=True)[: columns.numel()]
-        return cls(place, ascending, mask.sum(dtype=torch.int32).view(1))
+        mask = torch.zeros(k, dtype=torch.int8, device=columns.device).index_fill_(0, columns, 1)
+        ascending = mask.argsort(descending=True, stable=True)[: columns.numel()]
+        return cls(mask, ascending, mask.sum(dtype=torch.int32).view(1))
 
 
 def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
@@ -93,7 +91,7 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
             columns = mask.to(torch.uint8).argsort(descending=True, stable=True)
             count = mask.sum(dtype=torch.int32).view(1)
         else:
-            mask, columns, count = known.place >= 0, known.columns, known.count
+            mask, columns, count = known.mask.bool(), known.columns, known.count
         taken = h.index_select(-1, columns).to(x.dtype)
         h = h.masked_fill(mask, 0)
     most = MOST[dtype]
@@ -128,8 +126,8 @@ def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> st
     if dtype not in MOST or (outliers is not None and dtype != torch.int8):
         return f"rows of {dtype}"
     if isinstance(outliers, KnownColumns):
-        if outliers.place.shape != x.shape[-1:] or outliers.place.device != x.device:
-            return f"known columns of {outliers.place.numel()} on {outliers.place.device}"
+        if outliers.mask.shape != x.shape[-1:] or outliers.mask.device != x.device:
+            return f"known columns of {outliers.mask.numel()} on {outliers.mask.device}"
     elif isinstance(outliers, torch.Tensor):
         if outliers.dtype != torch.int64 or outliers.dim() != 1 or outliers.device != x.device:
             return "outliers that are not a line of int64 on the device of x"
@@ -179,9 +177,13 @@ CASES = (
     _case("given-fp8", 3, 80, norm="rms", to=torch.float8_e4m3fn, scale=0.004, small=True),
     _case("given-columns", 5, 96, planted=(3, 50), outliers=(50, 3), scale=0.02, small=True),
     _case("threshold", 19, 96, planted=(0, 41, 95), outliers=6.0, small=True),
+    _case("threshold-layer", 7, 100, norm="layer", planted=(3, 99), outliers=4.0, small=True),
+    _case("threshold-many", 3, 96, norm="rms", planted=tuple(range(0, 96, 2)), outliers=0.1, small=True),
+    _case("columns-layer", 4, 100, norm="layer", outliers=(77, 0), small=True),
     _case("llama", 2048, 4096, norm="rms"),
     _case("llama-down", 2048, 14336),
     _case("llama-threshold", 2048, 4096, norm="rms", planted=(7, 100, 2048), outliers=20.0),
+    _case("llama-down-threshold", 2048, 14336, planted=(7, 100, 14335), outliers=20.0),
     _case("llama-given", 2048, 4096, norm="rms", scale=0.02),
     _case("llama-fp8", 2048, 4096, norm="rms", to=torch.float8_e4m3fn),
 )

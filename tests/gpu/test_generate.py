@@ -335,9 +335,9 @@ def test_out_of_memory_leaves_model_and_cache_usable():
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for keys and values of 20000 tokens in 64 rows"):
             ours(prompt(64, 20000).cuda())
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError, match="in 1 rows: .* the 9 stored are kept"):
             ours(prompt(1, 2**20).cuda(), past_key_values=kept.past_key_values)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -346,6 +346,17 @@ def test_out_of_memory_leaves_model_and_cache_usable():
     word = prompt(1, 1, 3).cuda()
     mine, wanted = ours(word, past_key_values=kept.past_key_values), stock(word, past_key_values=theirs.past_key_values)
     same({"logits": mine.logits}, {"logits": wanted.logits}, 4e-5)
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded"])
+def test_a_cache_asked_for_by_name_is_stocks(kind):
+    """As users ask for it: generate() compiles the forward for a static one."""
+    ours, stock = new_pair("llama")
+    ids, mask = on_gpu(*padded((9, 5)))
+    for _ in range(2):
+        same(*(generate(model, ids, mask, cache_implementation=kind) for model in (ours, stock)))
+    assert any("cache" in reason for _, reason, _ in accel.report(ours).fallbacks), accel.report(ours).fallbacks
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
 
 
 def test_the_memory_of_a_cache_is_what_the_call_asks_for():

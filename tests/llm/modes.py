@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from families import VOCAB, make, prompt
+from transformers import WatermarkingConfig
 
 NEW = 8
 
@@ -359,6 +360,11 @@ MODES = (
         "begin_suppress_tokens": [64], "sequence_bias": [[[10], 1.5], [[11, 12], -3.0]], "min_new_tokens": 4,
         "exponential_decay_length_penalty": (3, 1.2), "forced_eos_token_id": 2, "remove_invalid_values": True,
         "renormalize_logits": True} | ENDS | LOGITS, PAIR),
+    Mode("processors-more", {
+        "encoder_repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 2, "forced_bos_token_id": 7,
+        "watermarking_config": WatermarkingConfig(bias=3.0, seeding_scheme="selfhash")} | LOGITS,
+        PAIR),
+    Mode("sample-top-h", SAMPLED | {"top_h": 0.4}, PAIR),
     Mode("own-processor", own_processor, PAIR),
     Mode("own-criterion", own_criterion, PAIR),
     Mode("guided", guided),

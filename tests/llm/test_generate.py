@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from changes import lora
 from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 from modes import MODES, generate, same
 
@@ -89,6 +90,15 @@ def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
         assert count > 0
         assert not [site for site in own if site[2] == "patched"]
         assert [site for site in sites if site[2] == "skipped" and site[3]]
+
+
+def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
+    ours, stock = pair("llama")
+    for model in (ours, stock):
+        lora("style")(model)
+    ids, mask = padded()
+    wanted = generate(stock, ids, mask)
+    assert runs(ours, lambda: same(generate(ours, ids, mask), wanted)) == 0 and accel.report(ours).fallbacks == []
 
 
 @pytest.mark.parametrize("name", FAST)

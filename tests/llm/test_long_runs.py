@@ -197,3 +197,26 @@ def test_a_dropped_model_is_freed():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_no_memory_for_a_longer_text_says_so_and_leaves_model_and_cache_usable(pair, monkeypatch):
+    ours, stock = pair("llama")
+    ids, word, empty = prompt(1, 9), prompt(1, 1, 3), torch.empty
+    kept, theirs = ours(ids).past_key_values, stock(ids).past_key_values
+
+    def little(*size, **kwargs):
+        made = empty(*size, **kwargs)
+        if made.nbytes > 2**20:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", little)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for keys and values of 5000 tokens in 2 rows"):
+            ours(prompt(2, 5000))
+        with pytest.raises(torch.OutOfMemoryError, match="5009 tokens in 1 rows: .* GiB wanted; the 9 stored are kept"):
+            ours(prompt(1, 5000), past_key_values=kept)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for keys and values"):
+            generate(ours, prompt(2, 5000), None)
+    same({"x": ours(word, past_key_values=kept).logits}, {"x": stock(word, past_key_values=theirs).logits})
+    same(generate(ours, ids, None), generate(stock, ids, None))

@@ -166,4 +166,4 @@ def test_columns_are_looked_up_again_wherever_they_come_from():
         place, columns, count = one.fixed
         assert columns.tolist() == one.input_columns.tolist() == [7, 8] and count.tolist() == [2]
         assert place.dtype == torch.int16 and (place >= 0).nonzero().flatten().tolist() == [7, 8]
-    assert module.to("meta").fixed.place.is_meta
+    assert module.to("meta").fixed.mask.is_meta

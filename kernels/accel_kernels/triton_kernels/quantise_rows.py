@@ -1,29 +1,34 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out are known before, with the place where each goes in a row of outliers; for a threshold a pass in
-front finds them, by blocks of rows. How many there are never leaves the device.
+Columns to be taken out are known before, as a mask and as a list; for a threshold a pass in front finds them, by blocks
+of rows. How many there are never leaves the device. They are few, so a row reads them again by the list: to send every
+number of the row where its place might be, or nowhere, takes longer than all the rest.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, QuantisedRows, known_columns
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, KnownColumns, QuantisedRows, known_columns
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 
+AT_ONCE = 32  # outliers of a row
+
 
 @triton.jit
-def _normed(x_ptr, k_idx, mask, weight, bias, k, eps, NORM: tl.constexpr):
-    """One row in fp32 or a block of them, the norm of each taken; zeros where mask is not set."""
-    x = tl.load(x_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+def _statistics(x, mask, k, eps, NORM: tl.constexpr):
+    """One row in fp32 or a block of them, zeros where mask is not set: less its mean, the mean, and 1 over the rms."""
     columns: tl.constexpr = len(x.shape) - 1
+    mean = 0.0
+    factor = 1.0
     if NORM == "layer":
-        x = tl.where(mask, x - tl.sum(x, axis=columns, keep_dims=True) / k, 0.0)
+        mean = tl.sum(x, axis=columns, keep_dims=True) / k
+        x = tl.where(mask, x - mean, 0.0)
     if NORM != "none":
-        x = x * tl.rsqrt(tl.sum(x * x, axis=columns, keep_dims=True) / k + eps) * weight + bias
-    return x
+        factor = tl.rsqrt(tl.sum(x * x, axis=columns, keep_dims=True) / k + eps)
+    return x, mean, factor
 
 
 @triton.jit
@@ -40,14 +45,13 @@ def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: t
 
 @triton.jit(do_not_specialize=("rows",))
 def outlier_columns_kernel(
-    x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, place_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
 
-    mask and ticket are zeros before. The last program makes of the mask where in a row of outliers each column goes, -1
-    for one that stays; which they are, and how many.
+    mask and ticket are zeros before. The last program makes a list of the mask, and counts.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,24 +59,25 @@ def outlier_columns_kernel(
     mask = k_idx < k
     weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)  # the last one again costs nothing
-    h = _normed(x_ptr + row.to(tl.int64)[:, None] * k, k_idx[None, :], mask[None, :], weight, bias, k, eps, NORM)
+    place = x_ptr + row.to(tl.int64)[:, None] * k + k_idx[None, :]
+    x = tl.load(place, mask=mask[None, :], other=0.0).to(tl.float32)
+    h, _, factor = _statistics(x, mask[None, :], k, eps, NORM)
+    if NORM != "none":
+        h = h * factor * weight + bias
     found = mask & (tl.max(tl.abs(h), axis=0) > threshold)
     tl.store(mask_ptr + k_idx, found.to(tl.int8), mask=found)
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
-        place = tl.where(out != 0, tl.cumsum(out, axis=0) - 1, -1)
-        tl.store(place_ptr + k_idx, place.to(tl.int16), mask=mask)
-        tl.store(columns_ptr + place, k_idx.to(tl.int64), mask=mask & (out != 0))
+        tl.store(columns_ptr + tl.cumsum(out, axis=0) - 1, k_idx.to(tl.int64), mask=out != 0)
         tl.store(count_ptr, tl.sum(out, axis=0))
 
 
 @triton.jit(do_not_specialize=("capacity",))
 def quantise_rows_kernel(
-    x_ptr, nw_ptr, nb_ptr, place_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, GIVEN: tl.constexpr,
-    ROUND: tl.constexpr,
-    MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k_idx = tl.arange(0, BLOCK_K)
@@ -82,12 +87,22 @@ def quantise_rows_kernel(
     weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h = _normed(x_ptr + row * k, k_idx, mask, weight, bias, k, eps, NORM)
-    if OUTLIERS:
-        place = tl.load(place_ptr + k_idx, mask=mask, other=-1).to(tl.int32)
-        tl.store(o_ptr + row * capacity + place, h.to(o_ptr.dtype.element_ty), mask=place >= 0)
-        h = tl.where(place >= 0, 0.0, h)
-    h = tl.where(mask, h, 0.0)
+    x = tl.load(x_ptr + row * k + k_idx, mask=mask, other=0.0).to(tl.float32)
+    h, mean, factor = _statistics(x, mask, k, eps, NORM)
+    if NORM != "none":
+        h = tl.where(mask, h * factor * weight + bias, 0.0)
+    if OUTLIERS > 0:
+        h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
+        count = tl.load(count_ptr)
+        for start in range(0, count, OUTLIERS):
+            o_idx = start + tl.arange(0, OUTLIERS)
+            o_mask = o_idx < count
+            column = tl.load(columns_ptr + o_idx, mask=o_mask, other=0)
+            taken = tl.load(x_ptr + row * k + column, mask=o_mask, other=0.0).to(tl.float32)
+            if NORM != "none":
+                weight, bias = _affine(nw_ptr, nb_ptr, column, o_mask, offset, HAS_NW, HAS_NB)
+                taken = (taken - mean) * factor * weight + bias
+            tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
     # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
     peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST)
     if GIVEN:
@@ -104,19 +119,21 @@ def quantise_rows_kernel(
     tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
 
 
-def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> tuple[torch.Tensor, ...]:
-    """(place, columns, count) of those with a value above the threshold, as of KnownColumns; room for all."""
+def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
+    """Those with a value above the threshold; room for all."""
     k = x.shape[-1]
     rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
     nw, nb, eps, _, offset = norm or (None, None, 0.0, False, 0.0)
-    zeros = torch.zeros(4 + k, dtype=torch.int8, device=x.device)
-    found = tuple(
-        torch.empty(n, dtype=d, device=x.device) for n, d in ((k, torch.int16), (k, torch.int64), (1, torch.int32))
+    zeros = torch.zeros(16 * triton.cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
+    found = KnownColumns(
+        zeros[:k],
+        torch.empty(k, dtype=torch.int64, device=x.device),
+        torch.empty(1, dtype=torch.int32, device=x.device),
     )
     launch(
         outlier_columns_kernel, (triton.cdiv(rows, at_once),),
-        x, nw, nb, zeros[4:], zeros[:4].view(torch.int32), *found, rows, k, eps, offset, threshold,
-        **flags, ROWS=at_once, PDL=pdl, **meta,
+        x, nw, nb, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, eps, offset,
+        threshold, **flags, ROWS=at_once, PDL=pdl, **meta,
     )  # fmt: skip
     return found
 
@@ -131,20 +148,19 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     meta = {"num_warps": min(16, max(1, block // 512)), "enable_fp_fusion": False}  # rounds as torch does
     data = torch.empty_like(x, dtype=dtype)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    place = taken = columns = count = None
+    mask = taken = columns = count = None
     capacity, pdl = 0, programmatic(x.device)
     if outliers is not None:
         known = known_columns(outliers, k)
         if known is None:
-            place, columns, count = _found(x, norm, float(outliers), flags, meta, bool(pdl))
-        else:
-            place, columns, count = known
+            known = _found(x, norm, float(outliers), flags, meta, bool(pdl))
+        mask, columns, count = known
         capacity = columns.numel()
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
     launch(
         quantise_rows_kernel, (rows,),
-        x, nw, nb, place, scale, data, scales, taken, k, capacity, eps, offset, **flags,
-        OUTLIERS=place is not None, GIVEN=scale is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype],
+        x, nw, nb, mask, columns, count, scale, data, scales, taken, k, capacity, eps, offset, **flags,
+        OUTLIERS=0 if mask is None else AT_ONCE, GIVEN=scale is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype],
         LEAST=LEAST_PEAK, PDL=bool(pdl), **meta, **pdl,
     )  # fmt: skip
     return QuantisedRows(data, scales, x.dtype, taken, columns, count)
@@ -153,22 +169,18 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
 def specimen(q: str, outliers: bool, k: int = 4096, given: bool = False):
     """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
     types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
-    types |= {"place_ptr": "*i16", "given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
+    types |= {"mask_ptr": "*i8", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
     types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
-    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k), "OUTLIERS": outliers}
-    constants |= {
-        "GIVEN": given,
-        "ROUND": q == "i8",
-        "MOST": 127.0 if q == "i8" else 448.0,
-        "LEAST": LEAST_PEAK,
-        "PDL": False,
-    }
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k)}
+    constants |= {"OUTLIERS": AT_ONCE if outliers else 0, "GIVEN": given, "ROUND": q == "i8"}
+    constants |= {"MOST": 127.0 if q == "i8" else 448.0, "LEAST": LEAST_PEAK, "PDL": False}
     return quantise_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
 
 
 def _search_specimen():
     types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb")} | {"mask_ptr": "*i8", "ticket_ptr": "*i32"}
-    types |= {"place_ptr": "*i16", "columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
+    types |= {"columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
     types |= dict.fromkeys(("eps", "offset", "threshold"), "fp32")
     constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": 4, "BLOCK_K": 4096, "PDL": False}
     return outlier_columns_kernel, types, constants, 8
