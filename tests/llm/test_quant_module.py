@@ -154,7 +154,7 @@ def test_it_says_what_it_is():
 
 
 def test_columns_are_looked_up_again_wherever_they_come_from():
-    """Loaded over others, moved, copied, pickled: the places that the kernel reads are those of the buffer."""
+    """Loaded over others, moved, copied, pickled: the mask that the kernel reads is that of the buffer."""
     torch.manual_seed(0)
     plain, scheme = nn.Linear(INPUTS, OUTPUTS), Scheme("int8", activations="int8-outliers-static")
     weight = quantise(plain.weight, scheme)
@@ -163,7 +163,7 @@ def test_columns_are_looked_up_again_wherever_they_come_from():
     module.load_state_dict(other.state_dict())
     twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module).to(torch.bfloat16)]
     for one in (module, *twins):
-        place, columns, count = one.fixed
+        mask, columns, count = one.fixed
         assert columns.tolist() == one.input_columns.tolist() == [7, 8] and count.tolist() == [2]
-        assert place.dtype == torch.int16 and (place >= 0).nonzero().flatten().tolist() == [7, 8]
+        assert mask.dtype == torch.int8 and mask.nonzero().flatten().tolist() == [7, 8] and mask.max() == 1
     assert module.to("meta").fixed.mask.is_meta
