@@ -97,7 +97,7 @@ def generations(folder: Path) -> list[dict]:
 
 
 def draw_decode(result: dict, panels) -> None:
-    """Tokens a second against batch, milliseconds a token against context, and the share of the memory's speed."""
+    """Tokens a second against batch and against context, and the share of the memory's speed."""
     rows = result["parts"]["decode"]
     first = rows[0]["context"]
     by_batch = sorted((row for row in rows if row["context"] == first), key=lambda row: row["batch"])
@@ -105,11 +105,13 @@ def draw_decode(result: dict, panels) -> None:
     by_context = sorted(alone, key=lambda row: row["context"])
     lines = (
         (panels[0], "batch", by_batch, "tok_s", f"tokens/s, context {first}"),
-        (panels[1], "context", by_context, "ms_step", "ms a token, batch 1"),
+        (panels[1], "context", by_context, "tok_s", "tokens/s, batch 1"),
     )
     for axes, key, points, figure, title in lines:
         for name, (color, label) in GENERATING.items():
             x, y = _line(points, name, key, figure)
+            if not x:
+                continue
             axes.plot(x, y, "o-", color=color, label=label, linewidth=2.5 if name == "accel" else 1.5, markersize=4)
         axes.set_xscale("log", base=2)
         values = sorted({point[key] for point in points})
@@ -118,11 +120,13 @@ def draw_decode(result: dict, panels) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yscale("log")
-    x, y = _line(by_context, "accel", "context", "ms_step")
+    x, y = _line(by_context, "accel", "context", "tok_s")
     shares = _line(by_context, "accel", "context", "share_of_bandwidth")[1]
-    panels[1].plot(x, [ms * share for ms, share in zip(y, shares, strict=True)], "k--", linewidth=1, label="bound")
+    panels[1].plot(x, [rate / share for rate, share in zip(y, shares, strict=True)], "k--", linewidth=1, label="bound")
     panels[1].set_ylim(bottom=0)
+    panels[1].set_visible(len(by_context) > 1)
     panels[1].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     _shares(by_batch + [row for row in by_context if row not in by_batch], panels[2])
     model, gpu = result["case"].removeprefix("llm-"), result["machine"]["gpu"]
     title = panels[0].annotate(

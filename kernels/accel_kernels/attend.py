@@ -189,6 +189,7 @@ CASES = (
     _case("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18, small=True),
     _case("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0, small=True),
     _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
+    _case("prefill-softcap", 1, 0, 40, 2, 1, 64, rotary=64, window=30, softcap=50.0, small=True),
     _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
     _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, valid=True, small=True),
     _case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, valid=True, shuffled=True, codes=torch.int8, small=True),

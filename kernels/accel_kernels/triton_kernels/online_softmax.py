@@ -53,8 +53,17 @@ def load_block(
 def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores in base 2, after softcap * tanh(scores / softcap) where there is one."""
     if HAS_SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268 / softcap) + 1.0))
+        scores = softcap * _tanh(scores / softcap)
     return scores * 1.4426950408889634
+
+
+@triton.jit
+def _tanh(x):
+    """As exact as fp32 is: near 0, where 1 - 2 / (e^2x + 1) has few digits left, the polynomial of Cephes (tanhf)."""
+    z = x * x
+    near = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+            - 3.33332819422e-1) * z * x + x  # fmt: skip
+    return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
 @triton.jit

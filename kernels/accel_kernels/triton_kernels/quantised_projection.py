@@ -19,6 +19,7 @@ from accel_kernels.triton_kernels.wide_tile import WideTile, wide_tile
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
+SMALL = 5_000_000  # numbers of one weight; measured at one to four million (benchmarks/one_row.py)
 SHORT = 1024  # columns of a gated product, up to which 8 rows were faster by warpgroups (896 and 1024; 2048 were not)
 FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 
@@ -136,6 +137,8 @@ def one_row_shape(n: int, k: int, format: str, gate: bool) -> Shape:
     while rows > 1 and n // rows < 256:
         rows //= 2
     quads = columns // (32 if format == "int4" else 16)
+    if n * k <= SMALL and columns >= k:  # over before programs could take turns: many short ones, as measured
+        return Shape(min(rows, 2), columns, max(1, min(4, quads // 32)), 16)
     if format == "int4":
         return Shape(rows if columns >= k else min(rows, 2), columns, max(1, min(4, quads // 32)), 4)
     return Shape(rows, columns, max(1, min(4, quads // 32)), 5 if gate else 4)
