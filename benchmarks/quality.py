@@ -34,7 +34,7 @@ from accel.bench.timing import seconds as taken
 ACTIVATIONS = getattr(accel.options, "ACTIVATIONS", ())  # of versions that have them
 AS_RUN = (
     {},
-    *({"weights": name} for name in ("int8", "int8-head", "fp8", "fp8-head", *FOUR_BITS)),
+    *({"weights": name + head} for name in ("int8", "fp8", *FOUR_BITS) for head in ("", "-head")),
     *({"kv_cache": kind} for kind in CODES),
     {"weights": "int4", "kv_cache": "int8"},
     *({"weights": kind.partition("-")[0], "activations": kind} for kind in ACTIVATIONS),

@@ -42,6 +42,7 @@ class Way:
 
 
 WEIGHTS_ONLY = [Way("int8"), Way("fp8"), *(Way(name, how) for name in FOUR_BITS for how in ("rtn", "gptq", "awq"))]
+WEIGHTS_ONLY += [Way("int8-asym"), Way("int4-g64-asym"), Way("int4-g64-asym", "gptq"), Way("int4-g32-asym")]
 INPUTS_TOO = [Way("int8", inputs="int8"), Way("int8", "smoothquant", "int8"), Way("int8", inputs="int8 but outliers")]
 WAYS = [*WEIGHTS_ONLY, *INPUTS_TOO, *(Way(kv_cache=kind) for kind in CODES), Way("int4", "gptq", kv_cache="int8")]
 PLANTED = [way for way in WAYS if way.weights in ("int8", "fp8", "int4") and way.kv_cache is None]
