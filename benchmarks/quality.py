@@ -5,7 +5,8 @@
 MODEL: a Llama on tiny-lm's tokens, such as examples/models/tiny-lm or what `quality_model.py` saves. Every way to store
 it is measured in float32 beside the model as it is; then again with outliers planted: some channels behind the norms
 are larger by 80 and the weights that read them smaller, which changes nothing that the model computes. `as_run` is
-`accel.optimize(model, **options)` in 16 bits, on the kernels that a user's calls run on, with any of its options. All
+`accel.optimize(model, **options)` in 16 bits (float32 on a CPU), on the kernels that a user's calls run on, with any of
+its options; `calibrated` that of models that `accel.quantize` made, whose activations calibration fixed or smoothed. All
 is written as soon as it is known, so that an interrupted run leaves what it has.
 """
 
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +41,13 @@ AS_RUN = (
     {"weights": "int4", "kv_cache": "int8"},
     *({"weights": kind.partition("-")[0], "activations": kind} for kind in ACTIVATIONS),
 )
+CALIBRATED = (
+    {"scheme": "int8", "method": "rtn", "activations": "int8-static"},
+    {"scheme": "int8", "method": "smoothquant", "activations": "int8"},
+    {"scheme": "int8", "method": "smoothquant", "activations": "int8-static"},
+    {"scheme": "int8", "method": "rtn", "activations": "int8-outliers-static"},
+    {"scheme": "fp8", "method": "rtn", "activations": "fp8-static"},
+)
 
 
 def as_run(half: nn.Module, options: dict, rows: torch.Tensor) -> dict:
@@ -52,6 +61,11 @@ def as_run(half: nn.Module, options: dict, rows: torch.Tensor) -> dict:
         "weights_db": _span([row["sqnr_db"] for row in report.weights]),
         "fallbacks": dict(report.fallbacks),
     }
+
+
+def calibrated(half: nn.Module, options: dict, batches: list[dict], rows: torch.Tensor) -> dict:
+    model = accel.quantize(copy.deepcopy(half), calibration=batches, **options)
+    return {"perplexity": perplexity(accel.optimize(model), rows)}
 
 
 def _span(decibels: list[float]) -> dict | None:
@@ -83,6 +97,7 @@ def run(given: argparse.Namespace) -> dict:
         "perplexity": own,
         "rows": [],
         "as_run": [],
+        "calibrated": [],
         "failed": [],
     }
 
@@ -127,6 +142,11 @@ def run(given: argparse.Namespace) -> dict:
             if wanted(" ".join(map(str, options.values()))) and (model is half or "activations" in options):
                 about["dtype"] = str(half.dtype).removeprefix("torch.")
                 told("as_run", about, base, lambda model=model, options=options: as_run(model, options, rows))
+        for options in CALIBRATED:
+            if wanted(" ".join(options.values())):
+                about = {"model": kind, **options, "dtype": str(half.dtype).removeprefix("torch.")}
+                find = partial(calibrated, model, options, batches, rows)
+                told("calibrated", about, base, find)
     return result
 
 
