@@ -6,8 +6,8 @@ MODEL: a Llama on tiny-lm's tokens, such as examples/models/tiny-lm or what `qua
 it is measured in float32 beside the model as it is; then again with outliers planted: some channels behind the norms
 are larger by 80 and the weights that read them smaller, which changes nothing that the model computes. `as_run` is
 `accel.optimize(model, **options)` in 16 bits (float32 on a CPU), on the kernels that a user's calls run on, with any of
-its options; `calibrated` that of models that `accel.quantize` made, whose activations calibration fixed or smoothed. All
-is written as soon as it is known, so that an interrupted run leaves what it has.
+its options; `calibrated` is that of models that `accel.quantize` made, with activations fixed or smoothed by text.
+All is written as soon as it is known, so that an interrupted run leaves what it has.
 """
 
 import argparse

@@ -7,7 +7,7 @@ interpreter lock, so threads make that two or three. Results of a rehearsed forw
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -21,7 +21,6 @@ _LOADING = threading.RLock()
 class _Rehearsal(NamedTuple):
     threads: ThreadPoolExecutor
     compiled: list  # kernels so far
-    others: list[Future]  # what else its threads do
 
 
 # This context's rehearsal; None outside of one.
@@ -35,8 +34,7 @@ def rehearsing() -> bool:
 
 def alongside(work: Callable[[], object]) -> None:
     """In a rehearsal: runs work() in one of its threads, before it ends. What that gives or raises is dropped."""
-    now = _REHEARSAL.get()
-    now.others.append(now.threads.submit(work))
+    _REHEARSAL.get().threads.submit(work)
 
 
 def prepare() -> None:
@@ -64,7 +62,7 @@ def rehearsal() -> Iterator[None]:
         yield
         return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        now = _Rehearsal(threads, [], [])
+        now = _Rehearsal(threads, [])
         token = _REHEARSAL.set(now)
         try:
             # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
@@ -77,7 +75,6 @@ def rehearsal() -> Iterator[None]:
             list(threads.map(_build_launcher, kernels))
             for kernel in kernels:
                 kernel._init_handles()
-        wait(now.others)
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,11 @@ def test_the_folder_is_small_and_holds_no_code():
 def test_the_card_says_whose_text_it_is_and_under_which_licence(card):
     for words in ("Jane Austen", "public domain", "Apache-2.0", "held_out.txt", "train_tiny_lm.py"):
         assert words in card
+
+
+def test_text_to_calibrate_on_is_none_of_the_held_out():
+    paragraphs = {line for line in Path(__file__).with_name("training_text.txt").read_text().splitlines() if line}
+    assert len(paragraphs) > 50 and not paragraphs & set(HELD_OUT.read_text().splitlines())
 
 
 def test_the_held_out_perplexity_is_that_of_the_card(own_perplexity, card):
