@@ -29,7 +29,7 @@ def optimize(obj, **options):
     pipeline.
     options: the fields of `accel.Options`. Calling it again plans anew, with the new options.
     Raises TypeError for another object or an unknown option, ValueError for a wrong value, or, with strict=True, for a
-    site that would be skipped; obj is then as it was.
+    site that would be skipped; obj is then as it was. Warns where weights= fits no linear layer of a model.
     """
     chosen = parse(options)
     parts = _parts(obj)
@@ -63,8 +63,11 @@ def optimize(obj, **options):
             before[name].apply()
             vars(parts[name])[PLAN] = before[name]
         raise
-    for name in applied:
-        vars(parts[name])[PLAN].settle()
+    plans = [vars(parts[name])[PLAN] for name in applied]
+    for plan in plans:
+        plan.settle()
+    for told in (told for plan in plans for told in plan.warnings):
+        warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
 
 

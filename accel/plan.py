@@ -75,6 +75,7 @@ class Plan:
         self.ledger, self.pool = context.ledger, context.pool
         self.rows: list[Row] = []
         self.weights: list[dict] = []  # what was quantised, as `Report.weights` tells it
+        self.warnings: list[str] = []  # what was asked for and cannot be, once all is optimised
         self.patches: list = []
         context.shared = {}
         self._visit(Site("", root), rules, context)

@@ -28,4 +28,15 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device):
     model = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     if model is None:
         raise ValueError(f"{folder}/config.json names neither a diffusers class nor an architecture of transformers")
-    return model.from_pretrained(folder, dtype=dtype).to(device).eval()
+    refuse_pickles(folder)
+    return model.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(device).eval()
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises ValueError where all weights of a transformers model are pickles, which may run any code when read."""
+    pickles = sorted(folder.glob("pytorch_model*.bin*"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which may run any code when it is read, so it is not; safetensors are wanted: "
+            "load the model with transformers, if you trust the file, and save it with save_pretrained"
+        )

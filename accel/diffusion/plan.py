@@ -44,13 +44,15 @@ class DenoiserPlan(Plan):
             self.rows += [Row(path, ROUNDING, status, reason) for path, status, reason in rounding.rows]
             self.rows.append(Row("", ROUNDING, "patched", _told(root, rounding)))
         if quantisation is not None:
+            self.warnings = quantisation.warnings
             if quantisation.records:
                 self.patches.insert(0, quantisation.swap)
             self.weights = [
                 row | {"scheme": str(root.get_submodule(row["path"]).scheme)} for row in quantisation.records
             ]
             self.rows += [Row(path, RULE, status, reason) for path, status, reason in quantisation.rows]
-            self.rows.append(Row("", RULE, "patched", _share(root, quantisation.records, before)))
+            if quantisation.records:
+                self.rows.append(Row("", RULE, "patched", _share(root, quantisation.records, before)))
 
 
 def quantised(root: nn.Module, options: Options) -> Quantisation:

@@ -61,7 +61,7 @@ class LanguagePlan(Plan):
             if quantisation.records:
                 self.patches.insert(0, quantisation.swap)
             self.rows += [Row(path, RULE, status, reason) for path, status, reason in quantisation.rows]
-            self.weights = quantisation.records
+            self.weights, self.warnings = quantisation.records, quantisation.warnings
         self.arrived = bool(arrival.found)
         if self.arrived:
             self.patches.insert(0, arrival)

@@ -1,6 +1,6 @@
 """Where linear layers are that may be quantised: what both kinds of models have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -20,6 +20,12 @@ def inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, 
     for name, child in children.items():
         if BASE not in children or name == BASE:
             yield from inside(child, f"{path}.{name}" if path else name, seen)
+
+
+def nothing(scheme: str, skipped: Mapping[str, str]) -> str:
+    """That a scheme fits no linear layer of a model, by the first of the reasons why."""
+    path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
+    return f"nothing to quantise as {scheme!r}: {path}: {reason}"
 
 
 def unfit(outputs: int, inputs: int, scheme: Scheme) -> str | None:

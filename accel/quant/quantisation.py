@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.options import Options
 from accel.patch import Patch
+from accel.quant.linears import nothing
 from accel.quant.module import QuantisedLinear
 from accel.quant.rounding import quantise, sqnr_db
 from accel.quant.scheme import Scheme
@@ -18,7 +19,8 @@ RULE = "weights"  # what the report calls it
 
 
 class Quantisation:
-    """rows: (path, status, reason) of every site. records: of those quantised, see `Report.weights`.
+    """rows: (path, status, reason) of every site. records: of those quantised, see `Report.weights`. warnings: that
+    nothing is quantised, where the model holds no weight of that scheme either.
 
     chosen: the linears by path; skipped: why others are not. guard: see `Swap`. Raises ValueError for a site that is
     left alone where `strict` forbids it.
@@ -37,7 +39,10 @@ class Quantisation:
         self.chosen = chosen
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
+        self.warnings: list[str] = []
         self.skip(skipped)
+        if not chosen and not _holds(model, Scheme.parse(options.weights)):
+            self.warn(skipped)
         self.swap = Swap(model, options.keep_original, guard)
         self.tied = held_elsewhere(model, chosen.values())
 
@@ -52,8 +57,14 @@ class Quantisation:
     def skip(self, reasons: Mapping[str, str]) -> None:
         for path, reason in reasons.items():
             if self.options.strict:
-                raise ValueError(f"strict=True: {path} ({RULE}): {reason}")
+                raise ValueError(f"strict=True: {path or 'the model'} ({RULE}): {reason}")
             self.rows.append((path, "skipped", reason))
+
+    def warn(self, reasons: Mapping[str, str]) -> None:
+        """Nothing is quantised, for these reasons."""
+        told = nothing(self.options.weights, reasons)
+        self.skip({"": told})
+        self.warnings.append(told)
 
     def scheme_of(self, path: str) -> Scheme:
         return self.scheme
@@ -78,6 +89,12 @@ class Quantisation:
             notes.append("not reversible, its original is not kept")
         self.rows.append((path, "patched", "; ".join(notes)))
         return QuantisedLinear(quantised, module.bias, weight.dtype, scheme, turned)
+
+
+def _holds(model: nn.Module, scheme: Scheme) -> bool:
+    """Whether some linears are of this scheme already."""
+    held = (module.scheme for module in model.modules() if type(module) is QuantisedLinear)
+    return any(replace(one, activations=None) == scheme for one in held)
 
 
 def record(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import accel as library
+from accel import progress
 from accel.cli import app
 from accel.llm.quant import run as running
 
@@ -20,6 +22,13 @@ TEXT = LM / "held_out.txt"
 def accel(*arguments: str):
     environment = {"TERM": "dumb", "COLUMNS": "160"}
     return CliRunner(env=environment).invoke(app, ["quantize", *map(str, arguments), "--device", "cpu"])
+
+
+def interrupted(results, after: int = 2):
+    for number, result in enumerate(results):
+        if number == after:
+            raise KeyboardInterrupt
+        yield result
 
 
 @pytest.fixture
@@ -102,6 +111,45 @@ def test_activations_are_saved_and_loaded(tmp_path):
     assert result.exit_code == 2 and "needs weights='int8'" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """terminal(*arguments): the command as on a terminal; what its bar was told, and what counts it showed."""
+    real, told = progress.bar, []
+
+    @contextmanager
+    def bar(description):
+        with real(description) as at:
+            yield lambda *counts: (told.append(counts), at(*counts))
+
+    def run(*arguments) -> tuple[list, list]:
+        told.clear()
+        environment = {"TERM": "xterm", "COLUMNS": "160", "FORCE_COLOR": "1"}
+        given = ["quantize", *map(str, arguments), "--device", "cpu"]
+        result = CliRunner(env=environment).invoke(app, given)
+        assert result.exit_code in (0, 130) and "quantising to" not in result.stdout, result.output
+        plain = re.sub(r"\x1b\[[\d;?]*\w", "", result.stderr)
+        return told, [tuple(map(int, counts)) for counts in re.findall(r"quantising to \S+ .*?(\d+)/(\d+)", plain)]
+
+    monkeypatch.setattr(progress, "bar", bar)
+    return run
+
+
+def test_a_bar_counts_to_all_linears_of_all_layers(terminal, tmp_path, text, monkeypatch):
+    """tiny-lm has six layers of seven."""
+    told, shown = terminal(LM, "--calibration", text, "--out", tmp_path / "whole")
+    assert told == [(7 * layer, 42) for layer in range(7)]
+    assert shown == sorted(shown) and set(shown) <= set(told) and shown[-1] == (42, 42)
+    told, shown = terminal(LM, "--scheme", "int8-head", "--out", tmp_path / "head")
+    assert told[-1] == shown[-1] == (43, 43)
+    real = running.quantise_layers
+    with monkeypatch.context() as patches:
+        patches.setattr(running, "quantise_layers", lambda *given: interrupted(real(*given)))
+        told, shown = terminal(LM, "--out", tmp_path / "out")
+    assert told[-1] == shown[-1] == (14, 42)
+    told, shown = terminal(LM, "--out", tmp_path / "out")  # goes on with what is done
+    assert told == [(7 * layer, 42) for layer in range(2, 7)] and shown[-1] == (42, 42)
+
+
 def test_the_other_commands_take_the_folder(tmp_path):
     assert accel(LM, "--out", tmp_path / "out").exit_code == 0
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "160"})
@@ -118,15 +166,8 @@ def test_what_does_not_fit_is_told(tmp_path):
 
 def test_interrupted_it_goes_on(tmp_path, monkeypatch):
     out, real = tmp_path / "out", running.quantise_layers
-
-    def quantise_layers(*given):
-        for number, result in enumerate(real(*given)):
-            if number == 2:
-                raise KeyboardInterrupt
-            yield result
-
     with monkeypatch.context() as patches:
-        patches.setattr(running, "quantise_layers", quantise_layers)
+        patches.setattr(running, "quantise_layers", lambda *given: interrupted(real(*given)))
         result = accel(LM, "--out", out)
     assert result.exit_code == 130 and "the same command goes on" in result.stderr
     result = accel(LM, "--scheme", "fp8", "--out", out)

@@ -133,6 +133,13 @@ def test_eight_bit_activations(stock, rounded):
     assert abs(rounded(stock, "int8")) < 0.005
 
 
+def test_eight_bit_activations_without_outliers_lose_a_thousandth_at_most(stock, rounded):
+    """LLM.int8 on the model as it is, of which inputs pass 6.0 too. Measured: +0.004 % on every fourth window, 7680
+    tokens, where what one token loses leaves a standard error of 0.022 %; on fewer 0.1 % would be within chance.
+    """
+    assert abs(rounded(stock, "int8-outliers")) <= 0.001
+
+
 def test_eight_bit_activations_of_a_model_with_outliers(stock, rounded, windows):
     """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers."""
     model = planted(copy.deepcopy(stock))

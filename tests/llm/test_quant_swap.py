@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import layers, make, padded
 from modes import generate, same
-from quantised import held_by, logits, rounded
+from quantised import held_by, logits, rounded, sites
 from torch import nn
 
 import accel
@@ -184,9 +184,9 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path)
     same(generate(model, ids, mask), generate(reference, ids, mask))
     assert accel.report(model).fallbacks == [] and not accel.report(model).weights
     assert accel.verify(model).passed
-    accel.optimize(model, weights="fp8")
-    reasons = {reason for _, rule, _, reason in accel.report(model).sites if rule == "weights"}
-    assert reasons == {"is int8 by row already"}
+    with pytest.warns(UserWarning, match="nothing to quantise as 'fp8': model.layers.0.*: is int8 by row already"):
+        accel.optimize(model, weights="fp8")
+    assert {reason for path, (_, reason) in sites(model).items() if path} == {"is int8 by row already"}
     same(generate(model, ids, mask), generate(reference, ids, mask))
 
 
@@ -225,17 +225,55 @@ def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
         accel.optimize(model, weights="int8", strict=True)
     tiny.assert_same_state(before, tiny.snapshot(model))
     accel.optimize(model, weights="int8")
-    sites = {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule == "weights"}
-    assert sites["model.layers.0.mlp.down_proj"] == ("skipped", "100 inputs, not a multiple of 8")
+    assert sites(model)["model.layers.0.mlp.down_proj"] == ("skipped", "100 inputs, not a multiple of 8")
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert sites["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
+    assert sites(model)["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
     ids, mask = padded()
     same(generate(model, ids, mask), generate(rounded(stock, model), ids, mask))
-    accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
+    with pytest.warns(UserWarning, match="nothing to quantise as 'int4'"):
+        accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
     assert not held_by(model) and not accel.report(model).weights
     same(generate(model, ids, mask), generate(stock, ids, mask))
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+ODD = {"hidden_size": 36, "num_attention_heads": 2, "head_dim": 18, "intermediate_size": 50}  # 36 and 50 inputs
+UNFIT = {
+    "int4": ({}, "64 inputs, not a multiple of 128"),
+    "int4-g64": (ODD, "36 inputs, not a multiple of 64"),
+    "int8": (ODD, "36 inputs, not a multiple of 8"),
+}
+
+
+@pytest.mark.parametrize("weights", UNFIT)
+def test_a_scheme_that_fits_no_linear_is_told(weights, tiny):
+    sizes, reason = UNFIT[weights]
+    model, stock = make("llama", **sizes), make("llama", **sizes)
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError, match=f"strict=True: model.layers.0.self_attn.q_proj .weights.: {reason}"):
+        accel.optimize(model, weights=weights, strict=True)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    told = f"nothing to quantise as '{weights}': model.layers.0.self_attn.q_proj: {reason}"
+    with pytest.warns(UserWarning) as warned:
+        accel.optimize(model, weights=weights)
+    (mine,) = (one for one in warned if "accel" in str(one.message))
+    assert str(mine.message) == f"accel.optimize: {told}" and mine.filename == __file__
+    rows = sites(model)
+    assert rows.pop("") == ("skipped", told) and len(rows) == 14 and {row[0] for row in rows.values()} == {"skipped"}
+    assert told in " ".join(str(accel.report(model)).replace("│", " ").split())
+    with pytest.raises(ValueError, match=told):
+        accel.quantize(make("llama", **sizes), weights)
+    same(logits(model), logits(stock))
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_weights_that_are_of_the_scheme_already_are_no_reason_to_warn(recwarn):
+    model = accel.quantize(make("llama"), "int8")
+    accel.optimize(model, weights="int8", activations="int8")
+    assert not [one for one in recwarn if "accel" in str(one.message)] and len(held_by(model)) == 14
+    assert {status for status, _ in sites(model).values()} == {"skipped"} and "" not in sites(model)
 
 
 def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):

@@ -20,6 +20,7 @@ from accel.llm.quant.saving import SAVE, Saving, untie
 from accel.quant.activations import SCALE, is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import exchange
+from accel.saved import refuse_pickles
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -32,11 +33,12 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     """As `accel.load`."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json")
+    refuse_pickles(folder)
     config = AutoConfig.from_pretrained(folder)
     said = getattr(config, "quantization_config", None)
-    placed = {} if device is None else {"device_map": device}
+    given = {"dtype": dtype, "use_safetensors": True} | ({} if device is None else {"device_map": device})
     if said is None or said.get("quant_method") != compressed.METHOD:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **placed).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
     linears = _linears(folder)
     for path, parts in linears.items():
         try:
@@ -47,7 +49,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
         config.quantization_config = {"quant_method": method}
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True, **placed
+                folder, config=config, output_loading_info=True, **given
             )
         except (RuntimeError, SafetensorError) as error:
             raise ValueError(f"{folder}: {str(error).strip().splitlines()[0]}") from error

@@ -36,7 +36,9 @@ class Quantisation(quantisation.Quantisation):
             self.swap.undo()
             self.records.clear()
             self.rows = [row for row in self.rows if row[1] == "skipped"]
-            self.skip(dict.fromkeys(self.chosen, f"the model does not run with quantised linears: {reason}"))
+            left = dict.fromkeys(self.chosen, f"the model does not run with quantised linears: {reason}")
+            self.skip(left)
+            self.warn(left)
 
     def scheme_of(self, path: str) -> Scheme:
         return self.head_scheme if path in self.heads else self.scheme

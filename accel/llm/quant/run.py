@@ -22,7 +22,7 @@ from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activatio
 from accel.patch import set_data
 from accel.plan import PLAN
 from accel.quant.activations import FIXED, is_static
-from accel.quant.linears import BASE
+from accel.quant.linears import BASE, nothing
 from accel.quant.module import QuantisedLinear
 from accel.quant.quantisation import record
 from accel.quant.rounding import quantise, sqnr_db
@@ -76,8 +76,7 @@ def quantize(
     schemes |= dict.fromkeys(last, head)
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
-        path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
-        raise ValueError(f"nothing to quantise as {scheme!r}: {path}: {reason}")
+        raise ValueError(nothing(scheme, skipped))
     if out is not None and (
         getattr(model, "_hf_peft_config_loaded", False) or any(BASE in p.split(".") for p in chosen)
     ):

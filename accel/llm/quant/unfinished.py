@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.llm.quant.calibration import LayerResult
 
-FOLDER, RUN = "unfinished", "run.json"
+FOLDER, RUN, PART = "unfinished", "run.json", ".part"
 SAMPLE = 4096  # values of each weight that tell one model from another
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config")
 
@@ -33,9 +33,13 @@ class Unfinished:
             raise ValueError(f"{out} is a file, not a folder")
         if self.folder.is_dir() and (self.folder / RUN).is_file():
             _same(self.folder / RUN, run)
-        elif out.exists() and any(out.iterdir()):
+        elif any(map(self._foreign, out.rglob("*"))):
             raise ValueError(f"{out} is not empty and holds no interrupted run; give another folder, or empty it")
         self.run = run
+
+    def _foreign(self, path: Path) -> bool:
+        """Whether it is more than a run leaves behind that was killed as it began."""
+        return path != self.folder / (RUN + PART) and (path != self.folder or not path.is_dir())
 
     def known(self) -> dict[str, LayerResult]:
         """The layers that are done, on the CPU. Raises ValueError for a damaged file, naming it."""
@@ -69,7 +73,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace(path: Path, write) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     write(part)
     with open(part, "rb+") as file:
         os.fsync(file.fileno())

@@ -1,0 +1,78 @@
+"""Inputs emulated in 8 bits, as benchmarks/quality.py does: what accel.optimize(model, activations=...) computes."""
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from families import make, prompt
+from quantised import held_by
+
+import accel
+from accel.llm.quant.linears import linears
+from accel.quant.scheme import Scheme
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The module of the benchmark that emulates."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("quality_ways")
+
+
+def planted(name: str, dtype: torch.dtype):
+    """A model of which one channel behind every norm is an outlier."""
+    model = make(name, dtype)
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            module.weight.data[5] *= 40.0
+    return model
+
+
+def of_layers(model) -> dict:
+    return linears(model, Scheme("int8"))[0]
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2"])
+def test_a_model_gives_the_same_logits(name, kind, ways, monkeypatch):
+    """In float64, where no number is so near to a half that another order of sums puts it on the other side."""
+    emulated = planted(name, torch.float64)
+    ours = accel.optimize(copy.deepcopy(emulated), weights="int8", activations=kind)
+    for path, module in of_layers(emulated).items():
+        held = ours.get_submodule(path).quantised
+        weight = held.numbers().double() * held.scales.double()
+        module.weight.data = (weight.t() if type(module).__name__ == "Conv1D" else weight).contiguous()
+    monkeypatch.setattr(torch, "float32", torch.float64)  # of norms and rotary tables
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    modules = list(of_layers(emulated).values())
+    assert len(modules) == len(held_by(ours)) > 0
+    for ids in (prompt(1, 100), prompt(5, 13)):
+        plain, found = emulated(ids).logits, ours(ids).logits
+        with ways.emulated(modules, INPUTS[kind]):
+            assert off(emulated(ids).logits, found) < 1e-9
+        assert off(plain, found) > 1e-3
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_linear_gives_the_same_in_the_precision_that_is_measured(kind, ways):
+    """float32, weights rounded by the benchmark, each linear on what it is given in the model."""
+    stock, ids, seen = planted("llama-biases", torch.float32), prompt(1, 100), {}
+    emulated, _ = ways.quantised(stock, ways.Way("int8"), [{"input_ids": ids}])
+    ours = accel.optimize(stock, weights="int8", activations=kind)
+    modules = of_layers(emulated)
+    for path, module in modules.items():
+        module.register_forward_pre_hook(lambda module, args, path=path: seen.setdefault(path, args[0]))
+    emulated(ids)
+    assert len(seen) == 14
+    with ways.emulated(list(modules.values()), INPUTS[kind]):
+        for path, x in seen.items():
+            assert off(ours.get_submodule(path)(x), modules[path](x)) < 1e-6, path
