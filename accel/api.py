@@ -72,7 +72,14 @@ def optimize(obj, **options):
 
 
 def quantize(
-    model, scheme: str, calibration=None, tokenizer=None, method: str | None = None, out=None, activations=None
+    model,
+    scheme: str,
+    calibration=None,
+    tokenizer=None,
+    method: str | None = None,
+    out=None,
+    activations=None,
+    device=None,
 ):
     """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
 
@@ -85,6 +92,8 @@ def quantize(
     inputs, what is beyond saturates. None: "int8" for "smoothquant", which is made for them, else none.
     out: a folder where the model is saved, as `model.save_pretrained(out)` does, with the tokenizer if one is given.
     Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
+    device: where layers are worked on, one after the other, while the model stays where it is, such as a model on the
+    CPU that is larger than the GPU's memory; None: where it is.
     It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to
     have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
@@ -96,7 +105,8 @@ def quantize(
     from accel.progress import bar
 
     with bar(f"quantising to {scheme}") as at:
-        run(model, scheme, calibration, tokenizer, method, None if out is None else Path(out), at, activations)
+        folder = None if out is None else Path(out)
+        run(model, scheme, calibration, tokenizer, method, folder, at, activations, device)
     return model
 
 

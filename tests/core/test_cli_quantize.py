@@ -210,3 +210,11 @@ def test_wrong_usage_is_code_2_and_changes_nothing(tmp_path, without_tokenizer):
 def test_a_folder_without_a_tokenizer_is_quantised_too(tmp_path, without_tokenizer):
     result = accel(without_tokenizer, "--out", tmp_path / "out")
     assert result.exit_code == 0 and not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_layer_by_layer_the_same_is_saved(tmp_path, text):
+    given = (LM, "--scheme", "int4-g64", "--calibration", text, "--out")
+    for name, more in (("whole", ()), ("by layer", ("--by-layer",))):
+        assert accel(*given, tmp_path / name, *more).exit_code == 0
+    whole, ours = (tmp_path / name / "model.safetensors" for name in ("whole", "by layer"))
+    assert whole.read_bytes() == ours.read_bytes()

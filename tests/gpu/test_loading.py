@@ -1,9 +1,11 @@
-"""A folder of quantised weights goes to a GPU as it lies: never whole in 16 bits, nor twice."""
+"""A folder of quantised weights goes to a GPU as it lies: never whole in 16 bits, nor twice; nor to quantise it."""
+
+import copy
 
 import pytest
 import torch
 from device_memory import allocated
-from families import make
+from families import make, prompt
 from modes import generate
 
 import accel
@@ -45,3 +47,24 @@ def test_loading_takes_what_stays_and_two_layers_at_most(folder, scheme):
     assert generate(model, ids, torch.ones_like(ids))["sequences"].shape[1] > 8
     del model
     assert abs(allocated() - start) < 2**20 + layer // 8  # and all of it is given back
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"), [("int8", "rtn"), ("int4", "gptq"), ("int4", "awq"), ("int8", "smoothquant")]
+)
+def test_layers_go_to_the_gpu_one_by_one_to_be_quantised(scheme, method):
+    """The model stays on the CPU; what comes of it is as near to the original as what a CPU makes of it."""
+    stock = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **SIZES)
+    layer = sum(p.nbytes for p in stock.model.layers[0].parameters())
+    data = None if method == "rtn" else [prompt(4, 64, seed) for seed in range(4)]
+    rows = prompt(2, 64, 9)
+    wanted, errors = stock(rows).logits.float(), []
+    for device in (None, "cuda"):
+        start = allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = accel.quantize(copy.deepcopy(stock), scheme, data, method=method, device=device)
+        peak = torch.cuda.max_memory_allocated() - start
+        assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+        errors.append(float((model(rows).logits.float() - wanted).norm()))
+        assert device is None or 0 < peak < 8 * layer, f"{peak / layer:.1f} layers"  # with what a method computes
+    assert abs(errors[1] - errors[0]) <= 0.1 * errors[0], errors

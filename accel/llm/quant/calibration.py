@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from accel_kernels import Quantised
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from accel.llm.quant import awq, gptq, smooth
 from accel.llm.quant.folding import Group, layer_groups
 from accel.llm.quant.layer_inputs import LayerInputs
 from accel.llm.quant.layer_work import LayerWork, outputs
+from accel.llm.quant.lent import lent, moved
 from accel.llm.quant.linears import linears
 from accel.llm.quant.matrices import matrix, put
 from accel.llm.recorder import decoder_layers, side_effects
@@ -20,7 +22,7 @@ from accel.llm.understanding import NotUnderstood
 from accel.patch import set_data
 from accel.quant.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
 from accel.quant.scheme import Scheme
-from accel.structure import meta_weights, stock_method
+from accel.structure import meta_weights, placement, stock_method
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 FOLDING = ("awq", "smoothquant")
@@ -54,6 +56,7 @@ def quantise_layers(
     method: str,
     batches: Sequence[dict[str, Tensor]],
     known: Mapping[str, LayerResult] = {},  # noqa: B006, nobody writes into it
+    device: torch.device | None = None,
 ) -> Iterator[LayerResult]:
     """Quantises the linears inside the decoder layers (see `linears`), one layer after the other; yields each result.
 
@@ -61,7 +64,9 @@ def quantise_layers(
     done, so that later layers see the rounding of earlier ones. batches: arguments of its forward, such as input_ids
     and attention_mask (rows, tokens), what the mask leaves out being left out; may be empty for "rtn" only. method:
     "rtn" (to nearest), "gptq", "awq" or "smoothquant", see there. scheme: with activations where the batches are to fix
-    something for them. known: results to be applied and not computed again. The same arguments give the same results.
+    something for them. known: results to be applied and not computed again. device: where layers are worked on, one at
+    a time, while the model stays where it is, and results with it; None: there. The same arguments give the same
+    results.
 
     Raises ValueError for an unknown method, for arguments that do not fit each other or the model, and for NaN or Inf
     on the way, naming the layer.
@@ -78,8 +83,9 @@ def quantise_layers(
     for name in known:
         if name not in names:
             raise ValueError(f"known: the model has no layer {name!r}; it has {names[0]!r} to {names[-1]!r}")
-    inputs = LayerInputs(model, path, layers, batches) if batches else None
-    return _layers(model, scheme, method, known, chosen, names, inputs)
+    device = None if layers is None else device  # what has no layers cannot be lent one by one
+    inputs = LayerInputs(model, path, layers, batches, device) if batches else None
+    return _layers(model, scheme, method, known, chosen, names, inputs, device)
 
 
 def apply(model: nn.Module, result: LayerResult) -> None:
@@ -113,25 +119,29 @@ def _layers(
     chosen: dict[str, nn.Module],
     names: list[str],
     inputs: LayerInputs | None,
+    device: torch.device | None,
 ) -> Iterator[LayerResult]:
+    home, _ = placement(model)
     groups, reason = _groups(model) if method in FOLDING and known.keys() < set(names) else ({}, "")
     for name in names:
         layer, calls = model.get_submodule(name), [] if inputs is None else inputs.now()
         own = {path: module for path, module in chosen.items() if not name or path.startswith(f"{name}.")}
-        if name in known:
-            result = known[name]
-            apply(model, result)
-            scales = result.inputs if FIXED.get(scheme.activations) == SCALE else None
-            after = list(outputs(layer, calls, own if method == "smoothquant" else {}, scales))
-        else:
-            work = LayerWork(layer, scheme, own, calls)
-            if reason:
-                work.notes.append(f"no scale is folded: {reason}")
-            _by(method, work, model, groups.get(name, ()))
-            if is_static(scheme.activations):
-                _fix_inputs(work)
-            after = work.outputs()
-            result = _result(name, work, after)
+        with lent(layer, device, changed=True):
+            if name in known:
+                result = known[name]
+                apply(model, result)
+                scales = result.inputs if FIXED.get(scheme.activations) == SCALE else None
+                scales = moved(scales, device)
+                after = list(outputs(layer, calls, own if method == "smoothquant" else {}, scales))
+            else:
+                work = LayerWork(layer, scheme, own, calls)
+                if reason:
+                    work.notes.append(f"no scale is folded: {reason}")
+                _by(method, work, model, groups.get(name, ()))
+                if is_static(scheme.activations):
+                    _fix_inputs(work)
+                after = work.outputs()
+                result = _result(name, work, after, None if device is None else home)
         if inputs is not None:
             inputs.next(after)
         yield result
@@ -164,11 +174,12 @@ def _fix_inputs(work: LayerWork) -> None:
             work.notes.append(f"{path}: inputs keep their dtype, no token of the calibration has any but 0 there")
 
 
-def _result(name: str, work: LayerWork, after: list[Tensor]) -> CalibratedLayer:
+def _result(name: str, work: LayerWork, after: list[Tensor], home: torch.device | None) -> CalibratedLayer:
+    """Its tensors at home, or where they are for None."""
     own = {f"{path}.weight" for path in work.quantised}
     changed = {path: tensor.detach().clone() for path, tensor in work.changed.items() if path not in own}
     quantised = {path: work.quantised[path] for path in work.linears}
-    result = CalibratedLayer(name, quantised, changed, work.fixed)
+    result = CalibratedLayer(name, *moved((quantised, changed, work.fixed), home))
     result.notes = tuple(work.notes)
     if after:
         noise, signal = work.error(after), work.signal()

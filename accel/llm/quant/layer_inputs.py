@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from accel.llm.quant.lent import lent, moved
 from accel.llm.recorder import resting
 from accel.structure import placement
 
@@ -30,6 +32,10 @@ class Call(NamedTuple):
             return self._replace(args=(*self.args[: self.place], hidden, *self.args[self.place + 1 :]))
         return self._replace(kwargs=self.kwargs | {self.place: hidden})
 
+    def on(self, device: torch.device | None) -> "Call":
+        """The same with all its tensors there; None: where they are."""
+        return Call(moved(self.args, device), moved(self.kwargs, device), self.place, moved(self.kept, device))
+
     def rows(self, tensor: Tensor) -> Tensor:
         """(tokens that count, channels) of a tensor (..., channels); all where its rows are not the call's tokens."""
         rows = tensor.flatten(0, -2)
@@ -43,13 +49,23 @@ class LayerInputs:
     those do not change. Hidden states are kept for one layer only: the next layer's are the outputs of the one before,
     where the model was seen to hand them on untouched; where it was not, all is taken anew from a run up to that layer.
 
+    device: where layers run, one at a time, and their calls are given; the rest of the model stays where it is. None:
+    all stays there.
+
     Raises ValueError where a batch does not lead once and in turn through every layer.
     """
 
-    def __init__(self, model: nn.Module, path: str, layers: nn.ModuleList, batches: Sequence[dict[str, Tensor]]):
-        self.model, self.path, self.layers, self.at = model, path, layers, 0
-        device, _ = placement(model)
-        self.batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        layers: nn.ModuleList,
+        batches: Sequence[dict[str, Tensor]],
+        device: torch.device | None = None,
+    ):
+        self.model, self.path, self.layers, self.at, self.device = model, path, layers, 0, device
+        self.home, _ = placement(model)
+        self.batches = [moved(dict(batch), self.home) for batch in batches]
         self.chained = [True] * len(layers)
         versions = _versions(layers)
         seen = [self._run(batch, len(layers) - 1) for batch in self.batches]
@@ -64,6 +80,7 @@ class LayerInputs:
             calls = [self._run(batch, self.at)[-1] for batch in self.batches]
         else:
             calls = [call.given(own) for call, own in zip(self.calls[self.at], self.hidden, strict=True)]
+        calls = [call.on(self.device) for call in calls]
         for number, call in enumerate(calls):
             if not bool(call.rows(call.hidden).isfinite().all()):
                 where = f"{self.path}.{self.at}"
@@ -92,12 +109,17 @@ class LayerInputs:
             calls.append(call if number in (0, last) else call.given(None))
             if number == last:
                 raise _Reached
+            lending.enter_context(lent(module, self.device))
+            return moved((args, kwargs), self.device)
 
         def leave(module, args, kwargs, result):
             nonlocal given_back
+            lending.close()
+            result = moved(result, None if self.device is None else self.home)
             given_back = tuple(_tensors(result))
+            return result
 
-        with ExitStack() as undo, resting(self.model):
+        with ExitStack() as undo, ExitStack() as lending, resting(self.model):
             for layer in self.layers[: last + 1]:
                 undo.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 undo.callback(layer.register_forward_hook(leave, with_kwargs=True).remove)

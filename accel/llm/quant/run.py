@@ -63,9 +63,11 @@ def quantize(
     out: Path | None,
     at: Callable[[int, int], None],
     activations: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Run:
     """As `accel.quantize`. at: called with the linears that are done and all of them."""
     parsed, method = _choices(model, scheme, calibration, method)
+    device = None if device is None else _device(device)
     activations = _activations(activations, scheme, method, calibration)
     if is_static(activations):
         parsed = replace(parsed, activations=activations)
@@ -96,7 +98,7 @@ def quantize(
     originals = Originals(model)
     with originals:
         start = time.perf_counter()
-        for result in originals.ahead(quantise_layers(model, parsed, method, data, known)):
+        for result in originals.ahead(quantise_layers(model, parsed, method, data, known, device)):
             if result.path in results:
                 continue
             results[result.path] = _checked(result, model, chosen)
@@ -172,6 +174,14 @@ def _choices(model: nn.Module, scheme: object, calibration: object, method: obje
     if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
         raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
     return Scheme.parse(scheme), method
+
+
+def _device(given: object) -> torch.device:
+    """Raises ValueError for what is none, or is not there."""
+    try:
+        return torch.empty(0, device=given).device
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={given!r}: {str(error).splitlines()[0]}") from None
 
 
 def _activations(activations: object, scheme: str, method: str, calibration: object) -> str | None:
