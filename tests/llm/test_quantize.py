@@ -33,7 +33,7 @@ def method_with_data(monkeypatch):
     seen = []
     real = running.quantise_layers
 
-    def quantise_layers(model, scheme, method, batches, known):
+    def quantise_layers(model, scheme, method, batches, known, device):
         seen.append((method, batches, dict(known)))
         return real(model, scheme, "rtn", [], known)
 
