@@ -137,7 +137,7 @@ def one_row_shape(n: int, k: int, format: str, gate: bool) -> Shape:
     while rows > 1 and n // rows < 256:
         rows //= 2
     quads = columns // (32 if format == "int4" else 16)
-    if n * k <= SMALL and columns >= k:  # over before programs could take turns: many short ones, as measured
+    if n * k <= SMALL and columns >= k:  # many short programs, as measured
         return Shape(min(rows, 2), columns, max(1, min(4, quads // 32)), 16)
     if format == "int4":
         return Shape(rows if columns >= k else min(rows, 2), columns, max(1, min(4, quads // 32)), 4)

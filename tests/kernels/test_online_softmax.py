@@ -1,0 +1,30 @@
+"""Scores behind a softcap, element by element: those near 0 are as exact as torch's."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from accel_kernels.triton_kernels.online_softmax import capped
+
+
+@triton.jit
+def capped_kernel(x_ptr, y_ptr, softcap, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y_ptr + at, capped(tl.load(x_ptr + at), softcap, True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
+def test_a_softcap_is_as_exact_as_torchs(softcap):
+    sizes = softcap * torch.logspace(-5, 1.5, 512, dtype=torch.float64)
+    scores = torch.cat((sizes, -sizes)).float()
+    ours = torch.full_like(scores, math.nan)
+    capped_kernel[(1,)](scores, ours, softcap, SIZE=len(scores))
+    truth = softcap * torch.tanh(scores.double() / softcap) * math.log2(math.e)  # the kernels' scores are in base 2
+    theirs = softcap * torch.tanh(scores / softcap) * math.log2(math.e)
+    error, allowed = (float(((t.double() - truth) / truth).abs().max()) for t in (ours, theirs))
+    assert error <= 2 * allowed, f"{error:.1e}, torch's own {allowed:.1e}"
