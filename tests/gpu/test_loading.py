@@ -49,12 +49,15 @@ def test_loading_takes_what_stays_and_two_layers_at_most(folder, scheme):
     assert abs(allocated() - start) < 2**20 + layer // 8  # and all of it is given back
 
 
-@pytest.mark.parametrize(
-    ("scheme", "method"), [("int8", "rtn"), ("int4", "gptq"), ("int4", "awq"), ("int8", "smoothquant")]
-)
+# How many layers in 16 bits there may be at most on the device, with what a method computes; 12 are all.
+WAYS = {("int8", "rtn"): 3, ("int4", "gptq"): 9, ("int4", "awq"): 8, ("int8", "smoothquant"): 8}
+
+
+@pytest.mark.parametrize(("scheme", "method"), WAYS)
 def test_layers_go_to_the_gpu_one_by_one_to_be_quantised(scheme, method):
     """The model stays on the CPU; what comes of it is as near to the original as what a CPU makes of it."""
-    stock = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **SIZES)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+    stock = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **sizes)
     layer = sum(p.nbytes for p in stock.model.layers[0].parameters())
     data = None if method == "rtn" else [prompt(4, 64, seed) for seed in range(4)]
     rows = prompt(2, 64, 9)
@@ -63,8 +66,9 @@ def test_layers_go_to_the_gpu_one_by_one_to_be_quantised(scheme, method):
         start = allocated()
         torch.cuda.reset_peak_memory_stats()
         model = accel.quantize(copy.deepcopy(stock), scheme, data, method=method, device=device)
-        peak = torch.cuda.max_memory_allocated() - start
+        peak = (torch.cuda.max_memory_allocated() - start) / layer
+        print(f"{scheme} by {method}, {device or 'cpu'}: {peak:.1f} layers of {layer / 2**20:.1f} MiB at most")
         assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
         errors.append(float((model(rows).logits.float() - wanted).norm()))
-        assert device is None or 0 < peak < 8 * layer, f"{peak / layer:.1f} layers"  # with what a method computes
+        assert device is None or 0 < peak < WAYS[scheme, method]
     assert abs(errors[1] - errors[0]) <= 0.1 * errors[0], errors

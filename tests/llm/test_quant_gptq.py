@@ -6,7 +6,8 @@ import pytest
 import torch
 from accel_kernels.quantised import unpack
 
-from accel.llm.quant.gptq import Hessian, gptq
+from accel.llm.quant import gptq as module
+from accel.llm.quant.gptq import Hessian
 from accel.options import SCHEMES as NAMES
 from accel.quant.rounding import quantise
 from accel.quant.scheme import Scheme
@@ -29,6 +30,10 @@ def hessian_of(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     for rows in x.chunk(parts):
         hessian(rows)
     return hessian.mean
+
+
+def gptq(weight: torch.Tensor, *given):
+    return module.gptq([weight], *given)[0]
 
 
 def error(x: torch.Tensor, weight: torch.Tensor, quantised) -> torch.Tensor:
@@ -89,6 +94,37 @@ def test_scales_are_in_the_dtype_of_the_weight(dtype):
     tiny = gptq(weight * 1e-6, hessian_of(x), Scheme.parse("int4-g32"))
     assert tiny.scales.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     assert bool(tiny.dequantised(torch.float32).isfinite().all())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_weights_given_the_same_are_rounded_together_as_each_alone(ordered):
+    """One of them has scales too small for float16, which is nothing to the others."""
+    x, scheme = correlated(256, 128, seed=2), Scheme.parse("int4-g32-asym")
+    weights = [normal(rows, 128, seed=rows).half() * scale for rows, scale in ((12, 1.0), (8, 1e-6), (5, 1.0))]
+    together = module.gptq(weights, hessian_of(x), scheme, ordered)
+    assert [found.scales.dtype for found in together] == [torch.float16, torch.float32, torch.float16]
+    for weight, found in zip(weights, together, strict=True):
+        alone = gptq(weight, hessian_of(x), scheme, ordered)
+        assert found.data.is_contiguous() and found.shape == alone.shape == weight.shape
+        off = (found.numbers() != alone.numbers()).float().mean()  # a sum in another order may move a tie
+        assert off < 0.01
+        assert error(x, weight, found).sum() < 1.01 * error(x, weight, alone).sum()
+
+
+def test_a_scale_too_small_in_the_middle_of_a_weight_is_nothing_to_the_others():
+    """Errors of the columns before may leave a group less than float16 can hold, which nearest did not see."""
+    x, scheme = correlated(256, 64, seed=2), Scheme.parse("int4-g32")
+    weights = [normal(4, 64, seed=1).half() / 4, normal(4, 64, seed=2).half()]
+    refuse = weights[1].float().abs().amax()
+
+    def grid(groups, scheme, dtype):
+        return None if dtype == torch.float16 and bool(groups.abs().amax() >= refuse) else real(groups, scheme, dtype)
+
+    real = module.grid
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "grid", grid)
+        found = module.gptq(weights, hessian_of(x), scheme)
+    assert [one.scales.dtype for one in found] == [torch.float16, torch.float32]
 
 
 def test_columns_that_get_nothing_are_rounded_to_nearest_and_in_nobody_s_way():

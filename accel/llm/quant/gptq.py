@@ -4,13 +4,17 @@ Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ: Accurate Post-Training Quantization
 Transformers", 2023.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+
 import torch
 from accel_kernels.quantised import Quantised, pack
 from torch import Tensor
 
 from accel.llm.quant.layer_work import LayerWork
 from accel.llm.quant.matrices import matrix
-from accel.quant.rounding import SCALES, grid, nearest, quantise
+from accel.quant.rounding import grid, nearest, quantise
 from accel.quant.scheme import Scheme
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
@@ -45,36 +49,57 @@ def quantise_layer(work: LayerWork, ordered: bool = False) -> None:
         hessian = Hessian()
         work.observe({stage[0]: hessian})
         if hessian.mean is not None:
-            for path in stage:
-                work.keep(path, gptq(matrix(work.linears[path]), hessian.mean, work.scheme, ordered))
+            weights = [matrix(work.linears[path]) for path in stage]
+            for path, found in zip(stage, gptq(weights, hessian.mean, work.scheme, ordered), strict=True):
+                work.keep(path, found)
     work.round_rest()
 
 
-def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, ordered: bool = False) -> Quantised:
-    """weight: (N, K) of a floating dtype. hessian: (K, K) float32, see `Hessian`. Scales' dtype as of `quantise`.
+def gptq(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, ordered: bool = False) -> list[Quantised]:
+    """Of weights (N, K) of a floating dtype that are given the same inputs. Scales' dtype as of `quantise`.
 
+    hessian: (K, K) float32, see `Hessian`; written over, since nothing else takes as much memory.
     ordered: columns of large inputs first ("activation order"), by the scales of the weight as it was; otherwise the
     scales of a group are taken when its turn comes, of what the errors before it have made of it.
-    Raises ValueError for NaN or Inf in the weight, or for a K that does not fit the scheme.
+    Raises ValueError for NaN or Inf in a weight, or for a K that does not fit the scheme.
     """
-    by_nearest = quantise(weight, scheme)  # which raises as well
-    dtype = weight.dtype if weight.dtype in SCALES else torch.float32
-    found = _rounded(weight, hessian, scheme, ordered, dtype) if by_nearest.scales.dtype == dtype else None
-    return found or _rounded(weight, hessian, scheme, ordered, torch.float32)
-
-
-def _rounded(weight: Tensor, hessian: Tensor, scheme: Scheme, ordered: bool, dtype: torch.dtype) -> Quantised | None:
-    """None where a scale is too small for float16."""
-    rest, (rows, columns) = weight.detach().float().clone(), weight.shape
-    group = scheme.group or columns
+    dtypes = [quantise(weight, scheme).scales.dtype for weight in weights]  # which raises as well
     order = hessian.diagonal().argsort(descending=True, stable=True) if ordered else None
-    groups = [column // group for column in (order.tolist() if ordered else range(columns))]
-    found = [grid(part, scheme, dtype) for part in rest.split(group, dim=1)] if ordered else []
+    upper = _inverse_root(hessian if order is None else hessian[order][:, order])
+    found: list[Quantised] = []
+    for dtype, alike in groupby(zip(weights, dtypes, strict=True), key=itemgetter(1)):
+        found += _rounded([weight for weight, _ in alike], upper, scheme, order, dtype)
+    return found
+
+
+def _rounded(
+    weights: list[Tensor], upper: Tensor, scheme: Scheme, order: Tensor | None, dtype: torch.dtype
+) -> list[Quantised]:
+    """Rows do not know of each other, so all weights go together. By itself each, where a scale of one of them turns
+    out too small for float16: then that one has scales in float32.
+    """
+    parts = _columns(torch.cat([weight.detach().float() for weight in weights]), upper, scheme, order, dtype)
+    if parts is None and len(weights) > 1:
+        return [found for weight in weights for found in _rounded([weight], upper, scheme, order, dtype)]
+    if parts is None:
+        return _rounded(weights, upper, scheme, order, torch.float32)
+    whole, rows = Quantised(*parts), [len(weight) for weight in weights]
+    pieces = [[None] * len(rows) if part is None else part.split(rows) for part in whole]
+    return [Quantised(*(None if one is None else one.clone() for one in piece)) for piece in zip(*pieces, strict=True)]
+
+
+def _columns(
+    rest: Tensor, upper: Tensor, scheme: Scheme, order: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What a `Quantised` of rest (N, K) holds, which is written over; None where a scale is too small for float16."""
+    rows, columns = rest.shape
+    group = scheme.group or columns
+    groups = [column // group for column in (range(columns) if order is None else order.tolist())]
+    found = [] if order is None else [grid(part, scheme, dtype) for part in rest.split(group, dim=1)]
     if any(part is None for part in found):
         return None
-    if ordered:
-        rest, hessian = rest[:, order], hessian[order][:, order]
-    upper = _inverse_root(hessian)
+    if order is not None:
+        rest = rest[:, order]
     numbers = []
     for start in range(0, columns, COLUMNS):
         end = min(start + COLUMNS, columns)
@@ -96,20 +121,19 @@ def _rounded(weight: Tensor, hessian: Tensor, scheme: Scheme, ordered: bool, dty
             errors[:, column - start] = error
             rest[:, column + 1 : end] -= error[:, None] * upper[column, column + 1 : end]
         rest[:, end:] -= errors @ upper[start:end, end:]
-    places = order.argsort().tolist() if ordered else range(columns)
+    places = range(columns) if order is None else order.argsort().tolist()
     numbers = torch.stack([numbers[place] for place in places], dim=1)
     scales, zeros = zip(*found, strict=True)
     zeros = None if zeros[0] is None else torch.stack(zeros, dim=1)
-    return Quantised(pack(numbers) if scheme.number == "int4" else numbers, torch.stack(scales, dim=1), zeros)
+    return pack(numbers) if scheme.number == "int4" else numbers, torch.stack(scales, dim=1), zeros
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:
-    """The upper triangular U with U^T U = H^-1, H damped as much as it needs to have an inverse.
+    """The upper triangular U with U^T U = H^-1, H damped in its place as much as it needs to have an inverse.
 
     A column that never gets anything ("dead") stands by itself: it is rounded to nearest, and not set to zero, since
     other texts may reach it.
     """
-    hessian = hessian.clone()
     diagonal, damping = hessian.diagonal(), DAMPING
     dead = diagonal == 0
     mean = diagonal.sum() / (~dead).sum().clamp_min(1)
@@ -117,10 +141,10 @@ def _inverse_root(hessian: Tensor) -> Tensor:
     diagonal[dead] = mean
     while True:
         diagonal += damping * mean
-        lower, failed = torch.linalg.cholesky_ex(hessian)
+        other, failed = torch.linalg.cholesky_ex(hessian)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            other = torch.cholesky_inverse(other)  # in its place: each is as large as the Hessian
+            upper, failed = torch.linalg.cholesky_ex(other, upper=True)
             if not failed and bool(upper.isfinite().all()):
                 return upper
         damping *= 10

@@ -12,6 +12,7 @@ from torch import nn
 from accel.llm.linear import weights
 from accel.llm.quant.batches import batches
 from accel.llm.quant.calibration import LayerResult, quantise_layers
+from accel.llm.quant.lent import moved
 from accel.llm.quant.linears import heads, linears
 from accel.llm.quant.matrices import matrix
 from accel.llm.quant.saving import SAVE, Saving
@@ -92,7 +93,7 @@ def quantize(
         known = unfinished.known()
     done = Run(skipped=skipped, taken=len(known))
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
-    results |= {path: _nearest(path, module, head) for path, module in last.items()}
+    results |= {path: _nearest(path, module, head, device) for path, module in last.items()}
     count = _linears(results)
     at(count, len(chosen))
     originals = Originals(model)
@@ -115,7 +116,7 @@ def quantize(
         if missing:
             raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
     with torch.inference_mode(False), torch.no_grad():
-        done.rows = _put(model, results, chosen, schemes, originals)
+        done.rows = _put(model, results, chosen, schemes, originals, device)
     if unfinished is not None:
         model.save_pretrained(out)
         if tokenizer is not None:
@@ -217,10 +218,11 @@ def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]
     return result
 
 
-def _nearest(path: str, module: nn.Module, scheme: Scheme) -> LayerResult:
+def _nearest(path: str, module: nn.Module, scheme: Scheme, device: torch.device | None) -> LayerResult:
     """The output head: no method looks at what it is given."""
     try:
-        return LayerResult(path, {path: quantise(matrix(module), scheme)}, {})
+        found = quantise(moved(matrix(module), device), scheme)
+        return LayerResult(path, {path: _on(found, module.weight.device)}, {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -231,8 +233,11 @@ def _put(
     chosen: dict[str, nn.Module],
     schemes: dict[str, Scheme],
     originals: Originals,
+    device: torch.device | None,
 ) -> list[dict]:
-    """Takes results and chosen apart as it goes: what is replaced is freed at once."""
+    """Takes results and chosen apart as it goes: what is replaced is freed at once. device: where decibels are taken;
+    None: where the model is.
+    """
     if SAVE not in vars(model):
         vars(model)[SAVE] = Saving(model)
     rows, tied = [], held_elsewhere(model, chosen.values())
@@ -246,7 +251,8 @@ def _put(
             exact = originals.held.pop(f"{where}.weight", module.weight)
             exact = exact.t() if turned else exact
             # Against a weight that others changed with, the ratio would mean nothing.
-            ratio = None if result.changed else sqnr_db(exact, _on(quantised, exact.device))
+            place = weight.device if device is None else device
+            ratio = None if result.changed else sqnr_db(exact.to(place), _on(quantised, place))
             fixed = {}
             if is_static(scheme.activations):
                 if where in result.inputs:
