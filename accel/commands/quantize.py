@@ -32,15 +32,11 @@ def quantize(
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of each row of the text, of 128 rows at most")] = 512,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    by_layer: Annotated[
-        bool,
-        typer.Option("--by-layer", help="the model stays on the CPU; layers go to the device one at a time"),
-    ] = False,
     dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; as it is saved by default")] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Store a language model's weights in fewer bits, in the layout of compressed-tensors. Ctrl-C, and the same command
-    goes on later.
+    """Store a language model's weights in fewer bits, in the layout of compressed-tensors. The model stays on the CPU,
+    one layer at a time goes to the device. Ctrl-C, and the same command goes on later.
 
     Exit code 2 for what cannot be done, with the reason, and 130 where it was interrupted.
     """
@@ -52,7 +48,7 @@ def quantize(
 
     place = parse_device(device)
     kind = "auto" if dtype is None else parse_dtype(dtype, place)
-    model = load_folder(folder, kind, torch.device("cpu") if by_layer else place)
+    model = load_folder(folder, kind, torch.device("cpu"))
     if not is_causal_lm(model):
         raise typer.BadParameter(f"{folder} is a {type(model).__name__}, no language model", param_hint="FOLDER")
     tokenizer = _tokenizer(folder)
@@ -60,8 +56,7 @@ def quantize(
     try:
         rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
         with bar(f"quantising to {scheme}") as at:
-            lent_to = place if by_layer else None
-            done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, lent_to)
+            done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted; the same command goes on with what {out} holds")
         raise typer.Exit(INTERRUPTED) from None

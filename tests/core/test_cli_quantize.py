@@ -14,6 +14,7 @@ import accel as library
 from accel import progress
 from accel.cli import app
 from accel.llm.quant import run as running
+from accel.llm.quant.batches import windows
 
 LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = LM / "held_out.txt"
@@ -212,9 +213,19 @@ def test_a_folder_without_a_tokenizer_is_quantised_too(tmp_path, without_tokeniz
     assert result.exit_code == 0 and not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_layer_by_layer_the_same_is_saved(tmp_path, text):
-    given = (LM, "--scheme", "int4-g64", "--calibration", text, "--out")
-    for name, more in (("whole", ()), ("by layer", ("--by-layer",))):
-        assert accel(*given, tmp_path / name, *more).exit_code == 0
-    whole, ours = (tmp_path / name / "model.safetensors" for name in ("whole", "by layer"))
+def test_layers_go_to_the_device_and_the_model_stays_on_the_cpu(tmp_path, text, monkeypatch):
+    given = []
+
+    def watched(model, *arguments):
+        given.append((next(model.parameters()).device.type, arguments[-1]))
+        return real(model, *arguments)
+
+    real = running.quantize
+    monkeypatch.setattr(running, "quantize", watched)
+    assert accel(LM, "--scheme", "int4-g64", "--calibration", text, "--out", tmp_path / "ours").exit_code == 0
+    assert given == [("cpu", torch.device("cpu"))]  # which is the device that was asked for
+    tokenizer = AutoTokenizer.from_pretrained(LM)
+    rows = windows(text.read_text(), tokenizer, 512)
+    library.quantize(AutoModelForCausalLM.from_pretrained(LM), "int4-g64", rows, tokenizer, out=tmp_path / "whole")
+    whole, ours = (tmp_path / name / "model.safetensors" for name in ("whole", "ours"))
     assert whole.read_bytes() == ours.read_bytes()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import accel
-from accel.llm.quant import calibration, layer_inputs
+from accel.llm.quant import calibration, layer_inputs, run
 from accel.llm.quant.lent import lent, moved
 from accel.quant.scheme import Scheme
 
@@ -53,6 +53,51 @@ def test_the_same_comes_of_it(name, scheme, method, activations, loans):
         assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]), mine[0]
     assert torch.equal(logits(ours)["logits"], logits(wanted)["logits"])
     assert len(loans) >= stock.config.num_hidden_layers
+
+
+def between(model):
+    """Something is done between the first layer and the second, which therefore gets what a run through both gives."""
+    second = model.model.layers[1]
+    kind = type(second)
+    second.__class__ = type(
+        "Between", (kind,), {"__call__": lambda self, x, **more: kind.__call__(self, 2 * x, **more)}
+    )
+    return model
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+def test_what_is_rounded_is_written_only_where_later_layers_need_it(method):
+    """Until all is done: nothing is copied of what the model holds, and an error has nothing to put back."""
+    scheme = Scheme.parse("int8")
+    data = [{"input_ids": ids} for ids in DATA]
+    for make_it, written in ((make, False), (lambda name: between(make(name)), True)):
+        model, wanted = make_it("llama"), make_it("llama")
+        before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+        ours = list(calibration.quantise_layers(model, scheme, method, data, device=CPU))
+        theirs = list(calibration.quantise_layers(wanted, scheme, method, data))
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.weights.keys() == other.weights.keys() and mine.changed.keys() == other.changed.keys()
+            for path, quantised in mine.weights.items():
+                assert torch.equal(quantised.data, other.weights[path].data)
+        same = [p.data_ptr() == before[name][0] for name, p in model.named_parameters()]
+        assert all(same) != written
+        assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters()) != written
+
+
+@pytest.mark.parametrize("make_it", [make, lambda name: between(make(name))], ids=["as-it-is", "between"])
+def test_an_interrupted_run_leaves_the_model_as_it_was(make_it, monkeypatch):
+    model = make_it("llama")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    def stopped(*given):
+        yield next(real(*given))
+        raise KeyboardInterrupt
+
+    real = run.quantise_layers
+    monkeypatch.setattr(run, "quantise_layers", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        accel.quantize(model, "int8", DATA, method="smoothquant", device="cpu")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 class Apart(TorchDispatchMode):

@@ -65,8 +65,8 @@ def quantise_layers(
     and attention_mask (rows, tokens), what the mask leaves out being left out; may be empty for "rtn" only. method:
     "rtn" (to nearest), "gptq", "awq" or "smoothquant", see there. scheme: with activations where the batches are to fix
     something for them. known: results to be applied and not computed again. device: where layers are worked on, one at
-    a time, while the model stays where it is, and results with it; None: there. The same arguments give the same
-    results.
+    a time, while the model stays where it is, and as it is unless later layers can be reached through it alone;
+    results lie where it does. None: there. The same arguments give the same results.
 
     Raises ValueError for an unknown method, for arguments that do not fit each other or the model, and for NaN or Inf
     on the way, naming the layer.
@@ -122,11 +122,13 @@ def _layers(
     device: torch.device | None,
 ) -> Iterator[LayerResult]:
     home, _ = placement(model)
+    changed = device is None or (inputs is not None and not all(inputs.chained))
+    changed = device is None or (inputs is not None and not all(inputs.chained))
     groups, reason = _groups(model) if method in FOLDING and known.keys() < set(names) else ({}, "")
     for name in names:
         layer, calls = model.get_submodule(name), [] if inputs is None else inputs.now()
         own = {path: module for path, module in chosen.items() if not name or path.startswith(f"{name}.")}
-        with lent(layer, device, changed=True):
+        with lent(layer, device, changed):
             if name in known:
                 result = known[name]
                 apply(model, result)

@@ -96,7 +96,7 @@ def quantize(
     results |= {path: _nearest(path, module, head, device) for path, module in last.items()}
     count = _linears(results)
     at(count, len(chosen))
-    originals = Originals(model)
+    originals = Originals(model, copied=device is None)
     with originals:
         start = time.perf_counter()
         for result in originals.ahead(quantise_layers(model, parsed, method, data, known, device)):
@@ -126,15 +126,18 @@ def quantize(
 
 
 class Originals:
-    """The weights of layers before methods write into them, on the CPU; put back where there is an error inside."""
+    """The weights of layers before methods write into them, on the CPU; put back where there is an error inside.
 
-    def __init__(self, model: nn.Module):
-        self.model, self.held = model, {}
+    copied: False where a copy of a layer is written into, and the layer's own memory not.
+    """
+
+    def __init__(self, model: nn.Module, copied: bool):
+        self.model, self.copied, self.held = model, copied, {}
         try:
             stack, layers = decoder_layers(model)
             self.paths = [f"{stack}.{number}." for number in range(len(layers))]
-        except NotUnderstood:
-            self.paths = [""]
+        except NotUnderstood:  # nor can they be lent one by one
+            self.paths, self.copied = [""], True
 
     def ahead(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
         """The results, layer by layer; each layer's weights are kept before it is done."""
@@ -142,7 +145,8 @@ class Originals:
         for path in self.paths:
             for name, parameter in self.model.named_parameters():
                 if name.startswith(path):
-                    self.held[name] = parameter.detach().to("cpu", copy=True)
+                    held = parameter.detach()
+                    self.held[name] = held.to("cpu", copy=True) if self.copied else held
             result = next(results, None)
             if result is None:
                 return
