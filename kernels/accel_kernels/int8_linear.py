@@ -160,10 +160,15 @@ CASES = (
     _case("threshold", 35, 96, n=40, planted=(0, 17, 95), outliers=6.0, bias=True, small=True),
     _case("threshold-gate", 9, 96, n=40, planted=(2,), outliers=6.0, gate=True, activation="silu", small=True),
     _case("many-outliers", 9, 64, n=24, planted=tuple(range(0, 64, 2)), outliers=6.0, residual=True, small=True),
+    _case(
+        "all-outliers", 35, 208, n=40, planted=range(0, 208, 3), outliers=6.0, gate=True, activation="silu", small=True
+    ),
     _case("llama-qkv", 2048, 4096, n=6144),
     _case("llama-out", 2048, 4096, n=4096, residual=True),
     _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
     _case("llama-down", 2048, 14336, n=4096, residual=True, planted=(1, 77, 9000), outliers=6.0),
+    _case("llama-down-all", 2048, 14336, n=4096, residual=True, planted=range(0, 14336, 7), outliers=6.0),
+    _case("llama-gate-all", 300, 4096, n=14336, gate=True, activation="silu", planted=range(0, 4096, 7), outliers=6.0),
     _case("sd15-out", 2, 4096, 320, n=320, bias=True, residual=True),
     _case("sdxl-geglu", 2, 1024, 1280, n=5120, gate=True, bias=True, activation="gelu"),
     _case("llama-qkv-130", 130, 4096, n=6144, bias=True, planted=(7,), outliers=6.0),

@@ -13,6 +13,7 @@ from accel_kernels.norm import Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SHARE = 8  # where more than one column in so many holds an outlier, all stay in 16 bits
 LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 
 
@@ -72,10 +73,10 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
 
     norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-127..127) or float8_e4m3fn.
     outliers: None; or columns that are all taken out, int64 or KnownColumns; or a threshold: columns in which any
-    absolute value is above it. Then there is room for all, so that none is lost however many there are. scale: None for
-    one of each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all, on the
-    device: values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above 0, and
-    outliers besides float8.
+    absolute value is above it, or all columns where those are more than one in SHARE; there is room for them. scale:
+    None for one of each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all,
+    on the device: values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above
+    0, and outliers besides float8.
     """
     if dtype not in MOST:
         raise ValueError(f"rows are rounded to int8 or float8_e4m3fn, not {dtype}")
@@ -88,6 +89,7 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
         known = known_columns(outliers, h.shape[-1])
         if known is None:
             mask = (h.abs() > _threshold(outliers)).flatten(0, -2).any(0)
+            mask = mask | (mask.sum() * SHARE > mask.numel())
             columns = mask.to(torch.uint8).argsort(descending=True, stable=True)
             count = mask.sum(dtype=torch.int32).view(1)
         else:

@@ -215,6 +215,23 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
 
 
 @interpreted
+@pytest.mark.parametrize("norm", [None, Norm(torch.ones(96), None, 1e-5)], ids=["none", "rms"])
+@pytest.mark.parametrize(("planted", "count"), [(12, 12), (13, 96)])
+def test_where_more_than_one_column_in_eight_has_outliers_all_stay_in_16_bits(planted, count, norm, poisoned):
+    x = torch.randn(21, 96).clamp(-2, 2)
+    columns = torch.randperm(96)[:planted]
+    x[torch.arange(planted), columns] = 60.0
+    ours = quantise_rows.triton(x, norm=norm, outliers=5.0)
+    theirs = quantise_rows.reference(x, norm=norm, outliers=5.0)
+    wanted = sorted(columns.tolist()) if count < 96 else list(range(96))
+    for rows in (ours, theirs):
+        assert rows.count.item() == count and rows.columns[:count].tolist() == wanted
+        assert not rows.data[:, wanted].any() and rows.scales.isfinite().all()
+        assert rows.data.abs().amax(1).eq(127 if count < 96 else 0).all()
+    torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
+
+
+@interpreted
 def test_no_outliers_and_all_outliers(poisoned):
     """Room for every column: nothing is lost however many there are, and nothing is read where there are none."""
     x, weight = torch.randn(5, 64).half(), weight_of(24, 64, torch.float16)

@@ -3,7 +3,8 @@
 Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
 tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
 neighbours share their weights in the L2 cache. The sums become floats in place; outlier columns are added by a product
-of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be.
+of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be; or, where that is all of
+them, read as they lie, and nothing is multiplied as integers.
 """
 
 import os
@@ -38,10 +39,28 @@ OUTLIERS = 16  # outlier columns to a step, the least that tensor cores take
 
 
 @triton.jit
+def _multiplied(taken, numbers, y, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(taken.to(tl.float32), numbers.to(tl.float32), y, input_precision="ieee")
+    else:
+        return tl.dot(taken, numbers.to(taken.dtype), y)
+
+
+@triton.jit
 def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity,
                   BLOCK_O: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """y plus the product of outliers and the weight's whole numbers in their columns, which 16 bits hold exactly."""
-    for start in range(0, count, BLOCK_O):
+    BLOCK_K: tl.constexpr = 64
+    every = count == depth
+    for start in range(0, tl.where(every, depth, 0), BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        inside = at < depth
+        place = m_idx.to(tl.int64)[:, None] * depth + at[None, :]
+        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & inside[None, :], other=0.0)
+        place = n_idx.to(tl.int64)[None, :] * depth + at[:, None]
+        numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & inside[:, None], other=0)
+        y = _multiplied(taken, numbers, y, UPCAST)
+    for start in range(0, tl.where(every, 0, count), BLOCK_O):
         at = start + tl.arange(0, BLOCK_O)
         meant = at < count
         column = tl.load(columns_ptr + at, mask=meant, other=0)
@@ -49,10 +68,7 @@ def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, de
         taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & meant[None, :], other=0.0)
         place = n_idx.to(tl.int64)[None, :] * depth + column[:, None]
         numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & meant[:, None], other=0)
-        if UPCAST:
-            y = tl.dot(taken.to(tl.float32), numbers.to(tl.float32), y, input_precision="ieee")
-        else:
-            y = tl.dot(taken, numbers.to(taken.dtype), y)
+        y = _multiplied(taken, numbers, y, UPCAST)
     return y
 
 
@@ -99,7 +115,10 @@ def int8_linear_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         if GATE:
             acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-        for k in range(0, depth, BLOCK_K):
+        steps = depth
+        if OUTLIERS > 0:
+            steps = tl.where(count == depth, 0, depth)
+        for k in range(0, steps, BLOCK_K):
             x = x_desc.load([m, k])
             acc = tl.dot(x, w_desc.load([n_first, k]).T, acc, out_dtype=tl.int32)
             if GATE:

@@ -1,14 +1,15 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
 Columns to be taken out are known before, as a mask and as a list; for a threshold a pass in front finds them, by blocks
-of rows. How many there are never leaves the device. They are few, so a row reads them again by the list.
+of rows. How many there are never leaves the device. They are few, so a row reads them again by the list; or all, and
+then the row itself is what is stored.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, KnownColumns, QuantisedRows, known_columns
+from accel_kernels.quantise_rows import LEAST_PEAK, MOST, SHARE, KnownColumns, QuantisedRows, known_columns
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
@@ -46,11 +47,12 @@ def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: t
 def outlier_columns_kernel(
     x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
 
-    mask and ticket are zeros before. The last program makes a list of the mask, and counts.
+    mask and ticket are zeros before. The last program makes a list of the mask, and counts; of all columns, where the
+    mask has more than one in SHARE.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,6 +70,7 @@ def outlier_columns_kernel(
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+        out = tl.where(mask & (tl.sum(out, axis=0) * SHARE > k), 1, out)
         tl.store(columns_ptr + tl.cumsum(out, axis=0) - 1, k_idx.to(tl.int64), mask=out != 0)
         tl.store(count_ptr, tl.sum(out, axis=0))
 
@@ -91,9 +94,13 @@ def quantise_rows_kernel(
     if NORM != "none":
         h = tl.where(mask, h * factor * weight + bias, 0.0)
     if OUTLIERS > 0:
-        h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
         count = tl.load(count_ptr)
-        for start in range(0, count, OUTLIERS):
+        if count == k:
+            tl.store(o_ptr + row * capacity + k_idx, h.to(o_ptr.dtype.element_ty), mask=mask)
+            h = tl.zeros((BLOCK_K,), tl.float32)
+        else:
+            h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
+        for start in range(0, tl.where(count == k, 0, count), OUTLIERS):
             o_idx = start + tl.arange(0, OUTLIERS)
             o_mask = o_idx < count
             column = tl.load(columns_ptr + o_idx, mask=o_mask, other=0)
@@ -132,7 +139,7 @@ def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> Kno
     launch(
         outlier_columns_kernel, (triton.cdiv(rows, at_once),),
         x, nw, nb, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, eps, offset,
-        threshold, **flags, ROWS=at_once, PDL=pdl, **meta,
+        threshold, **flags, ROWS=at_once, SHARE=SHARE, PDL=pdl, **meta,
     )  # fmt: skip
     return found
 
@@ -182,6 +189,7 @@ def _search_specimen():
     types |= {"columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
     types |= dict.fromkeys(("eps", "offset", "threshold"), "fp32")
     constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": 4, "BLOCK_K": 4096, "PDL": False}
+    constants["SHARE"] = SHARE
     return outlier_columns_kernel, types, constants, 8
 
 
