@@ -2,7 +2,7 @@
 
 python benchmarks/outliers.py OUT.json: 2048 rows. Microseconds of `quantise_rows` with three columns planted: without
 outliers, with those above 6 found in the call, and with columns that are known; least of replays of a graph over twelve
-distinct inputs. Then of the products of a Llama-3.1-8B shape, by how many columns were found: up to one in eight is
+distinct inputs. Then of the products of a Llama-3.1-8B shape, by how many columns were found: up to one in SHARE is
 gathered, with more all columns stay in 16 bits; in several tiles, a tile timed only when its result is right.
 """
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from accel_kernels.quantise_rows import SHARE
 from accel_kernels.rounding import restored, rounded
 from quality_text import perplexity
 from torch import nn
@@ -68,8 +69,9 @@ def planted(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def without_outliers(x: torch.Tensor) -> torch.Tensor:
-    """As `rounded_by_token`, but columns with any value above OUTLIER are left as they are."""
+    """As `rounded_by_token`, but columns with any value above OUTLIER are left as they are, or all where many have."""
     large = (x.abs() > OUTLIER).flatten(0, -2).any(0)
+    large = large | (large.sum() * SHARE > large.numel())
     return torch.where(large, x, rounded_by_token(x.masked_fill(large, 0)))
 
 

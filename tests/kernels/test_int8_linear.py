@@ -216,8 +216,8 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
 
 @interpreted
 @pytest.mark.parametrize("norm", [None, Norm(torch.ones(96), None, 1e-5)], ids=["none", "rms"])
-@pytest.mark.parametrize(("planted", "count"), [(12, 12), (13, 96)])
-def test_where_more_than_one_column_in_eight_has_outliers_all_stay_in_16_bits(planted, count, norm, poisoned):
+@pytest.mark.parametrize(("planted", "count"), [(6, 6), (7, 96)])
+def test_where_more_than_one_column_in_sixteen_has_outliers_all_stay_in_16_bits(planted, count, norm, poisoned):
     x = torch.randn(21, 96).clamp(-2, 2)
     columns = torch.randperm(96)[:planted]
     x[torch.arange(planted), columns] = 60.0
