@@ -9,7 +9,7 @@ import torch
 from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows
 from accel_kernels import norm as norms
 from accel_kernels.int8_linear import in_passes, integer_product
-from accel_kernels.quantise_rows import KnownColumns, QuantisedRows
+from accel_kernels.quantise_rows import MOST, KnownColumns, QuantisedRows
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -383,6 +383,14 @@ def test_how_much_of_the_signal_is_left():
     for outliers in (6.0, columns):
         assert linear_sqnr(planted, weight, outliers=outliers) > 41
         assert linear_sqnr(planted, light, outliers=outliers) > 39
+    for dtype, rows, heavy, least, most in (  # one scale for all rows: 8-bit floats lose nothing by it
+        (torch.int8, x, weight, 37.5, 39),
+        (torch.int8, planted, light, 7, 9),
+        (torch.float8_e4m3fn, x, weight, 28, 29),
+        (torch.float8_e4m3fn, planted, light, 28, 29),
+    ):
+        scale = (rows.float().abs().max() / MOST[dtype]).view(1)
+        assert least < linear_sqnr(rows, heavy, dtype=dtype, scale=scale) < most
 
 
 COMPILE = """

@@ -7,7 +7,8 @@ import torch
 from families import make, prompt
 
 from accel.llm.compare import off
-from accel.llm.quant.calibration import quantise_layers
+from accel.llm.quant import smooth
+from accel.llm.quant.calibration import LayerResult, quantise_layers
 from accel.llm.quant.clipping import LEAST, BlockHessian, clipped
 from accel.llm.quant.emulated import rounded_by_token, rounding_inputs
 from accel.llm.quant.folding import layer_groups
@@ -88,3 +89,30 @@ def test_smooth_quant_evens_out_what_goes_into_the_linears():
         "model.layers.0.input_layernorm.weight",
         "model.layers.0.post_attention_layernorm.weight",
     }
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("size", [1.0, 20.0])
+def test_smooth_quant_takes_the_exponent_that_leaves_most_of_the_layer(size, seed, monkeypatch):
+    """Each tried by itself; with channels that are planted, not to smooth is by far the worst."""
+
+    def result() -> LayerResult:
+        model = make("llama", seed=seed, num_hidden_layers=1)
+        layer = model.model.layers[0]
+        for norm, linears, planted in (
+            (layer.input_layernorm, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), [5, 40]),
+            (layer.post_attention_layernorm, ("mlp.gate_proj", "mlp.up_proj"), [7, 9]),
+        ):
+            norm.weight.data[planted] *= size
+            for path in linears:
+                layer.get_submodule(path).weight.data[:, planted] /= size
+        return next(quantise_layers(model, Scheme.parse("int8"), "smoothquant", [{"input_ids": prompt(4, 24)}]))
+
+    chosen, every = result().sqnr_db, smooth.EXPONENTS
+    found = {}
+    for exponent in every:
+        monkeypatch.setattr(smooth, "EXPONENTS", (exponent,))
+        found[exponent] = result().sqnr_db
+    best = max(found, key=found.get)
+    assert chosen == pytest.approx(found[best], abs=1e-3) and len(set(found.values())) == len(every)
+    assert size == 1 or (best is not None and found[best] > found[None] + 10)
