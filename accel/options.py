@@ -41,9 +41,10 @@ class Options:
         whichever the weights are (fp8: not for denoisers in float16). "int8-outliers" keeps those columns of a token's
         channels in 16 bits in which any value of the call is above 6 (LLM.int8()), or all where more than one in 16 is
         so. Up to 64 rows keep all their bits; so do those of the prompt in a denoiser's cross-attention. It needs
-        weights="int8" or "fp8", or a model whose weights are so already. "int8-static" and "fp8-static" are for models whose linear layers hold one scale for all
-        of their inputs, as `accel.quantize` fixes them by calibration. None rounds none but what the model itself says
-        it rounds, see `accel.quantize`. "int8-outliers-static": the same of columns, those above 6 there.
+        weights="int8" or "fp8", or a model whose weights are so already. "int8-static" and "fp8-static" are for models
+        whose linear layers hold one scale for all of their inputs, as `accel.quantize` fixes them by calibration. None
+        rounds none but what the model itself says it rounds, see `accel.quantize`. "int8-outliers-static": the same of
+        columns, those above 6 there.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantised ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,

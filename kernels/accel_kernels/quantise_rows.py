@@ -13,8 +13,8 @@ from accel_kernels.norm import Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Where more than one column in so many holds an outlier, all stay in 16 bits: there the products of a layer of the
-# Llama-3.1-8B shape take as long either way on an H200, see benchmarks/outliers.py.
+# Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
+# of the Llama-3.1-8B shape take about as long either way on an H200, see benchmarks/outliers.py.
 SHARE = 16
 LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 
