@@ -123,7 +123,6 @@ def _layers(
 ) -> Iterator[LayerResult]:
     home, _ = placement(model)
     changed = device is None or (inputs is not None and not all(inputs.chained))
-    changed = device is None or (inputs is not None and not all(inputs.chained))
     groups, reason = _groups(model) if method in FOLDING and known.keys() < set(names) else ({}, "")
     for name in names:
         layer, calls = model.get_submodule(name), [] if inputs is None else inputs.now()

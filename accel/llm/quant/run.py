@@ -96,7 +96,7 @@ def quantize(
     results |= {path: _nearest(path, module, head, device) for path, module in last.items()}
     count = _linears(results)
     at(count, len(chosen))
-    originals = Originals(model, copied=device is None)
+    originals = Originals(model)
     with originals:
         start = time.perf_counter()
         for result in originals.ahead(quantise_layers(model, parsed, method, data, known, device)):
@@ -126,18 +126,15 @@ def quantize(
 
 
 class Originals:
-    """The weights of layers before methods write into them, on the CPU; put back where there is an error inside.
+    """The weights of layers before methods replace them, on the CPU; put back where there is an error inside."""
 
-    copied: False where a copy of a layer is written into, and the layer's own memory not.
-    """
-
-    def __init__(self, model: nn.Module, copied: bool):
-        self.model, self.copied, self.held = model, copied, {}
+    def __init__(self, model: nn.Module):
+        self.model, self.held = model, {}
         try:
             stack, layers = decoder_layers(model)
             self.paths = [f"{stack}.{number}." for number in range(len(layers))]
-        except NotUnderstood:  # nor can they be lent one by one
-            self.paths, self.copied = [""], True
+        except NotUnderstood:
+            self.paths = [""]
 
     def ahead(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
         """The results, layer by layer; each layer's weights are kept before it is done."""
@@ -145,8 +142,8 @@ class Originals:
         for path in self.paths:
             for name, parameter in self.model.named_parameters():
                 if name.startswith(path):
-                    held = parameter.detach()
-                    self.held[name] = held.to("cpu", copy=True) if self.copied else held
+                    # No copy of what is there already: a method gives a parameter new memory, see `put`.
+                    self.held[name] = parameter.detach().to("cpu")
             result = next(results, None)
             if result is None:
                 return
