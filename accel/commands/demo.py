@@ -50,7 +50,11 @@ def demo(
 
 
 def _found(option: str, find, folder: Path | None) -> Path:
+    from accel.saved import refuse_pickles
+
     try:
-        return find(folder)
-    except FileNotFoundError as error:
+        found = find(folder)
+        refuse_pickles(found)
+        return found
+    except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint=option) from None

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import accel
+from accel import saved
 from accel.bench.timing import seconds
 from accel.demo.shipped import find_folder, machine
 
@@ -117,15 +118,12 @@ def run(
     progress: Progress,
 ) -> Continuation:
     """Continues the prompt with both models in turn. The first text of each is a warm-up, written before."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     task = progress.add_task("loading a language model", total=2 * RUNS + 3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
-    stock, optimised = (
-        Writer(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device), inputs, new_tokens, seed)
-        for _ in range(2)
-    )
+    stock, optimised = (Writer(saved.load(folder, dtype, device), inputs, new_tokens, seed) for _ in range(2))
     progress.update(task, description="warming up stock", advance=1)
     stock.write()
     progress.update(task, description="optimising", advance=1)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import accel
+from accel import saved
 from accel.bench.timing import seconds
 from accel.contact_sheet import contact_sheet
 from accel.demo.shipped import find_folder, machine
@@ -97,9 +98,7 @@ class Comparison:
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype):
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
+    pipe = saved.load(folder, dtype, device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
