@@ -29,6 +29,19 @@ def test_calibration_is_timed_by_layer_and_what_fails_is_told(benchmark, tmp_pat
         assert row["layers"] == len(row["layer_s"]) == 1 and row["whole_s"] >= row["took_s"] - 0.1
 
 
+def test_from_a_folder_all_of_it_is_quantised_saved_and_loaded(benchmark, tmp_path):
+    calibrating = benchmark("calibrating")
+    sizes = ["--model", "tiny", "--windows", "2", "--tokens", "16", "--folder", str(tmp_path / "models")]
+    ways = ["--ways", "int8:rtn", "int8:gptq"]
+    result = calibrating.main(calibrating.arguments([str(tmp_path / "out.json"), *sizes, *ways]))
+    assert result["failed"] == [] and [row["method"] for row in result["rows"]] == ["rtn", "gptq"]
+    stock = sum(path.stat().st_size for path in (tmp_path / "models" / "stock").glob("*.safetensors")) / 2**20
+    for row in result["rows"]:
+        assert row["layers"] > 1 and row["quantise_s"] >= row["layers_s"] > 0 and row["load_s"] > 0
+        assert 0 < row["final_mb"] < stock and row["final_mb"] < row["final_and_two_layers_mb"]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["stock"]  # what came of it is gone again
+
+
 def test_no_time_left_is_told(benchmark, tmp_path):
     calibrating = benchmark("calibrating")
     given = [str(tmp_path / "out.json"), "--model", "tiny", "--ways", "int8", "--seconds", "-1"]

@@ -1,4 +1,7 @@
-"""Models that arrive quantised by the packages themselves, where they are installed; stand-ins are tested elsewhere."""
+"""Models that bitsandbytes makes, and layers as GPTQModel packs our rounding, where these packages are installed.
+
+Stand-ins are tested elsewhere. No model that GPTQModel has quantised and saved is loaded here.
+"""
 
 import copy
 
