@@ -88,7 +88,7 @@ def from_folder(given: argparse.Namespace, scheme: str, method: str, device: tor
     loaded = accel.load(out, device=device)
     row |= {"load_s": round(time.perf_counter() - start, 2), "load_peak_mb": peak(device)}
     final = sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers())) / 2**20
-    row |= {"final_mb": round(final, 1), "final_and_two_layers_mb": round(final + 2 * layer, 1)}
+    row |= {"final_mb": round(final, 3), "final_and_two_layers_mb": round(final + 2 * layer, 3)}
     if not bool(loaded(ids[:1].to(device)).logits.isfinite().all()):
         raise AssertionError("what was loaded gives NaN or Inf")
     shutil.rmtree(out)

@@ -38,7 +38,8 @@ def test_from_a_folder_all_of_it_is_quantised_saved_and_loaded(benchmark, tmp_pa
     stock = sum(path.stat().st_size for path in (tmp_path / "models" / "stock").glob("*.safetensors")) / 2**20
     for row in result["rows"]:
         assert row["layers"] > 1 and row["quantise_s"] >= row["layers_s"] > 0 and row["load_s"] > 0
-        assert 0 < row["final_mb"] < stock and row["final_mb"] < row["final_and_two_layers_mb"]
+        assert 0 < row["final_mb"] < 0.85 * stock  # with words in float32; of the model as it was it would be all
+        assert row["final_mb"] < row["final_and_two_layers_mb"]
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["stock"]  # what came of it is gone again
 
 

@@ -1,6 +1,6 @@
 """One row times a matrix on one thread of a CPU: bf16, int8 by torch's own product, and int8 written out before.
 
-python benchmarks/cpu_rows.py OUT.json: microseconds, the median of calls in turns; 1024 inputs, 2048 outputs.
+python benchmarks/rows_on_a_cpu.py OUT.json: microseconds, the median of calls in turns; 1024 inputs, 2048 outputs.
 """
 
 import json
@@ -43,7 +43,7 @@ def main(path: Path) -> None:
             way()
             taken[name].append(1e6 * (time.perf_counter() - start))
     us = {name: round(statistics.median(times), 1) for name, times in taken.items()}
-    result = {"case": "cpu-rows", "inputs": INPUTS, "outputs": OUTPUTS, "date": now(), "commit": commit()}
+    result = {"case": "rows-on-a-cpu", "inputs": INPUTS, "outputs": OUTPUTS, "date": now(), "commit": commit()}
     path.write_text(json.dumps(result | {"machine": machine(torch.device("cpu")), "us": us}, indent=1) + "\n")
     print(us)
 
