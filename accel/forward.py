@@ -25,8 +25,12 @@ from accel_kernels.attention_backends import AttentionChooser
 from accel_kernels.prompt_attention import PromptAttention
 from torch import nn
 
+from accel.arguments import Arguments
+from accel.failure import fatal, told
 from accel.ledger import Ledger
 from accel.structure import hooked
+
+STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,23 @@ class FastForward(ABC):
 
     A module-level class holding its module: pickle and deepcopy rebind it to the copy, and generate() sees the stock
     signature. Subclasses give `fast(*args, **kwargs)` and `unfit(*args, **kwargs)`: None, or why this call runs stock.
+    Both are asked only about calls that `fast` and the stock forward take alike.
     """
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
-        self.__setstate__({"module": module, "path": path, "kernels": kernels, "ledger": ledger})
+        self.__setstate__(
+            {"module": module, "path": path, "kernels": kernels, "ledger": ledger, "kind": type(module), "stale": None}
+        )
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name not in ("kind", "function")}
+        # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
+        state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
+        return state | {"stale": self.changed()}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.kind, self.function = type(self.module), type(self.module).forward
+        self.function = self.kind.forward
+        self.arguments = Arguments(self.function, type(self).fast)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -85,14 +95,51 @@ class FastForward(ABC):
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():  # the user compiles on top: leave the graph to the compiler
             return self.stock(*args, **kwargs)
-        reason = self.mode() or self.unfit(*args, **kwargs)
+        reason = self._refuses(args, kwargs)
         if reason is None:
-            return self.fast(*args, **kwargs)
+            try:
+                return self.fast(*args, **kwargs)
+            except Exception as error:  # a call that stock may take, or refuses in words of its own
+                if fatal(error) or STOCK in vars(error):
+                    raise
+                reason = f"the fast forward raised {told(error)}"
         self.ledger.fell_back(self.path, reason)
-        return self.stock(*args, **kwargs)
+        try:
+            return self.stock(*args, **kwargs)
+        except Exception as error:
+            vars(error)[STOCK] = True
+            raise
+
+    def _refuses(self, args: tuple, kwargs: dict) -> str | None:
+        """Why this call runs stock."""
+        reason = self.mode()
+        if reason is not None:
+            return reason
+        if not self.arguments.take(args, kwargs):
+            return "arguments the fast forward does not know"
+        try:
+            return self.unfit(*args, **kwargs)
+        except Exception as error:  # of another kind than any it was made for
+            if fatal(error):
+                raise
+            return f"arguments that could not be examined: {told(error)}"
+
+    def changed(self) -> str | None:
+        """Why the module is not the one that was matched: its class, or the forward found there, is another."""
+        if self.stale is not None:
+            return self.stale
+        kind = type(self.module)
+        if kind is not self.kind:
+            return f"its class was changed from {self.kind.__name__} to {kind.__name__} after accel.optimize"
+        if kind.forward is not self.function:
+            return f"{kind.__name__}.forward was replaced after accel.optimize"
+        return None
 
     def mode(self) -> str | None:
-        """Reasons that hold for every fused forward: training, gradients, autocast."""
+        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast."""
+        reason = self.changed()
+        if reason is not None:
+            return reason
         if self.module.training:
             return "training mode"
         if torch.is_grad_enabled():
@@ -113,7 +160,7 @@ class FastForward(ABC):
         forward = vars(module).get("forward")
         if type(forward) is not cls or hooked(module) or torch.compiler.is_compiling():
             return None
-        return forward if (forward.mode() or forward.unfit(*args, **kwargs)) is None else None
+        return forward if forward._refuses(args, kwargs) is None else None
 
     @abstractmethod
     def fast(self, *args, **kwargs):

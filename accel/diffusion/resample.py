@@ -26,7 +26,7 @@ def same_padded(conv: nn.Conv2d) -> bool:
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbour, then the convolution."""
 
-    def unfit(self, hidden_states, output_size=None, *args, **kwargs) -> str | None:
+    def unfit(self, hidden_states, output_size=None) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         n, c, h, w = hidden_states.shape
@@ -37,7 +37,7 @@ class UpsampleForward(FastForward):
             return "an image too large for torch's channels-last upsampling"
         return plain(self.module.conv, nn.Conv2d)
 
-    def fast(self, hidden_states, output_size=None, *args, **kwargs):
+    def fast(self, hidden_states, output_size=None):
         x, conv = nhwc(hidden_states), self.module.conv
         if output_size is None and same_padded(conv):
             return self.kernels.upsample_convolve(x, conv.weight, conv.bias)
@@ -48,12 +48,12 @@ class UpsampleForward(FastForward):
 class DownsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
 
-    def unfit(self, hidden_states, *args, **kwargs) -> str | None:
+    def unfit(self, hidden_states) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         return plain(self.module.conv, nn.Conv2d)
 
-    def fast(self, hidden_states, *args, **kwargs):
+    def fast(self, hidden_states):
         x = nhwc(hidden_states)
         if self.module.padding == 0:
             x = F.pad(x, (0, 1, 0, 1))

@@ -25,14 +25,14 @@ class ResnetForward(FastForward):
         super().__init__(module, path, kernels, ledger)
         self.times = times  # the time projections of all resnets of the model
 
-    def unfit(self, input_tensor, temb=None, *args, **kwargs) -> str | None:
+    def unfit(self, input_tensor, temb=None) -> str | None:
         if type(input_tensor) is not torch.Tensor:
             return f"input of type {type(input_tensor).__name__}"
         if self.module.time_emb_proj is not None and temb is None:
             return "no time embedding given"
         return _leaves(self.module)
 
-    def fast(self, input_tensor, temb=None, *args, **kwargs):
+    def fast(self, input_tensor, temb=None):
         m, k = self.module, self.kernels
         x = nhwc(input_tensor)
         h = normalise(k, x, m.norm1, silu=True)

@@ -1,0 +1,180 @@
+"""What stands in for a stock forward: never a call it does not know, never a class it was not matched with."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.arguments import Arguments
+from accel.failure import fatal, told
+from accel.forward import FastForward
+from accel.ledger import Ledger
+
+
+class Doubling(nn.Module):
+    """Stock."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, gate=None, *, shift=0.0):
+        return x * self.weight + shift if gate is None else x * self.weight * gate
+
+
+class Tripling(Doubling):
+    def forward(self, x, gate=None, *, shift=0.0):
+        return 3 * x
+
+
+class OtherOrder(Doubling):
+    def forward(self, x, shift=0.0, gate=None):
+        return x + shift
+
+
+class FastDoubling(FastForward):
+    """Knows no gate, cannot do integers, and has a bug for shifts that are negative."""
+
+    def unfit(self, x, shift=0.0):
+        return None if x.is_floating_point() else "integers"
+
+    def fast(self, x, shift=0.0):
+        if shift < 0:
+            raise KeyError("a bug")
+        return x * 2 + shift
+
+
+def patched(kind=Doubling):
+    module = kind().eval()
+    module.forward = FastDoubling(module, "it", None, Ledger())
+    return module
+
+
+def rows(module):
+    return [(reason, calls) for _, reason, calls in vars(module)["forward"].ledger.rows()]
+
+
+UNKNOWN = "arguments the fast forward does not know"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "reason"),
+    [
+        ((2.0,), {}, None),
+        ((2.0,), {"shift": 1.0}, None),
+        ((), {"x": 2.0}, None),
+        ((2.0, 3.0), {}, UNKNOWN),
+        ((2.0,), {"gate": 3.0}, UNKNOWN),
+        ((2.0,), {"gate": None}, UNKNOWN),
+        ((2.0,), {"shift": -1.0}, "the fast forward raised KeyError: 'a bug'"),
+    ],
+)
+def test_a_call_that_is_not_known_runs_stock(args, kwargs, reason):
+    args, module = (*map(torch.tensor, args[:1]), *args[1:]), patched()
+    kwargs = {name: torch.tensor(value) if name == "x" else value for name, value in kwargs.items()}
+    with torch.no_grad():
+        assert torch.equal(module(*args, **kwargs), Doubling()(*args, **kwargs))
+    assert rows(module) == ([] if reason is None else [(reason, 1)])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((torch.ones(2),), {"scale": 2}),
+        ((torch.ones(2), None, 1.0), {}),
+        ((torch.ones(2),), {"x": 1}),
+        ((None,), {}),
+        (("words",), {"shift": 1}),
+        ((torch.ones(2),), {"gate": torch.ones(3)}),
+    ],
+)
+def test_a_wrong_call_raises_what_stock_raises(args, kwargs):
+    errors = []
+    for module in (patched(), Doubling()):
+        with torch.no_grad(), pytest.raises(Exception) as raised:  # noqa: PT011 (whatever stock raises)
+            module(*args, **kwargs)
+        errors.append((raised.type, str(raised.value), raised.value.__context__))
+    assert errors[0] == errors[1]
+
+
+def test_arguments_by_position_mean_the_same_in_both():
+    module = patched(OtherOrder)
+    with torch.no_grad():
+        assert module(torch.tensor(2.0), 1.0) == 5.0  # the first two have the same names in the same places
+        assert module(torch.tensor(2.0), 1.0, None) == 3.0  # stock
+    assert rows(module) == [(UNKNOWN, 1)]
+
+
+def test_which_calls_two_functions_take_alike():
+    def stock(self, x, a=None, b=None, *, c=1, **more): ...
+
+    def partly(self, x, b=None, **more): ...
+
+    def through(self, *args, **kwargs): ...
+
+    both = Arguments(stock, partly)
+    assert both.take((1,), {"b": 1, "a": 2, "c": 3, "unknown": 4})
+    assert not both.take((1, 2), {}) and not both.take((), {"b": 1}) and not both.take((1,), {"x": 1})
+    assert Arguments(stock, through).take((1, 2, 3), {"c": 1})
+    assert not Arguments(stock, through).take((1, 2, 3, 4), {}) and not Arguments(stock, through).take((), {})
+
+
+def test_errors_of_a_gpu_or_of_memory_are_not_tried_again():
+    short = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("an illegal access")]
+    assert all(map(fatal, [*short, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")]))
+    devices = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    assert not any(map(fatal, [RuntimeError(devices), ValueError("CUDA error"), KeyError("x")]))
+    module, tried = patched(), []
+    vars(module)["forward"].fast = lambda x, shift=0.0: tried.append(x) or (_ for _ in ()).throw(MemoryError("no more"))
+    with torch.no_grad(), pytest.raises(MemoryError, match="no more"):
+        module(torch.ones(2))
+    assert len(tried) == 1 and rows(module) == []
+
+
+def test_an_error_is_told_in_one_line_and_logged_in_whole(caplog):
+    with caplog.at_level(logging.DEBUG, "accel"):
+        assert told(ValueError("first\nsecond")) == "ValueError: first" and told(ValueError()) == "ValueError"
+    assert "second" in caplog.text
+
+
+@pytest.mark.parametrize("copied", ["itself", "deepcopy", "pickle"])
+def test_another_class_or_another_forward_on_it_is_noticed(copied, monkeypatch):
+    """A copy of what was changed is changed too; it does not take what it finds for what was matched."""
+    copies = {"itself": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+    x = torch.ones(2)
+    with torch.no_grad():
+        module = patched()
+        assert torch.equal(copies[copied](module)(x), 2 * x)
+        module.__class__ = Tripling
+        other = copies[copied](module)
+        assert torch.equal(other(x), 3 * x)
+        assert rows(other) == [("its class was changed from Doubling to Tripling after accel.optimize", 1)]
+        module.__class__ = Doubling
+        assert torch.equal(module(x), 2 * x) and len(rows(module)) == (copied == "itself")
+        with monkeypatch.context() as patch:
+            patch.setattr(Doubling, "forward", lambda self, x: 5 * x)
+            other = copies[copied](module)
+            assert torch.equal(other(x), 5 * x)
+            assert rows(other)[-1] == ("Doubling.forward was replaced after accel.optimize", 1)
+        assert torch.equal(module(x), 2 * x)
+
+
+def test_an_error_deep_inside_is_tried_again_in_few_places(tiny):
+    """Each forward around the one that failed would try stock; those that know it did not help do not."""
+    model, seen = tiny.unet(), []
+    accel.optimize(model)
+
+    class Failing(nn.Module):
+        def forward(self, *args, **kwargs):
+            seen.append(1)
+            raise KeyError("the user's")
+
+    model.up_blocks[1].attentions[0].transformer_blocks[0].attn2 = Failing()
+    with torch.no_grad(), pytest.raises(KeyError, match="the user's"):
+        model(**tiny.inputs(model))
+    assert len(seen) <= 3  # the stack's, the block's within it, and stock
