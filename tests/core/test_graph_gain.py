@@ -90,3 +90,34 @@ def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
 def test_asked_for_it_is_kept_anyway(runner_of):
     _, call = runner_of(keep=True, eager=(50.0, 10.0), plain=(40.0, 10.0), graph=(60.0, 0.1))
     assert [call() for _ in range(2)] == ["eager", "graph"]
+
+
+def test_a_graph_is_not_replayed_where_weights_have_moved(runner_of):
+    """It would read memory that may have been given back: the replay itself must not begin."""
+    runner, call = runner_of(eager=(46.0, 45.0), plain=(45.0, 44.0), graph=(35.7, 0.1))
+    assert [call() for _ in range(3)] == ["eager", "graph", "graph"]
+    runner.module.weight.data = runner.module.weight.data.clone()
+    replays = []
+    runner._replay = lambda entry, *rest: replays.append(entry) or "graph"
+    assert call() == "eager" and not replays
+    assert call() == "graph" and len(replays) == 1  # captured anew
+
+
+def test_a_step_is_not_begun_nor_taken_where_weights_have_moved(runner_of):
+    runner, call = runner_of(eager=(46.0, 45.0), plain=(45.0, 44.0), graph=(35.7, 0.1))
+    args = ((torch.zeros(2),), {})
+    assert [call() for _ in range(3)] == ["eager", "graph", "graph"]
+    begun = runner.begin(*args)
+    assert begun is not None and runner._stands(begun, ())
+    runner.module.bias.data = runner.module.bias.data.clone()
+    assert not runner._stands(begun, ())
+    assert runner.begin(*args) is None
+
+
+def test_a_step_begun_before_weights_were_written_is_not_taken(runner_of):
+    runner, call = runner_of(eager=(46.0, 45.0), plain=(45.0, 44.0), graph=(35.7, 0.1))
+    assert [call() for _ in range(3)] == ["eager", "graph", "graph"]
+    begun = runner.begin((torch.zeros(2),), {})
+    with torch.no_grad():
+        runner.module.bias.mul_(2)
+    assert not runner._stands(begun, ())

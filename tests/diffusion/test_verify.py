@@ -208,6 +208,27 @@ def test_without_a_reference_units_of_rounding_decide(pipe, monkeypatch):
     assert not accel.verify(pipe, PROMPT, **CALL).parts["unet"].passed
 
 
+@pytest.mark.parametrize("factor, passes", [(1.0, True), (1.08, False)])
+def test_units_of_rounding_are_few(pipe, monkeypatch, factor, passes):
+    """A block that is off by a few times what they allow: ten times as many would let it pass."""
+    conv = pipe.to(torch.float16).unet.conv_in
+    conv.forward = type(conv).forward.__get__(conv)
+    accel.optimize(pipe)
+    spoil(monkeypatch, pipe.unet, lambda result: factor * result)
+    part = accel.verify(pipe, PROMPT, num_inference_steps=2).parts["unet"]
+    assert part.measure == "relative RMS from stock" and part.passed == passes
+    assert passes or part.allowed < part.error < 5 * part.allowed
+
+
+def test_drift_explains_a_few_times_what_was_measured_and_no_more(pipe, monkeypatch):
+    """An error in the middle of the loop alone, which ten times the drift would cover."""
+    accel.optimize(pipe.to(torch.float16))
+    spoil(monkeypatch, pipe.unet, lambda result: 1.7 * result, wrong=lambda number: 2 <= number <= 7)
+    quality = accel.verify(pipe, PROMPT, num_inference_steps=8)
+    assert not quality.passed and all(part.passed for part in quality.parts.values())
+    assert 1 / 256 < quality.allowed < quality.error < 8 * quality.allowed, str(quality)
+
+
 def test_a_twin_in_another_precision(tiny):
     model = tiny.unet()
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in tiny.inputs(model).items()}

@@ -173,6 +173,23 @@ def test_moments_taken_while_writing_serve_the_norm(name, height, dtype):
     torch.testing.assert_close(ours, ops["group_norm"].triton(y, *args, **more), **step)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+def test_the_norm_merges_moments_of_more_chunks_than_fit_at_once():
+    """Every chunk has another mean, so that one left out, or taken twice, shows."""
+    op = next(op for op in OPS if op.name == "group_norm")
+    rows, chunk_rows = 40 * 120, 64  # 75 chunks; the kernel takes 64 at once
+    x = torch.randn(1, 8, rows, dtype=torch.float64) + torch.linspace(-9, 9, rows, dtype=torch.float64)
+    chunks = x.split(chunk_rows, dim=-1)
+    means = torch.stack([chunk.mean(-1) for chunk in chunks], 1)
+    squares = torch.stack([chunk.var(-1, correction=0) * chunk.shape[-1] for chunk in chunks], 1)
+    moments = torch.stack([means, squares], 2).float().contiguous()
+    assert moments.shape == (1, 75, 2, 8)
+    image = x.view(1, 8, 40, 120).contiguous(memory_format=torch.channels_last)
+    exact = op.reference(image, 2, None, None, 1e-5)
+    ours = op.triton(image.float(), 2, None, None, 1e-5, moments=(moments, chunk_rows))
+    assert float((ours.double() - exact).abs().max()) < 1e-5
+
+
 ATTEND = [case for op in OPS if op.name == "attend" for case in op.cases if case.small]
 PREFILLS = [case for case in ATTEND if case.name.startswith("prefill")]
 # Long in the interpreter: without ACCEL_TEST_EVERYTHING=1 each is stored one way, through the table or by address.

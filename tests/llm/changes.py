@@ -157,6 +157,12 @@ def new_data(model) -> None:
     matrix(model).weight.data = matrix(model).weight.data + random(matrix(model).weight)
 
 
+def new_data_of_the_second(model) -> None:
+    """The same Parameter at another address, behind the first of the weights that were put into one storage."""
+    second = list(matrices(first(model)).values())[1]
+    second.weight.data = second.weight.data + random(second.weight)
+
+
 def in_place(*found: Callable) -> Callable:
     def step(model):
         for find in found:
@@ -371,6 +377,7 @@ CHANGES = (
     Change("assigned-weights", (do(assigned_weights),)),
     Change("new-parameter", (do(new_parameter),)),
     Change("new-data", (do(new_data),)),
+    Change("new-data-of-the-second", (do(new_data_of_the_second),), only=LLAMA_LIKE),
     Change("through-data", (do(through_data),), reverse=through_data),
     Change("matrix-in-place", (in_place(matrix), in_place(lambda m: matrix(m, -1)))),
     Change("norm-in-place", (in_place(norm),)),

@@ -406,3 +406,20 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         store.advance(60)
         lists.append(new)
         check(store, lists)
+
+
+def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):
+    """Nobody says how long the text will be: each time it is full, the store takes half as much again."""
+    sizes, lay_out = [], Store._lay_out
+
+    def counted(self, rows, tokens, chosen=None):
+        sizes.append(tokens)
+        lay_out(self, rows, tokens, chosen)
+
+    monkeypatch.setattr(Store, "_lay_out", counted)
+    store = Store(SHAPES)
+    for tokens in range(1, 40 * BLOCK):
+        store.reserve(1, tokens)
+        store.advance(1)
+    assert store.capacity >= 40 * BLOCK - 1
+    assert 3 < len(sizes) < 12, sizes  # one for every block would be 40
