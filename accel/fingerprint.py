@@ -1,5 +1,6 @@
 """Whether a model is still the one a CUDA graph was captured from."""
 
+from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -26,15 +27,20 @@ class Fingerprint:
     A swapped adapter, processor, scale, hook or weight changes one of them; an in-place update of a weight does not,
     and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
     by identity and then equality, tensors by identity alone.
+
+    kept: attributes that are no matter, as (path of the module, name).
     """
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = ()):
+        passed = {}
+        for path, name in kept:
+            passed.setdefault(root.get_submodule(path), set()).add(name)
         # Views stay live: reading them again shows the present state without walking the tree.
         self._views, self._exact, self._empty = [], [], []
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
-            self._watch(attributes.values())
+            self._watch(_Others(attributes, passed[module]) if module in passed else attributes.values())
             for name, value in attributes.items():
                 if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
                     continue
@@ -73,6 +79,16 @@ class Fingerprint:
             )
         except RuntimeError:  # a container changed size while another thread was reading it
             return False
+
+
+class _Others:
+    """The values of a dictionary but for some names, as they are whenever it is asked."""
+
+    def __init__(self, attributes: dict, names: set[str]):
+        self.attributes, self.names = attributes, names
+
+    def __iter__(self):
+        return (value for name, value in self.attributes.items() if name not in self.names)
 
 
 def _same(found: list, before: list, at_a_glance: bool) -> bool:

@@ -30,8 +30,10 @@ class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
     obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
-    keep: keep graphs that gain nothing.
+    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`.
     """
+
+    passed: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -39,7 +41,8 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self):
-        return {name: vars(self)[name] for name in ("module", "path", "pool", "ledger", "obstacle", "keep")}
+        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -152,7 +155,7 @@ class GraphRunner:
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
         self.entries.clear()
-        self.fingerprint = Fingerprint(self.module)
+        self.fingerprint = Fingerprint(self.module, self.passed)
         self.reason = self.obstacle(self.module)
         if self.changes >= RESTLESS:
             self.reason = "the module changes between any two calls"

@@ -278,6 +278,7 @@ LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
 for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
+load("llm/multimodal")
 load("llm/live_bytes")
 load("diffusion/denoisers")
 load("gpu/device_memory")

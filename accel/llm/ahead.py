@@ -24,7 +24,7 @@ LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, wha
 
 
 class Latest(NamedTuple):
-    """How the forward before was called; positions: of its last tokens, (1 or rows, 1), if the model takes any."""
+    """How the forward before was called; positions: of its last tokens, (..., 1 or rows, 1), if it takes any."""
 
     positions: torch.Tensor | None
     keep: int

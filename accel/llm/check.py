@@ -4,15 +4,18 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from accel_kernels.rehearsal import rehearsal
 from transformers import DynamicCache
 
+from accel.llm.arguments import find_arguments
 from accel.llm.cache import adopt
 from accel.llm.compare import off
-from accel.llm.decoder import BY_MASK, IN_ORDER, DecoderForward, Manner, Unfit
+from accel.llm.decoder import DecoderForward, Unfit
 from accel.llm.layer import LayerForward
+from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Shape, Store
@@ -57,7 +60,9 @@ def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type
                 _rehearse(forward, lengths)
                 error = _off(_fast(forward, lengths), wanted, _chooses(forward))
                 if error <= LIMITS.get(wanted.dtype, 1e-4):
-                    return Manner(output, mask, _own_positions(forward, mask, output, alone), _fills(forward))
+                    own = _own_positions(forward, mask, output, alone)
+                    found = Manner(output, mask, own, fills=_fills(forward))
+                    return find_arguments(forward, found, partial(_alike, _chooses(forward)))
             errors.append(f"logits are off by {error:.1e}")
         except Exception as error:  # a model that makes something else of its mask
             line = str(error).splitlines()[0] if str(error) else ""
@@ -255,6 +260,10 @@ def _layers(forward: DecoderForward) -> Iterator[None]:
 def _chooses(forward: DecoderForward) -> bool:
     """Whether rounding may send tokens to other experts, whose results then have little in common."""
     return any(not layer.spec.mlp.first for layer in forward.layers)
+
+
+def _alike(chooses: bool, got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return _off(got, wanted, chooses) <= LIMITS.get(wanted.dtype, 1e-4)
 
 
 def _off(got: torch.Tensor, wanted: torch.Tensor, chooses: bool) -> float:

@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from accel.graphs import GraphRunner
 from accel.llm.ahead import Latest
 from accel.llm.cache import adopt
 from accel.llm.layer import LayerForward
+from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import Prompts
 from accel.llm.step import Step, Steps
 from accel.llm.store import Shape, Store
@@ -26,26 +26,10 @@ UNDERSTOOD = {
     "return_dict",
 }  # fmt: skip
 ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
-IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 
 class Unfit(Exception):
     """Why this call runs stock."""
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a model wants to be called, found by trying. output: the class of what it returns.
-
-    mask: it takes a finished mask of four dimensions, and then makes none. positions: what it does without
-    position_ids where a mask is given, IN_ORDER or BY_MASK; None for something else. fills: a prompt may be filled up
-    on the right, and the logits of its last real token asked for by a tensor.
-    """
-
-    output: type
-    mask: bool
-    positions: str | None
-    fills: bool = False
 
 
 class DecoderForward(FastForward):
@@ -94,7 +78,7 @@ class DecoderForward(FastForward):
             kwargs = dict(zip(self.names, args, strict=False)) | kwargs
         given = kwargs.get
         ids, embeds, cache = given("input_ids"), given("inputs_embeds"), given("past_key_values")
-        use_cache, as_dict = self._refuse(kwargs)
+        use_cache, as_dict = self._wanted(kwargs)
         tokens = ids if embeds is None else embeds
         if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
             raise Unfit("inputs of another form")
@@ -114,17 +98,15 @@ class DecoderForward(FastForward):
         start = store.length
         if tokens.device != store.shapes[0].device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
+        self._refuse(kwargs, rows, start, new)
         mask = self._mask(given("attention_mask"), rows, start, new)
         positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
         logits = self.run(store, tokens, positions, mask, keep)
-        output = self.manner.output(logits=logits, past_key_values=cache)
+        output = self.manner.output(logits=logits, past_key_values=cache, **self.manner.handed_on(self.module))
         return output if as_dict else output.to_tuple()
 
-    def _refuse(self, kwargs: dict) -> tuple[bool, bool]:
-        """Raises Unfit for arguments that are not understood; (whether a cache is wanted, whether a dict is)."""
-        for name, value in kwargs.items():
-            if name not in UNDERSTOOD and value is not None and value is not False:
-                raise Unfit(f"called with {name}")
+    def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
+        """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
         config = self.module.config
         if any(getattr(config, name, False) for name in ALSO):
             raise Unfit("the configuration asks for attentions, hidden states or router logits")
@@ -132,8 +114,21 @@ class DecoderForward(FastForward):
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
         return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
 
+    def _refuse(self, kwargs: dict, rows: int, start: int, new: int) -> None:
+        """Raises Unfit for arguments that are not understood, unless they say nothing."""
+        for name, value in kwargs.items():
+            if name in UNDERSTOOD or value is None or value is False:
+                continue
+            if isinstance(value, dict | list | tuple) and not value:
+                continue
+            if type(value) is torch.Tensor and self.manner.says_nothing(name, value, rows, start, new):
+                continue
+            raise Unfit(f"called with {name}")
+
     def _mask(self, mask, rows: int, start: int, new: int) -> torch.Tensor | None:
         if mask is None:
+            if new > 1 and not self.manner.bare:
+                raise Unfit("without a mask it reads a prompt in a way of its own")
             return None
         if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
             raise Unfit("an attention mask of another form than (rows, tokens)")
@@ -142,18 +137,25 @@ class DecoderForward(FastForward):
         biased = self.layers[0].spec.attention.slopes is not None
         if biased and not bool((mask.bool().int().diff() >= 0).all()):
             raise Unfit("an attention mask with gaps, and biases by distance")
+        if new > 1 and not self.manner.bare and bool(mask.all()):
+            raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
         return mask
 
     def _positions(self, positions, mask, rows: int, start: int, new: int, device) -> torch.Tensor | None:
-        """(1 or rows, new), or None for a model that takes none."""
+        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
         if "position_ids" not in self.names:
             return None
         if positions is not None:
-            if type(positions) is not torch.Tensor or positions.shape not in ((rows, new), (1, new)):
+            shape = positions.shape if type(positions) is torch.Tensor else ()
+            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in ((), *((n,) for n in self.manner.parts)):
                 raise Unfit("position_ids of another form")
             if positions.device != device:
                 raise Unfit("position_ids on another device")
             return positions
+        if self.manner.kept:
+            raise Unfit("no position_ids, and the model goes on with what it counted before")
+        if mask is None and not self.manner.counts:
+            raise Unfit("neither a mask nor position_ids")
         if mask is None or self.manner.positions == IN_ORDER:
             return torch.arange(start, start + new, device=device).unsqueeze(0)
         if self.manner.positions != BY_MASK:
@@ -199,7 +201,7 @@ class DecoderForward(FastForward):
         else:
             logits = eager(*arguments)
         store.advance(new)
-        store.latest = Latest(None if positions is None else positions[:, -1:], keep)
+        store.latest = Latest(None if positions is None else positions[..., -1:], keep)
         return logits
 
     def eager(self, store: Store, fresh: bool, tokens, positions, where, keep: int | torch.Tensor) -> torch.Tensor:
@@ -232,7 +234,7 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack)
-                self.seen = Fingerprint(self.module)
+                self.seen = Fingerprint(self.module, self.manner.passed)
         if self.reason is not None:
             raise Unfit(self.reason)
 

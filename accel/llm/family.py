@@ -116,8 +116,12 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
         keep = context.options.graphs is True
         graphs = ("", context.pool, context.ledger, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
+        runners = [forward.runner]
         if forward.manner.fills:
-            forward.prompts = Prompts(GraphRunner(model, *graphs))
+            runners.append(GraphRunner(model, *graphs))
+            forward.prompts = Prompts(runners[1])
+        for runner in runners:
+            runner.passed = forward.manner.passed
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     return forward, (*patches, *seams(model, forward)), note

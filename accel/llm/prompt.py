@@ -35,7 +35,7 @@ def room_for(rows: int, new: int) -> int | None:
 
 
 def filled(tokens: torch.Tensor, positions: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens: (rows, new) numbers or (rows, new, C) embeddings; positions: (1 or rows, new).
+    """tokens: (rows, new) numbers or (rows, new, C) embeddings; positions: (1 or rows, new), or parts of that shape.
 
     Gives both with `room` tokens, and the place of the last real one, (1,) int64, without waiting for the GPU.
     """
@@ -43,8 +43,13 @@ def filled(tokens: torch.Tensor, positions: torch.Tensor, room: int) -> tuple[to
     last = torch.full((1,), new - 1, dtype=torch.int64, device=tokens.device)
     if new == room:
         return tokens.contiguous(), positions.contiguous(), last
-    longer = (torch.cat((t, t[:, -1:].expand(-1, room - new, *t.shape[2:])), dim=1) for t in (tokens, positions))
-    return *longer, last
+    return _longer(tokens, 1, room), _longer(positions, positions.dim() - 1, room), last
+
+
+def _longer(t: torch.Tensor, dim: int, room: int) -> torch.Tensor:
+    """t with its last slice along dim repeated until there are `room`."""
+    end = t.narrow(dim, t.shape[dim] - 1, 1)
+    return torch.cat((t, end.expand(*t.shape[:dim], room - t.shape[dim], *t.shape[dim + 1 :])), dim=dim)
 
 
 class Prompts:

@@ -5,8 +5,9 @@ what comes out; a temporary attention function and mask function, entered in the
 private name, note queries, scale and mask. All of it is gone afterwards, also after an error.
 """
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -27,12 +28,41 @@ LOUD = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The stack of layers and its path: the first ModuleList as long as the model is deep. Raises NotUnderstood."""
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for path, module in model.named_modules():
-        if type(module) is nn.ModuleList and len(module) == depth:
-            return path, module
-    raise NotUnderstood(f"no list of {depth} layers")
+    """The stack of layers and its path: the ModuleList as long as the model is deep that a text goes through.
+
+    Where there are several of that length, as of a vision and a text tower, the one that runs last before the output
+    head. Raises NotUnderstood.
+    """
+    try:
+        depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    except ValueError as error:  # several texts
+        raise NotUnderstood(f"its configuration names no one text model: {error}") from error
+    stacks = {
+        path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module) == depth
+    }
+    stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
+    if not stacks:
+        raise NotUnderstood(f"no list of {depth} layers")
+    path = next(iter(stacks)) if len(stacks) == 1 else _last_to_run(model, stacks)
+    return path, stacks[path]
+
+
+def _last_to_run(model: nn.Module, stacks: dict[str, nn.ModuleList]) -> str:
+    """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
+    order, thread = [], threading.get_ident()
+
+    def note(path: str, *_) -> None:
+        if threading.get_ident() == thread:
+            order.append(path)
+
+    with ExitStack() as undo, suppress(Exception):  # whatever a forward may raise
+        if side_effects(model) is None:
+            for path, layers in stacks.items():
+                for layer in layers:
+                    undo.callback(layer.register_forward_hook(partial(note, path)).remove)
+            with resting(model):
+                type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)
+    return order[-1] if order else next(iter(stacks))
 
 
 def example_ids(model: nn.Module, tokens: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""Models of text and images in miniature, as a table: functions that give a model and what it is called with."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import transformers
+from families import SIZES, TOKENS, prompt, randomise
+
+IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens
+PIECES = 4  # of one image
+# As deep as the text's: nothing but what runs tells the two towers apart.
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": SIZES["num_hidden_layers"],
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+TEXT = SIZES | TOKENS
+HEADS = {"head_dim": 16}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def words(images: bool, at: int = 3) -> torch.Tensor:
+    """(2, tokens) ids; with an image in each row where asked for, its first piece at `at`."""
+    ids = prompt(2, 12) % (SPECIAL - 3) + 3
+    return torch.cat([ids[:, :at], torch.full((2, PIECES), IMAGE), ids[:, at:]], dim=1) if images else ids
+
+
+def pictures() -> dict:
+    return {"input_ids": words(True), "pixel_values": random(2, 3, 16, 16)}
+
+
+def build(name: str, **config):
+    """The model of these names in transformers."""
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    return model(getattr(transformers, f"{name}Config")(**config))
+
+
+def qwen(name: str, text: dict, **vision):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    size = {"depth": SIZES["num_hidden_layers"], "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
+    model = build(
+        name,
+        text_config=TEXT | {"rope_parameters": rope} | text,
+        vision_config=size | {"spatial_merge_size": 2} | vision,
+        image_token_id=IMAGE,
+        video_token_id=IMAGE + 1,
+        vision_start_token_id=IMAGE + 2,
+        vision_end_token_id=IMAGE + 3,
+    )
+    ids = words(True)
+    image = {"pixel_values": random(2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    return model, {}, {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | image
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**VISION, projection_dim=32)
+    text = transformers.LlamaConfig(**TEXT)
+    model = build("Llava", text_config=text, vision_config=vision, image_token_index=IMAGE, image_seq_length=PIECES)
+    return model, {}, pictures()
+
+
+def pixtral():
+    text, vision = transformers.MistralConfig(**TEXT, **HEADS), transformers.PixtralVisionConfig(**VISION, **HEADS)
+    model = build("Llava", text_config=text, vision_config=vision, image_token_index=IMAGE, vision_feature_layer=-1,
+                  vision_feature_select_strategy="full")  # fmt: skip
+    return model, {}, pictures() | {"image_sizes": torch.tensor([[16, 16]] * 2)}
+
+
+def mistral3():
+    text = {"model_type": "mistral", **TEXT, **HEADS, "sliding_window": None}
+    vision = {"model_type": "pixtral", **VISION, **HEADS}
+    model = build("Mistral3", text_config=text, vision_config=vision, image_token_id=IMAGE, image_token_index=IMAGE,
+                  spatial_merge_size=1, vision_feature_layer=-1)  # fmt: skip
+    return model, {}, pictures() | {"image_sizes": torch.tensor([[16, 16]] * 2)}
+
+
+def gemma3():
+    text = TEXT | HEADS | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    model = build("Gemma3", text_config=text, vision_config=VISION, mm_tokens_per_image=PIECES, image_token_id=IMAGE,
+                  image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2)  # fmt: skip
+    given = pictures()
+    marks = (given["input_ids"] == IMAGE).long()
+    return model, {"token_type_ids": torch.zeros_like(words(False))}, given | {"token_type_ids": marks}
+
+
+def paligemma():
+    text = {"model_type": "gemma", **TEXT, **HEADS}
+    vision = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False}
+    model = build("PaliGemma", text_config=text, vision_config=vision, image_token_index=IMAGE, projection_dim=64,
+                  hidden_size=64)  # fmt: skip
+    ids = words(True, at=0)
+    return model, {}, {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "pixel_values": random(2, 3, 16, 16)}
+
+
+def internvl():
+    vision = VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
+    model = build("InternVL", text_config={"model_type": "qwen2", **TEXT}, vision_config=vision, image_token_id=IMAGE,
+                  image_seq_length=PIECES, downsample_ratio=0.5)  # fmt: skip
+    return model, {}, pictures()
+
+
+def idefics(name: str):
+    text = {"model_type": "llama", **TEXT}
+    vision = VISION | {"patch_size": 4}
+    model = build(name, text_config=text, vision_config=vision, image_token_id=IMAGE, scale_factor=2)
+    return model, {}, {"input_ids": words(True), "pixel_values": random(2, 1, 3, 16, 16)}
+
+
+OUT = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
+MODELS: dict[str, Callable] = {
+    "qwen2-vl": functools.partial(qwen, "Qwen2VL", {}, embed_dim=32, hidden_size=64, mlp_ratio=2),
+    "qwen2.5-vl": functools.partial(qwen, "Qwen2_5_VL", {}, **OUT, fullatt_block_indexes=[1], window_size=16),
+    "qwen3-vl": functools.partial(qwen, "Qwen3VL", HEADS, **OUT, deepstack_visual_indexes=[0],
+                                  num_position_embeddings=16),
+    "llava": llava,
+    "pixtral": pixtral,
+    "mistral3": mistral3,
+    "gemma3": gemma3,
+    "paligemma": paligemma,
+    "internvl": internvl,
+    "smolvlm": functools.partial(idefics, "SmolVLM"),
+    "idefics3": functools.partial(idefics, "Idefics3"),
+}  # fmt: skip
+
+
+def make(name: str) -> tuple[torch.nn.Module, dict, dict]:
+    """(model with random weights, what generate() takes for a text, what it takes for an image)."""
+    torch.manual_seed(0)
+    model, text, image = MODELS[name]()
+    generator = torch.Generator().manual_seed(1)
+    for path, parameter in model.named_parameters():
+        randomise(model.get_submodule(path.rpartition(".")[0]), parameter.data, generator, 0.5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval(), {"input_ids": words(False)} | text, image

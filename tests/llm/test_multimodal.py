@@ -1,0 +1,151 @@
+"""Models that see images: the tower that writes is fused, and a step after an image is as fast as after a text."""
+
+import copy
+
+import pytest
+import torch
+from modes import generate, same
+from multimodal import MODELS, make
+from torch import nn
+
+import accel
+from accel.llm.layer import LayerForward
+from accel.llm.recorder import decoder_layers
+
+NEW = 4
+OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose words all see each other
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How often a fused layer ran, as a list to read the length of."""
+    ran, fast = [], LayerForward.fast
+
+    def counted(self, *args, **kwargs):
+        ran.append(self.path)
+        return fast(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerForward, "fast", counted)
+    return ran
+
+
+def pair(name: str):
+    model, text, image = make(name)
+    stock = copy.deepcopy(model)
+    return accel.optimize(model), stock, text, image
+
+
+def written(model, inputs: dict, **call) -> dict:
+    given = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    call = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True} | given | call
+    return generate(model, inputs["input_ids"], inputs.get("attention_mask"), **call)
+
+
+def fallbacks(model) -> dict[str, int]:
+    return {reason: calls for _, reason, calls in accel.report(model).fallbacks}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_and_image(name, steps):
+    ours, stock, text, image = pair(name)
+    depth = ours.config.get_text_config().num_hidden_layers
+    sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]
+    assert [status for _, _, status, _ in sites] == ["patched"] * depth
+
+    steps.clear()
+    same(written(ours, text), written(stock, text))
+    prompts = 0 if name in OWN_PROMPT else 1
+    assert len(steps) == (NEW - 1 + prompts) * depth and sum(fallbacks(ours).values()) == 1 - prompts
+
+    mask = torch.ones_like(text["input_ids"])
+    mask[1, :2] = 0
+    steps.clear()
+    same(written(ours, text | {"attention_mask": mask}), written(stock, text | {"attention_mask": mask}))
+    assert len(steps) == NEW * depth  # all of it
+
+    steps.clear()
+    before = sum(fallbacks(ours).values())
+    same(written(ours, image), written(stock, image))
+    assert len(steps) == (NEW - 1) * depth and sum(fallbacks(ours).values()) == before + 1  # the image itself
+
+    accel.restore(ours)
+    assert torch.equal(*(model(**image).logits for model in (ours, stock)))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "paligemma", "gemma3"])
+def test_other_ways_of_writing_after_an_image(name):
+    ours, stock, text, image = pair(name)
+    mask = torch.ones_like(image["input_ids"])
+    for call in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}, {"attention_mask": mask}):
+        same(written(ours, image, **call), written(stock, image, **call))
+    same(written(ours, text), written(stock, text))  # nothing of the image is left
+
+
+def by_hand(model, image: dict, positions: bool) -> list[torch.Tensor]:
+    """Logits of a loop of calls after an image, as users write it."""
+    output, found = model(**image, use_cache=True), []
+    length = image["input_ids"].shape[1]
+    for number in range(3):
+        given = {"position_ids": torch.full((3, 2, 1), length + number - 2)} if positions else {}
+        ids = torch.full((2, 1), 5 + number)
+        output = model(input_ids=ids, past_key_values=output.past_key_values, use_cache=True, **given)
+        found.append(output.logits)
+    return found
+
+
+@pytest.mark.parametrize(("name", "positions"), [("qwen2-vl", False), ("qwen2-vl", True), ("llava", False)])
+def test_calls_by_hand(name, positions, steps):
+    """A model that remembers how far an image moved its positions goes on from there."""
+    ours, stock, _, image = pair(name)
+    steps.clear()
+    mine, theirs = by_hand(ours, image, positions), by_hand(stock, image, positions)
+    same(dict(enumerate(mine)), dict(enumerate(theirs)))
+    assert bool(steps) == (positions or name == "llava")
+
+
+def test_marks_that_say_something_are_not_passed_over():
+    """Of a text whose words are marked as an image's: they see each other."""
+    ours, stock, text, _ = pair("gemma3")
+    ids = text["input_ids"]
+    marks = torch.zeros_like(ids)
+    plain = ours(input_ids=ids, token_type_ids=marks, use_cache=True).logits
+    assert not fallbacks(ours)
+    marks[:, 3:7] = 1
+    mine, theirs = (m(input_ids=ids, token_type_ids=marks, use_cache=True).logits for m in (ours, stock))
+    same({"logits": mine}, {"logits": theirs})
+    assert float((mine - plain).abs().max()) > 1e-2 and list(fallbacks(ours)) == ["called with token_type_ids"]
+
+
+def test_what_generate_leaves_in_the_model_changes_nothing():
+    """Layers stay bound to their weights, as graphs would stay captured."""
+    ours, _, text, image = pair("qwen2-vl")
+    forward = vars(ours)["forward"]
+    written(ours, text)
+    left, seen = ours.model.rope_deltas, forward.seen
+    written(ours, image)
+    assert ours.model.rope_deltas is not left and forward.seen is seen
+    with torch.no_grad():
+        ours.model.language_model.layers[0].mlp.act_fn = nn.ReLU()
+    written(ours, text)
+    assert forward.seen is not seen
+
+
+def test_the_tower_that_writes_is_found_wherever_it_is():
+    """The first list of the right length is another, or the last is."""
+    from families import SIZES, TOKENS
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for before in (True, False):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS)).eval()
+        idle = nn.ModuleList(nn.Linear(4, 4) for _ in range(SIZES["num_hidden_layers"]))
+        children = model._modules
+        if before:
+            model._modules = {"ears": idle, **children}
+        else:
+            model.ears = idle
+        assert decoder_layers(model)[0] == "model.layers"
+        stock = copy.deepcopy(model)
+        accel.optimize(model)
+        ids = torch.arange(3, 12)[None]
+        same(generate(model, ids, None), generate(stock, ids, None))
+        assert not fallbacks(model)
