@@ -14,12 +14,13 @@ from accel.llm.arguments import find_arguments
 from accel.llm.cache import adopt
 from accel.llm.compare import off
 from accel.llm.decoder import DecoderForward, Unfit
+from accel.llm.inputs import table_of_positions
 from accel.llm.layer import LayerForward
 from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.recorder import example_ids, resting
 from accel.llm.store import Shape, Store
-from accel.llm.understanding import NotUnderstood
+from accel.llm.understanding import NotUnderstood, raised
 from accel.patch import ForwardPatch
 from accel.quant.module import dequantising, unrounded
 from accel.quant.row_rounding import rounding
@@ -37,18 +38,39 @@ LONGEST = 150  # a window up to here is filled, to see it at work
 def find_manner(forward: DecoderForward) -> Manner:
     """How the model wants to be called, such that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
-    windows = [layer.spec.attention.window for layer in forward.layers]
-    prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
-    lengths = (prompt, *STEPS)
     try:
+        lengths = _lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
             with dequantising(model):  # what is fused is compared with torch's own products
-                wanted, output = _stock(forward, lengths)
-                alone = _alone(forward)
+                try:
+                    wanted, output = _stock(forward, lengths)
+                    alone = _alone(forward, lengths)
+                except NotUnderstood:
+                    raise
+                except Exception as error:  # the model's own, such as of attention that wants another kind of cache
+                    raise NotUnderstood(f"could not be tried: {raised(error)}") from error
             return _manner(forward, lengths, wanted, alone, output)
     except (NotUnderstood, Unfit) as reason:
         raise NotUnderstood(str(reason)) from reason
+
+
+def _lengths(forward: DecoderForward) -> tuple[int, ...]:
+    """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
+    windows = [layer.spec.attention.window for layer in forward.layers]
+    prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
+    most = table_of_positions(forward.module)
+    if most is None or prompt + sum(STEPS) <= most:
+        return prompt, *STEPS
+    steps = STEPS if most >= PADDING + 2 + sum(STEPS) else STEPS[:2]
+    if most < PADDING + 2 + sum(steps):
+        raise NotUnderstood(f"too few positions to try it: {most}")
+    return most - sum(steps), *steps
+
+
+def _short(lengths: tuple[int, ...]) -> int:
+    """Tokens of a prompt that need not fill a window."""
+    return min(PROMPT, lengths[0])
 
 
 def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type) -> Manner:
@@ -60,30 +82,31 @@ def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type
                 _rehearse(forward, lengths)
                 error = _off(_fast(forward, lengths), wanted, _chooses(forward))
                 if error <= LIMITS.get(wanted.dtype, 1e-4):
-                    own = _own_positions(forward, mask, output, alone)
-                    found = Manner(output, mask, own, fills=_fills(forward))
+                    own = _own_positions(forward, lengths, mask, output, alone)
+                    found = Manner(output, mask, own, fills=_fills(forward, lengths))
                     return find_arguments(forward, found, partial(_alike, _chooses(forward)))
             errors.append(f"logits are off by {error:.1e}")
         except Exception as error:  # a model that makes something else of its mask
-            line = str(error).splitlines()[0] if str(error) else ""
-            errors.append(f"{type(error).__name__}: {line}")
+            errors.append(raised(error))
         finally:
             forward.manner, forward.seen = None, None
     raise NotUnderstood(f"the whole model computes something else than its parts: {'; '.join(dict.fromkeys(errors))}")
 
 
-def _own_positions(forward: DecoderForward, mask: bool, output: type, wanted: torch.Tensor) -> str | None:
+def _own_positions(
+    forward: DecoderForward, lengths: tuple, mask: bool, output: type, wanted: torch.Tensor
+) -> str | None:
     """What positions the model counts for itself where it is given a mask alone."""
     for positions in (IN_ORDER, BY_MASK):
         forward.manner = Manner(output, mask, positions)
-        ids, padding, _ = _inputs(forward, PROMPT)
+        ids, padding, _ = _inputs(forward, _short(lengths))
         got = forward.fast(input_ids=ids, attention_mask=padding, use_cache=True).logits
         if _off(got[:, PADDING:], wanted, _chooses(forward)) <= LIMITS.get(wanted.dtype, 1e-4):
             return positions
     return None
 
 
-def _fills(forward: DecoderForward) -> bool:
+def _fills(forward: DecoderForward, lengths: tuple) -> bool:
     """Whether a prompt filled up on the right, and the step after it, come out as without the filling.
 
     Not with experts: they group tokens on the host, and would group the filling with the others. Not without
@@ -92,7 +115,7 @@ def _fills(forward: DecoderForward) -> bool:
     if _chooses(forward) or not {"position_ids", "logits_to_keep"} <= set(forward.names):
         return False
     try:
-        plain, full = (_begun(forward, fill) for fill in (False, True))
+        plain, full = (_begun(forward, lengths, fill) for fill in (False, True))
     except (TypeError, ValueError, IndexError, RuntimeError):  # it slices its hidden states in a way of its own
         return False
     limit = LIMITS.get(plain[0].dtype, 1e-4)
@@ -100,10 +123,10 @@ def _fills(forward: DecoderForward) -> bool:
     return all(got.shape == wanted.shape and _off(got, wanted, False) <= limit for got, wanted in pairs)
 
 
-def _begun(forward: DecoderForward, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
     store = adopt(DynamicCache(), forward.shapes())
-    prompt, step = (tuple(piece.values()) for piece in _pieces(forward, (PROMPT, 1)))
+    prompt, step = (tuple(piece.values()) for piece in _pieces(forward, (_short(lengths), 1)))
     tokens, mask, positions = prompt
     if fill:
         first = _filled(forward, store, tokens, positions, mask)
@@ -155,9 +178,9 @@ def _stock(forward: DecoderForward, lengths: tuple) -> tuple[torch.Tensor, type]
     return torch.cat(found, dim=1)[:, PADDING:], type(output)  # what a hidden token computes is anybody's guess
 
 
-def _alone(forward: DecoderForward) -> torch.Tensor:
+def _alone(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
     """Stock logits where a mask is given, but no positions."""
-    ids, mask, _ = _inputs(forward, PROMPT)
+    ids, mask, _ = _inputs(forward, _short(lengths))
     cache = DynamicCache(config=forward.module.config)
     output = forward.stock(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True)
     return output.logits[:, PADDING:]
@@ -177,7 +200,7 @@ def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 def rehearse(forward: DecoderForward) -> None:
     """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
     with resting(forward.module), _layers(forward):
-        _rehearse(forward, (PROMPT, *STEPS), TILED if rounding(forward.module) else ())
+        _rehearse(forward, _lengths(forward), TILED if rounding(forward.module) else ())
     forward.seen = None
 
 
@@ -193,8 +216,10 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
     with _one_of_a_kind(forward):
         _fast(forward, lengths)
         ids, _, positions = _inputs(forward, max((*FILLED, *longer)) + 1)
-        positions %= PROMPT  # a model with a table of positions may have fewer than that
-        prompts = [(1, length) for length in (PROMPT, LONGER, *longer)] + [(rows, PROMPT) for rows in WIDE]
+        short, most = _short(lengths), table_of_positions(forward.module)
+        positions %= short  # a model with a table of positions may have fewer than that
+        fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
+        prompts = [(1, length) for length in (short, *fit)] + [(rows, short) for rows in WIDE]
         for rows, prompt in prompts:
             store = adopt(DynamicCache(), forward.shapes())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):

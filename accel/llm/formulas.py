@@ -16,19 +16,19 @@ def formulas(model: nn.Module, layers: dict, scores: bool = False) -> list[tuple
     queries and keys; nothing else of the run does.
     """
 
-    def run(own: bool) -> Record:
-        known: dict = {}
+    def run(known: Record | None = None) -> Record:
+        found: dict = {}
 
         def look(layer: LayerRecord, seen: Record) -> None:
-            known[layer.path] = _formula(layer, seen)
+            found[layer.path] = _formula(layer, seen)
 
-        seen = record(model, look, scores, own=own)
-        layers.update({layer.path: known.get(layer.path, "it did not run") for layer in seen.layers})
+        seen = record(model, look, scores, own=known is not None, known=known)
+        layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
         return seen
 
-    seen = run(own=False)
+    seen = run()
     if any(isinstance(found, str) for found in layers.values()) and not seen.asked:
-        seen = run(own=True)
+        seen = run(known=seen)
     found = [(layer, layers[layer.path]) for layer in seen.layers]
     unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
     if unknown:

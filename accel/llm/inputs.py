@@ -8,6 +8,8 @@ from torch import nn
 from accel.structure import placement
 
 ROWS, TOKENS = 2, 48
+FEW = 7  # tokens enough to see what a model computes
+SPARE_ROWS = 8  # of a table of positions, some of which may belong to none
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"}  # what forward and generate() both take
 
 
@@ -42,6 +44,19 @@ def example_inputs(
         mask = (torch.arange(tokens) >= missing[:, None]).long()
         ids = ids.masked_fill(mask == 0, _padding(model))
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def table_of_positions(model: nn.Module) -> int | None:
+    """Positions there are, where the model has a table of them, beyond which a GPU would fail for good; else None."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tensors = (*model.parameters(), *model.buffers())
+    tables = most and any(t.dim() > 1 and most <= t.shape[0] <= most + SPARE_ROWS for t in tensors)
+    return most if tables else None
+
+
+def few(model: nn.Module) -> int:
+    """FEW, or as many as the model has positions for."""
+    return min(FEW, table_of_positions(model) or FEW)
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -94,14 +94,13 @@ class LayerRecord:
 class Record:
     """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
 
-    own: the model kept its own attention; asked: it asked transformers for one. all_made: a layer was understood by all
-    masks there were, and no other may be made after it.
+    own: the model kept its own attention, and the masks are those of an earlier run; asked: it asked transformers for
+    one.
     """
 
     layers: list[LayerRecord]
     own: bool = False
     asked: bool = False
-    all_made: bool = False
     masks: list[tuple[torch.Tensor | None, object]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
 
@@ -110,9 +109,7 @@ class Record:
 
         Where the model keeps its attention, something may have been added to the mask: then all must be alike.
         """
-        functions = [function for made, function in self.masks if made is mask]
-        if not functions and self.own:
-            functions, self.all_made = [function for _, function in self.masks], True
+        functions = [function for made, function in self.masks if self.own or made is mask]
         for function in functions:
             if id(function) not in self.windows:
                 self.windows[id(function)] = window(function)

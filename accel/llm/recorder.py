@@ -1,14 +1,15 @@
 """What the layers of a language model do, seen once: the tensors that pass through them in a small stock run.
 
 Nothing is taken on trust from names or classes. Temporary hooks note what goes into every module of every layer and
-what comes out; a temporary attention function and mask function, entered in the registries of transformers under a
-private name, note queries, scale and mask. All of it is gone afterwards, also after an error.
+what comes out; a temporary attention function and mask function note queries, scale and mask. They stand in the
+registries of transformers under a name of this recording alone, which only copies of the configuration hold, lent to
+the model's modules: whatever other models do meanwhile, on this thread or another, with the same configuration or not,
+is theirs. All of it is gone afterwards, also after an error.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 
 import torch
 from torch import nn
@@ -17,13 +18,15 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+from accel.llm.implementation import foreign_attention, lent_configs
+from accel.llm.inputs import few
 from accel.llm.record import Attended, Call, LayerRecord, Record, Value
-from accel.llm.understanding import NotUnderstood
+from accel.llm.understanding import NotUnderstood, raised
 from accel.quant.module import QuantisedLinear
 from accel.structure import placement, transformers_hook
 
 NAME = "accel_recording"
-ROWS, TOKENS = 2, 7
+ROWS = 2
 LOUD = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -125,29 +128,34 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
-    clamp or another bend far from zero shows. own: the model keeps its own attention, for those that do not ask
-    transformers for one. known: an earlier run, whose mask functions, where they are the same, are not asked again.
+    clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
+    not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
+    are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
+    foreign = foreign_attention([model, *layers.modules()])
+    if foreign is not None:
+        raise NotUnderstood(foreign)
     kinds: dict = {}
     seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)
     if known is not None:
         seen.windows.update(known.windows)
+    if own:
+        seen.masks += known.masks
     recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
-    ids = example_ids(model, TOKENS)
+    ids = example_ids(model, few(model))
     try:
         with resting(model), recorder.attached(model):
             type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
-        line = str(error).splitlines()[0] if str(error) else ""
-        raise NotUnderstood(f"could not be examined: {type(error).__name__}: {line}") from error
+        raise NotUnderstood(f"could not be examined: {raised(error)}") from error
     finally:
         recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
     return seen
 
 
 class Recorder:
-    """Gathers a record while attached, and shows its layers to `look`."""
+    """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own."""
 
     def __init__(self, record: Record, look: Look, scores: bool, loud: float):
         self.record, self.look, self.scores, self.loud = record, look, scores, loud
@@ -155,6 +163,7 @@ class Recorder:
         self.current: LayerRecord | None = None
         self.looking = False  # whoever looks may run modules
         self.cache = RecordingCache(self)
+        self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -166,24 +175,19 @@ class Recorder:
                     handle = module.register_forward_hook(self._leave, with_kwargs=True)
                     undo.callback(handle.remove)
             if self.record.own:
-                makers = AttentionMaskInterface._global_mapping
-                undo.callback(makers.update, dict(makers))
-                makers.update({name: partial(self._mask, maker) for name, maker in makers.items()})
                 yield
                 return
-            registered = ((AttentionInterface, self._attend), (AttentionMaskInterface, partial(self._mask, eager_mask)))
-            for registry, function in registered:
-                registry.register(NAME, function)
-                undo.callback(registry._global_mapping.pop, NAME, None)
-            for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-                if "_attn_implementation_internal" in vars(config):
-                    before = vars(config)["_attn_implementation_internal"]
-                    undo.callback(vars(config).__setitem__, "_attn_implementation_internal", before)
-                    vars(config)["_attn_implementation_internal"] = NAME
+            for registry, function in ((AttentionInterface, self._attend), (AttentionMaskInterface, self._mask)):
+                registry.register(self.name, function)
+                undo.callback(registry._global_mapping.pop, self.name, None)
+            undo.enter_context(lent_configs(model, self.name))
             yield
 
+    def _elsewhere(self) -> bool:
+        return threading.get_ident() != self.thread
+
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.looking:
+        if self.looking or self._elsewhere():
             return
         if not self.open:
             self.current = next(record for record in self.record.layers if record.layer is module)
@@ -192,7 +196,7 @@ class Recorder:
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> object | None:
-        if self.looking:
+        if self.looking or self._elsewhere():
             return None
         call = self.open.pop()
         changed = self.loud != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))
@@ -222,16 +226,16 @@ class Recorder:
         self.current.attention, self.current.index = self.open[-1].module, index
         self.current.keys, self.current.values = keys.clone(), values.clone()
 
-    def _mask(self, maker, *args, mask_function, **kwargs) -> torch.Tensor | None:
-        mask = maker(*args, mask_function=mask_function, **kwargs)
-        if self.record.all_made:
-            raise NotUnderstood("it makes attention masks between its layers")
-        self.record.masks.append((mask, mask_function))
+    def _mask(self, *args, mask_function, **kwargs) -> torch.Tensor | None:
+        mask = eager_mask(*args, mask_function=mask_function, **kwargs)
+        if not self._elsewhere():
+            self.record.masks.append((mask, mask_function))
         return mask
 
     def _attend(self, module, query, key, value, attention_mask, **options):
-        self.record.asked = True
-        self.current.attended = Attended(query.clone(), attention_mask, options)
+        if not self._elsewhere():
+            self.record.asked = True
+            self.current.attended = Attended(query.clone(), attention_mask, options)
         return plain_attention(query, key, value, attention_mask, **options), None
 
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 from families import BY_NAME, FAMILIES, available, layers, make, padded
 from torch import nn
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import accel
 from accel.llm.check import _off
 from accel.llm.family import is_causal_lm
 from accel.llm.formulas import formulas
+from accel.llm.inputs import FEW
 from accel.llm.record import Record
-from accel.llm.recorder import NAME, TOKENS, Recorder, example_ids
+from accel.llm.recorder import NAME, example_ids
 from accel.llm.understanding import NotUnderstood
 from accel.norm_kind import norm_kind
 
@@ -114,7 +115,7 @@ def test_multipliers_of_the_residual_are_recognised(name, dtype, times):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name, dtype=dtype)
-    model.get_input_embeddings().weight.data[example_ids(model, TOKENS)[0, 0]] *= times
+    model.get_input_embeddings().weight.data[example_ids(model, FEW)[0, 0]] *= times
     assert {spec.scales for _, spec in formulas(model, {})} == {(0.4, 0.4)}
 
 
@@ -224,23 +225,14 @@ def test_a_module_that_is_run_to_be_understood_is_not_recorded():
     assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}))
 
 
-def test_a_mask_made_after_a_layer_was_understood_by_those_before_is_refused():
-    """An attention of the model's own may have added something to its mask: then all masks must be alike."""
-
-    def made(own: bool) -> Record:
-        seen = Record([], own)
-        recorder = Recorder(seen, look=None, scores=False, loud=1.0)
-        recorder._mask(mask, mask_function=causal_mask_function)
-        assert seen.window(seen.masks[0][0] if not own else None) is None
-        recorder._mask(mask, mask_function=causal_mask_function)
-        return seen
-
-    def mask(mask_function):
-        return torch.zeros(1)
-
-    assert len(made(own=False).masks) == 2
-    with pytest.raises(NotUnderstood, match="between its layers"):
-        made(own=True)
+def test_a_model_that_keeps_its_attention_is_judged_by_all_masks_it_makes():
+    """It may have added something to its mask: which one a layer was given cannot be told, and all must be alike."""
+    zeros, sliding = torch.zeros(1), sliding_window_causal_mask_function(5)
+    alike = [(zeros, causal_mask_function), (None, causal_mask_function)]
+    assert Record([], own=True, masks=alike).window(zeros + 1) is None
+    with pytest.raises(NotUnderstood, match="in a way of its own"):
+        Record([], own=True, masks=[*alike, (zeros, sliding)]).window(zeros)
+    assert Record([], masks=[*alike, (None, sliding)]).window(zeros) is None
 
 
 def test_a_linear_that_is_none_is_called_and_not_multiplied():

@@ -1,0 +1,54 @@
+"""The attention implementation that a model's configurations name."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+FIELD = "_attn_implementation_internal"
+
+
+def foreign_attention(modules: list[nn.Module]) -> str | None:
+    """Why what these modules ask transformers to attend by may be something else than attention through its masks.
+
+    What is recorded instead shows nothing of it, and a short trial little: it may differ for long texts alone.
+    """
+    configs = {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PretrainedConfig)}
+    for name in {vars(config).get(FIELD) for config in configs.values()} - {None}:
+        functions = [ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
+        if name != "eager":  # which is a function of the model's own file
+            functions.append(ALL_ATTENTION_FUNCTIONS.get(name))
+        if None in functions:
+            return f"the attention {name!r} has no masks, or is not registered"
+        if not all(_of_transformers(function) for function in functions):
+            return f"the attention {name!r} is not one of transformers' own"
+    return None
+
+
+def _of_transformers(function: Callable) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return (getattr(function, "__module__", None) or "").startswith("transformers.")
+
+
+@contextmanager
+def lent_configs(model: nn.Module, attention: str) -> Iterator[None]:
+    """Inside, the model's modules hold copies of their configurations, which name this attention implementation.
+
+    Copies, for other models may have been made from the same configuration.
+    """
+    copies: dict = {}
+    with ExitStack() as undo:
+        for module in model.modules():
+            held = vars(module)
+            for name in [name for name, value in held.items() if isinstance(value, PretrainedConfig)]:
+                undo.callback(held.__setitem__, name, held[name])
+                held[name] = copy.deepcopy(held[name], copies)
+                if FIELD in vars(held[name]):
+                    vars(held[name])[FIELD] = attention
+        yield

@@ -1,0 +1,176 @@
+"""Looking at a model beside other threads, and where its stock forward cannot be run on what is tried."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from families import BY_NAME, available, make, prompt
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+import accel
+
+
+def whole(model) -> tuple[str, str]:
+    """Status and reason of the language model in the report."""
+    (found,) = [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == "language model"]
+    return found
+
+
+def meeting(model, meet) -> None:
+    """The first layer's MLP calls `meet` on a thread of its own whenever it runs, and waits for it."""
+
+    def forward(self, *args):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=torch.no_grad()(meet))
+            thread.start()
+            thread.join()
+        return type(self).__base__.forward(self, *args)
+
+    mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
+    mlp.__class__ = type("Meeting", (type(mlp),), {"forward": forward})
+
+
+@pytest.fixture
+def registries():
+    """Those of transformers, which a test must leave as they were."""
+    kinds = (AttentionInterface, AttentionMaskInterface)
+    before = [dict(kind._global_mapping) for kind in kinds]
+    yield kinds
+    assert [kind._global_mapping for kind in kinds] == before
+
+
+# -- beside other threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mpt", "falcon-alibi"])
+def test_another_model_of_the_same_configuration_computes_what_it_does(name, registries):
+    """On another thread, while the first is looked at: to the bit, with the registries' own functions."""
+    model = make(name)
+    other = type(model)(model.config).eval()
+    assert other.config is model.config
+    ids, makers = prompt(2, 12), dict(AttentionMaskInterface._global_mapping)
+    wanted, seen = other(ids).logits, []
+
+    def meet():
+        own = all(AttentionMaskInterface._global_mapping[name] is maker for name, maker in makers.items())
+        seen.append(own and torch.equal(other(ids).logits, wanted))
+
+    meeting(model, meet)
+    accel.optimize(model)
+    assert whole(model)[0] == ("skipped" if name == "mpt" else "patched")
+    assert seen and all(seen)
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
+def test_models_optimised_at_the_same_time_are_all_fused(registries):
+    first, second = make("llama"), make("bloom")
+    meeting(first, lambda: accel.report(second).sites or accel.optimize(second))
+    accel.optimize(first)
+    assert whole(first)[0] == whole(second)[0] == "patched"
+
+
+# -- stock forwards that cannot be run ---------------------------------------------------------------------------------
+
+
+def test_an_attention_for_other_caches_is_left_alone(registries):
+    """It raises in stock, where it is not given the cache it wants; optimize does not."""
+    model = make("llama")
+    model.set_attn_implementation("paged|eager")
+    accel.optimize(model)
+    assert whole(model) == ("skipped", "the attention 'paged|eager' has no masks, or is not registered")
+
+
+@pytest.mark.parametrize("name", ["users_own", "sdpa"])
+def test_an_attention_of_the_users_is_called(name, registries):
+    """Also where it differs from transformers' for none of the few tokens that a trial has."""
+    calls, before = [], dict(AttentionInterface._global_mapping)
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register(name, counted)
+    try:
+        if name not in AttentionMaskInterface._global_mapping:
+            AttentionMaskInterface.register(name, sdpa_mask)
+        model = make("llama")
+        model.set_attn_implementation(name)
+        accel.optimize(model)
+        assert whole(model) == ("skipped", f"the attention {name!r} is not one of transformers' own")
+        calls.clear()
+        model(prompt(2, 5))
+        assert len(calls) == model.config.num_hidden_layers
+    finally:
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before)
+        AttentionMaskInterface._global_mapping.pop("users_own", None)
+
+
+def test_a_forward_that_raises_when_it_is_tried_is_left_alone():
+    """Prompts run, and single tokens do not."""
+    model = make("llama")
+    layer = model.model.layers[0]
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if hidden_states.shape[1] == 1:
+            raise RuntimeError("no single tokens\nplease")
+        return type(self).__base__.forward(self, hidden_states, *args, **kwargs)
+
+    layer.__class__ = type("Demanding", (type(layer),), {"forward": forward})
+    stock = copy.deepcopy(model)
+    accel.optimize(model)
+    assert whole(model) == ("skipped", "could not be tried: RuntimeError: no single tokens")
+    torch.testing.assert_close(model(prompt(2, 5)).logits, stock(prompt(2, 5)).logits)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_that_says_nothing_about_the_model_is_raised(error, tiny):
+    def forward(self, x):
+        raise error("the device")
+
+    model = make("llama")
+    before = tiny.snapshot(model)
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Failing", (type(mlp),), {"forward": forward})
+    with pytest.raises(error, match="the device"):
+        accel.optimize(model)
+    mlp.__class__ = type(mlp).__base__
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+# -- few positions -----------------------------------------------------------------------------------------------------
+
+TABLES = {"gpt2": "n_positions", "opt": "max_position_embeddings", "biogpt": "max_position_embeddings"}
+
+
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", 7), ("gpt2", 13), ("opt", 9), ("biogpt", 10)])
+def test_models_of_few_positions_are_fused(name, positions):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    model = make(name, **{TABLES[name]: positions})
+    stock = copy.deepcopy(model)
+    accel.optimize(model)
+    assert whole(model)[0] == "patched"
+    ids = prompt(2, 4)
+    ours, theirs = (
+        one.generate(ids, min_length=positions, max_length=positions, do_sample=False, output_logits=True,
+                     return_dict_in_generate=True) for one in (model, stock)
+    )  # fmt: skip
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), rtol=1e-4, atol=1e-4)
+    assert not accel.report(model).fallbacks
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_models_of_too_few_positions_are_left_alone(name):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    model = make(name, **{TABLES[name]: 4})
+    stock = copy.deepcopy(model)
+    accel.optimize(model)
+    status, reason = whole(model)
+    assert status == "skipped" and "too few positions" in reason
+    assert torch.equal(model(prompt(2, 4)).logits, stock(prompt(2, 4)).logits)
