@@ -1,6 +1,6 @@
 """The word for what recognition could not make out."""
 
-import torch
+from accel.failure import fatal, told
 
 
 class NotUnderstood(Exception):
@@ -8,10 +8,7 @@ class NotUnderstood(Exception):
 
 
 def raised(error: Exception) -> str:
-    """What a model's own code raised, in a line for the report.
-
-    Raises the error again where it says nothing about the model: memory that ran out, or a device that failed.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+    """What a model's own code raised, in a line for the report. Raises the error again where it is fatal."""
+    if fatal(error):
         raise error
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return told(error)
