@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 
+from accel.llm.inputs import within_positions
 from accel.llm.manner import ALL, GRID, NEW, Kept, Manner
 from accel.llm.recorder import example_ids, resting
 
@@ -60,7 +61,7 @@ def _counted(model) -> tuple[tuple[int, ...], dict]:
     count = getattr(model, COUNT, None)
     if count is None:
         return (), {}
-    ids = example_ids(model, PIECES[0])
+    ids = example_ids(model, within_positions(model, PIECES)[0])
     modules = dict(model.named_modules())
     with resting(model):
         before = {path: dict(vars(module)) for path, module in modules.items()}
@@ -81,11 +82,12 @@ def _counted(model) -> tuple[tuple[int, ...], dict]:
 
 def _pieces(forward) -> Iterator[dict]:
     """What a prompt, a step and a longer one are called with; padding on the left of the second row."""
-    ids = example_ids(forward.module, sum(PIECES), seed=2)
+    lengths = within_positions(forward.module, PIECES)
+    ids = example_ids(forward.module, sum(lengths), seed=2)
     mask = torch.ones_like(ids)
     mask[1, :HIDDEN] = 0
     positions, end = (mask.cumsum(1) - 1).clamp_min(0), 0
-    for length in PIECES:
+    for length in lengths:
         start, end = end, end + length
         piece = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
         yield piece | ({"position_ids": positions[:, start:end]} if "position_ids" in forward.names else {})

@@ -14,7 +14,7 @@ from accel.llm.arguments import find_arguments
 from accel.llm.cache import adopt
 from accel.llm.compare import off
 from accel.llm.decoder import DecoderForward, Unfit
-from accel.llm.inputs import table_of_positions
+from accel.llm.inputs import table_of_positions, within_positions
 from accel.llm.layer import LayerForward
 from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import STEP, filled, room_for
@@ -59,13 +59,10 @@ def _lengths(forward: DecoderForward) -> tuple[int, ...]:
     """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
     windows = [layer.spec.attention.window for layer in forward.layers]
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
-    most = table_of_positions(forward.module)
-    if most is None or prompt + sum(STEPS) <= most:
-        return prompt, *STEPS
-    steps = STEPS if most >= PADDING + 2 + sum(STEPS) else STEPS[:2]
-    if most < PADDING + 2 + sum(steps):
-        raise NotUnderstood(f"too few positions to try it: {most}")
-    return most - sum(steps), *steps
+    lengths = within_positions(forward.module, (prompt, *STEPS))
+    if not lengths[0]:
+        raise NotUnderstood("too few positions to try it")
+    return lengths
 
 
 def _short(lengths: tuple[int, ...]) -> int:

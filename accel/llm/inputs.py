@@ -9,6 +9,7 @@ from accel.structure import placement
 
 ROWS, TOKENS = 2, 48
 FEW = 7  # tokens enough to see what a model computes
+LEAST = 4  # tokens of a prompt, some of which are padding
 SPARE_ROWS = 8  # of a table of positions, some of which may belong to none
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"}  # what forward and generate() both take
 
@@ -52,6 +53,19 @@ def table_of_positions(model: nn.Module) -> int | None:
     tensors = (*model.parameters(), *model.buffers())
     tables = most and any(t.dim() > 1 and most <= t.shape[0] <= most + SPARE_ROWS for t in tensors)
     return most if tables else None
+
+
+def within_positions(model: nn.Module, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens of a prompt and of steps after it: these, or fewer where the model has fewer positions, or 0 in a prompt
+    where it has too few.
+    """
+    most, (_, *steps) = table_of_positions(model), lengths
+    if most is None or sum(lengths) <= most:
+        return lengths
+    if most < LEAST + sum(steps):
+        steps = [1 for _ in steps]
+    prompt = most - sum(steps)
+    return prompt if prompt >= LEAST else 0, *steps
 
 
 def few(model: nn.Module) -> int:

@@ -10,6 +10,7 @@ is theirs. All of it is gone afterwards, also after an error.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import nn
