@@ -11,12 +11,15 @@ MOMENTS = "_accel_moments"  # where an image carries the moments of its channels
 
 
 def nhwc(x: torch.Tensor) -> torch.Tensor:
-    """x: (N, C, H, W) in channels-last memory; free where it already is."""
-    return x.contiguous(memory_format=torch.channels_last)
+    """x: (N, C, H, W) in channels-last memory on a GPU, free where it already is; on a CPU as it comes.
+
+    Torch's own group norm over channels-last images on a CPU is wrong far from zero, and stock code may be next.
+    """
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """(N, C, H, W) channels-last seen as (N, H * W, C); a view."""
+    """(N, C, H, W) as (N, H * W, C); a view of a channels-last image, a copy of another."""
     n, c, h, w = x.shape
     return x.permute(0, 2, 3, 1).reshape(n, h * w, c)
 
@@ -24,6 +27,16 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def as_image(rows: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """(N, H * W, C) seen as (N, C, H, W) channels-last; a view."""
     return rows.reshape(rows.shape[0], height, width, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def as_image_like(rows: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """(N, H * W, C) as (N, C, H, W) of the size of this image and in its layout; a view where that is channels-last."""
+    made = as_image(rows, *image.shape[2:])
+    return made if channels_last(image) else made.contiguous()
+
+
+def channels_last(image: torch.Tensor) -> bool:
+    return image.is_contiguous(memory_format=torch.channels_last)
 
 
 def moments_kept(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
@@ -62,6 +75,6 @@ def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True,
 
 def project_image(x: torch.Tensor, conv: nn.Conv2d, linear=F.linear) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product."""
-    if not pointwise(conv):
+    if not pointwise(conv) or not channels_last(x):
         return conv.forward(x)
     return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])

@@ -23,7 +23,9 @@ class Options:
     """Options of `accel.optimize`; unknown names and wrong values raise TypeError or ValueError naming the valid ones.
 
     attention: "auto" measures the backends on this GPU once per shape and remembers the choice; or a backend's name.
-    layout: "auto" and "channels_last" store convolution weights channels-last; "keep" leaves the layout alone.
+    layout: "auto" stores convolution weights channels-last while the model is on a GPU; "channels_last" does on a CPU
+        too, where torch's own group norm over such images, in code that is not fused, is wrong far from zero; "keep"
+        leaves the layout alone.
     graphs: "auto" replays a CUDA graph per input shape where that is faster; True keeps it even where it is not;
         False never captures.
     graph_memory_gb: bound on the memory that captured graphs may hold, in GiB; None is a quarter of the GPU.

@@ -103,15 +103,35 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 
 class ChannelsLast:
-    """Stores 4-D weights as (out, height, width, in), in place: same Parameter, same values, other strides."""
+    """Stores 4-D weights as (out, height, width, in), in place: same Parameter, same values, other strides.
 
-    def __init__(self, modules: Sequence[nn.Module]):
-        self.modules = tuple(modules)
+    everywhere: not on GPUs alone. Without it, on a CPU, they stay: convolutions would hand channels-last images to
+    stock code, and torch's own group norm over those is wrong there, far from zero.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], everywhere: bool = False):
+        self.modules, self.everywhere = tuple(modules), everywhere
         self.strides: dict[int, tuple[int, ...]] = {}
+        self.on_gpu = False
+
+    @staticmethod
+    def lies_on_gpu(weight: torch.Tensor) -> bool:
+        return weight.is_cuda
+
+    def follow(self, device: torch.device) -> None:
+        """The model is called on this device, to which it may have been moved since."""
+        if device.type in ("cuda", "cpu") and (device.type == "cuda") is not self.on_gpu and not self.everywhere:
+            if self.on_gpu:
+                self.undo()
+            else:
+                self.apply()
 
     def apply(self) -> None:
-        for index, module in enumerate(self.modules):
-            weight = module.weight
+        weights = [module.weight for module in self.modules]
+        self.on_gpu = any(map(self.lies_on_gpu, weights))
+        for index, weight in enumerate(weights):
+            if not (self.everywhere or self.lies_on_gpu(weight)):
+                continue
             if not weight.is_meta and not weight.is_contiguous(memory_format=torch.channels_last):
                 self.strides[index] = weight.stride()
                 set_data(weight, lambda data: data.contiguous(memory_format=torch.channels_last))
@@ -124,7 +144,7 @@ class ChannelsLast:
             weight = self.modules[index].weight
             if weight.is_contiguous(memory_format=torch.channels_last):
                 set_data(weight, lambda data, strides=strides: _strided(data, strides))
-        self.strides = {}
+        self.strides, self.on_gpu = {}, False
 
 
 class Stacked:

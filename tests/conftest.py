@@ -133,7 +133,8 @@ def make_vae(**changes):
 
     torch.manual_seed(2)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    model = AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, sample_size=16, **(blocks | changes)).eval()
+    sizes = {"block_out_channels": (8, 16), "norm_num_groups": 4, "sample_size": 16}
+    model = AutoencoderKL(**(sizes | blocks | changes)).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)
     return model

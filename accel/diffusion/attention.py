@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.forward import FastForward
 from accel.joint import JointLinears, together
-from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise
+from accel.layout import as_image, as_image_like, as_rows, moments_kept, nhwc, normalise
 from accel.passes import Passes
 from accel.patch import Stacked
 from accel.probe import example
@@ -68,7 +68,7 @@ class AttentionForward(FastForward):
         last = m.to_out[0]
         defer = defer and deferred(last, out)
         out = product(last, out, not defer, self.kernels.linear)
-        return (as_image(out, *hidden_states.shape[2:]) if image else out), last.bias if defer else None
+        return (as_image_like(out, x) if image else out), last.bias if defer else None
 
     def attended(self, rows: Rows, context: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """All before the output projection, of rows (B, S, C): (B, S, heads * D)."""

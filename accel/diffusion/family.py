@@ -15,13 +15,13 @@ from accel.diffusion.transformer import match_transformer_block, match_transform
 from accel.diffusion.up_block import match_up_block
 from accel.patch import ChannelsLast
 from accel.rule import Match, Rule, Skip
-from accel.rules.graph import match_graph
+from accel.rules.graph import LAYOUT, match_graph
 from accel.rules.norms import match_group_norm, match_layer_norm
 from accel.structure import holds
 
 
 def match_layout(site, context) -> Match | Skip | None:
-    """The root of a model with 2-D convolutions: their weights go channels-last."""
+    """The root of a model with 2-D convolutions: their weights go channels-last on a GPU, by name on a CPU too."""
     if site.path:
         return None
     convolutions = [m for m in site.module.modules() if type(m) is nn.Conv2d]
@@ -29,7 +29,10 @@ def match_layout(site, context) -> Match | Skip | None:
         return None
     if context.options.layout == "keep":
         return Skip('layout="keep"')
-    return Match(patches=(ChannelsLast(convolutions),), note=f"{len(convolutions)} convolutions channels-last")
+    everywhere = context.options.layout == "channels_last"
+    layout = context.share(LAYOUT, lambda: ChannelsLast(convolutions, everywhere))
+    where = "" if everywhere else " on a GPU"
+    return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
 
 
 def images(match):

@@ -1,7 +1,7 @@
 """Transformer blocks over images: the block itself, and the norm and projections around a stack of blocks.
 
 Each sublayer's output is added to the stream and normalised in one pass; the projections into and out of the stack are
-matrix products on the channels-last image, which is a row matrix already, so nothing is permuted.
+matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.diffusion.attention import AttentionForward
 from accel.forward import FastForward
-from accel.layout import as_image, as_rows, moments_kept, nhwc, normalise, project
+from accel.layout import as_image, as_image_like, as_rows, moments_kept, nhwc, normalise, project
 from accel.probe import example
 from accel.quant.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
 from accel.quant.rows import Rows
@@ -161,7 +161,7 @@ class TransformerStackForward(FastForward):
                 rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
                 stream.settle(rows)
         fold = deferred(m.proj_out, rows := stream.total(self.kernels))
-        h = as_image(project(rows, m.proj_out, not fold, self.kernels.linear), *x.shape[2:])
+        h = as_image_like(project(rows, m.proj_out, not fold, self.kernels.linear), x)
         out = moments_kept(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return self._output(out) if return_dict else (out,)
 

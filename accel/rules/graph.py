@@ -11,20 +11,22 @@ from accel.graph_entry import Constant
 from accel.graph_pool import GraphPool
 from accel.graphs import GraphRunner
 from accel.joint import JointLinears
-from accel.loop import Loop
 from accel.passes import Passes
+from accel.patch import ChannelsLast
 from accel.rule import Match, Skip
 from accel.structure import foreign_processor, stock_method, transformers_hook
 
 PROMPT = "encoder_hidden_states"
+LAYOUT = "layout"  # the name under which the sites of a model share the patch of its convolutions
 
 
 class GraphForward(FastForward):
     """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape."""
 
-    def __init__(self, module, path, kernels, ledger, pool: GraphPool, keep: bool, passes, prompt, loop: Loop):
+    def __init__(self, module, path, kernels, ledger, pool: GraphPool, keep: bool, passes, prompt, loop, layout):
         super().__init__(module, path, kernels, ledger)
         self.prompt, self.loop = prompt, loop
+        self.layout: ChannelsLast | None = layout  # of the model's convolutions
         self.passes = passes
         self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
         passes.tracked = True
@@ -32,11 +34,15 @@ class GraphForward(FastForward):
         self.names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or next(self.module.parameters()).device.type != "cuda":
+        if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
-        if torch.cuda.is_current_stream_capturing():
+        device = next(self.module.parameters()).device
+        on_gpu = device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             return self.stock(*args, **kwargs)  # part of somebody's capture
-        return super().__call__(*args, **kwargs)
+        if self.layout is not None:
+            self.layout.follow(device)
+        return super().__call__(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
 
     def stock(self, *args, **kwargs):
         if not torch.compiler.is_compiling():
@@ -111,7 +117,8 @@ def match_graph(site, context) -> Match | Skip | None:
     keep = context.options.graphs is True
     passes = context.share("passes", Passes)
     prompt = context.share("prompt projections", lambda: JointLinears(passes))
-    parts = (context.kernels, context.ledger, context.pool, keep, passes, prompt, context.loop)
+    layout = context.shared.get(LAYOUT)
+    parts = (context.kernels, context.ledger, context.pool, keep, passes, prompt, context.loop, layout)
     forward = GraphForward(site.module, site.path, *parts)
     device = next(site.module.parameters()).device.type
     note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"

@@ -286,7 +286,7 @@ def test_verify_compares_with_stock_and_leaves_it_optimised(pair):
     model, _, _ = pair
     with pytest.raises(ValueError, match="not optimised"):
         accel.verify(model)
-    accel.optimize(model)
+    accel.optimize(model, layout="channels_last")  # in stock's layout a CPU may give stock's bits
     sites = len(fast_forwards(model))
     quality = accel.verify(model)
     assert 0 < quality.max_error < 1e-4 and quality.finite and quality.psnr_db > 80

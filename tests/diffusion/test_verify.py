@@ -37,7 +37,7 @@ def spoil(monkeypatch, model, change, wrong=lambda number: True):
 
 
 def test_each_model_and_the_whole_image_pass(pipe):
-    accel.optimize(pipe)
+    accel.optimize(pipe, layout="channels_last")  # in stock's layout a CPU may give stock's bits
     quality = accel.verify(pipe, PROMPT, **CALL)
     assert quality.passed and quality.verdict.startswith("passed: no further apart")
     assert set(quality.parts) == {"unet", "vae.decoder", "text_encoder"}
