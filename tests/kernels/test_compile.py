@@ -1,8 +1,8 @@
 """Every kernel compiles for the GPUs we name, on a machine without one.
 
-For compute capability 9.0 the first and the last specimen of a kernel, of those that differ by dtype alone one, the
-dtypes in turn. Each kernel that holds what is compiled by generation, products of matrices and instructions written
-out, once more for one of the others, in turn. ACCEL_TEST_EVERYTHING=1 compiles all for all.
+For compute capability 9.0 the first specimen of a kernel, the dtypes in turn where specimens differ by dtype alone.
+Each kernel that holds what is compiled by generation, products of matrices and instructions written out, once more for
+one of the others, in turn: its last specimen. ACCEL_TEST_EVERYTHING=1 compiles all for all.
 """
 
 import os
@@ -40,7 +40,7 @@ def build(target, kernel, types, constants, warps, *stages):
         by_generation.add(kernel.__name__)
 
 
-def chosen(specimens):
+def chosen(specimens, which):
     several, kinds = {}, {}
     for kernel, _, *rest in specimens:
         found = several.setdefault(kernel, [])
@@ -49,7 +49,7 @@ def chosen(specimens):
         kernel, _, *rest = specimen
         alike = [other for other in specimens if other[0] is kernel and [*other[2:]] == rest]
         kind = kinds.setdefault((kernel.__name__, str(rest)), len(kinds))
-        if rest in (several[kernel][0], several[kernel][-1]) and alike[kind % len(alike)] is specimen:
+        if rest == several[kernel][which] and alike[kind % len(alike)] is specimen:
             yield specimen
 
 
@@ -58,7 +58,7 @@ for arch in (90, 80, 100):
     for module in modules:
         float8 = getattr(module, "FLOAT8_SPECIMENS", ()) if arch >= 89 else ()
         specimens = (*getattr(module, "SPECIMENS", ()), *float8)
-        for specimen in specimens if everything or arch != 90 else chosen(specimens):
+        for specimen in specimens if everything else chosen(specimens, 0 if arch == 90 else -1):
             name = specimen[0].__name__
             turn = name in by_generation and sorted(by_generation).index(name) % 2 == (arch == 100)
             if everything or arch == 90 or (turn and name not in seen):

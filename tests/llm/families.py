@@ -283,8 +283,14 @@ def padded(lengths=(9, 5), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_turn(*lists) -> list[tuple]:
     """Their product, where ACCEL_TEST_EVERYTHING=1; else that of all but the last, with its items in turn."""
-    last = len(lists[-1])
+    return every(len(lists[-1]), *lists)
+
+
+def every(share: int, *lists) -> list[tuple]:
+    """Of their product one in so many, each item with others in turn; where ACCEL_TEST_EVERYTHING=1 all of it."""
     numbered = itertools.product(*(enumerate(items) for items in lists))
     return [
-        tuple(item for _, item in row) for row in numbered if EVERYTHING or sum(number for number, _ in row) % last == 0
+        tuple(item for _, item in row)
+        for row in numbered
+        if EVERYTHING or sum(number for number, _ in row) % share == 0
     ]

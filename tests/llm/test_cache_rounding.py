@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BY_NAME, available, make, padded, prompt
+from families import BY_NAME, available, every, make, padded, prompt
 from modes import MODES, generate, same
 from rounded_cache import rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -38,18 +38,17 @@ def pair(name: str, kind: str, **changes):
 # Modes in which no cache is dropped, copied from one kind to another, or used by stock beside ours.
 APART = {"no-cache", "no-cache-beam", "static", "static-object", "early-exit", "hidden-states", "attentions"}
 ALL_MODES = [mode for mode in MODES if mode.name not in APART]
-SOME_MODES = [mode for mode in ALL_MODES if mode.always or mode.name in ("chunked-prefill-padded", "continued-padded",
-              "cropped", "fanned-out", "prompt-lookup", "sample")]  # fmt: skip
+BESIDES = ("chunked-prefill-padded", "continued-padded", "cropped", "fanned-out", "prompt-lookup", "sample")
+SOME_MODES = [mode for mode in ALL_MODES if mode.share <= 2 or mode.name in BESIDES]
+OTHERS = ("llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox", "mistral", "qwen3", "gpt-oss", "gemma2")
 PRODUCT = [
     (name, kind, mode)
     for name, kind, modes in (
         ("llama", "int8", ALL_MODES),
         ("llama", "fp8", SOME_MODES),
-        *((name, "int8", SOME_MODES) for name in ("llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox",
-                                                  "mistral", "qwen3", "gpt-oss", "gemma2")),
     )
     for mode in modes
-]  # fmt: skip
+] + every(3, OTHERS, ["int8"], SOME_MODES)
 pair_of = functools.cache(pair)
 
 

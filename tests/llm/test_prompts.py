@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from accel_kernels.kv import LENGTH
-from families import BY_NAME, FAMILIES, available, make, padded, prompt
+from families import BY_NAME, FAMILIES, available, every, make, padded, prompt
 from modes import MODES, flat, generate, same
 from torch import nn
 
@@ -217,8 +217,9 @@ def test_padded_on_the_left(name, lengths, pair_of):
     assert shapes(ours) == [((len(lengths), room_for(len(lengths), max(lengths))), variant)]
 
 
-@pytest.mark.parametrize("mode", ["greedy", "greedy-padded"])
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "greedy-padded") for name in FAST), *every(3, FAST, ["greedy"])], ids=str
+)
 def test_every_family(name, mode, pair_of):
     """That the filling is taken, or that the family stays out, is what its way of being called says."""
     ours, stock = pair_of(name)
