@@ -154,6 +154,8 @@ def _result(layer, options, seen, calls, rotary, q, k, v) -> tuple[dict, Call] |
     else:
         turned, wanted = SmallStore(q), layer.attended.query.transpose(1, 2)
         turned(q, q, q, 1.0, **angles)
+        if turned.keys.numel() != wanted.numel():  # a gate comes out of the same projection
+            return None
         before = named_factor(factor(turned.keys, wanted), q.dtype, holders)  # OPT scales queries, not scores
         if before is None or not agree(turned.keys * before, wanted):
             return None

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
@@ -143,7 +143,7 @@ def record(
         seen.windows.update(known.windows)
     if own:
         seen.masks += known.masks
-    recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0)
+    recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0, model.config)
     ids = example_ids(model, few(model))
     try:
         with resting(model), recorder.attached(model):
@@ -158,12 +158,12 @@ def record(
 class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own."""
 
-    def __init__(self, record: Record, look: Look, scores: bool, loud: float):
+    def __init__(self, record: Record, look: Look, scores: bool, loud: float, config: PretrainedConfig):
         self.record, self.look, self.scores, self.loud = record, look, scores, loud
         self.open: list[Call] = []
         self.current: LayerRecord | None = None
         self.looking = False  # whoever looks may run modules
-        self.cache = RecordingCache(self)
+        self.cache = RecordingCache(self, config)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
     @contextmanager
@@ -259,8 +259,8 @@ def plain_attention(query, key, value, mask, *, scaling=None, softcap=None, s_au
 class RecordingCache(DynamicCache):
     """An ordinary cache that shows what is stored."""
 
-    def __init__(self, recorder: Recorder):
-        super().__init__()
+    def __init__(self, recorder: Recorder, config: PretrainedConfig):
+        super().__init__(config=config)
         self.recorder = recorder
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):

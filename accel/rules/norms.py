@@ -1,21 +1,32 @@
 """Single norms, where the block around them is not understood: GroupNorm over images, Layer- and RMSNorm over rows."""
 
+import inspect
+
 import torch
+from accel_kernels.rms_norm import Gate
 from torch import nn
 
 from accel.forward import FastForward
 from accel.layout import normalise
-from accel.norm_kind import NormKind, norm_kind
+from accel.norm_kind import NormKind, rms_norm_kinds
 from accel.rule import Match
 from accel.settings import settings
 from accel.structure import plain, tampered
+
+PROMOTED = "dtypes of which stock promotes one to another"
+
+
+def _unfit(x, weight: torch.Tensor | None) -> str | None:
+    if type(x) is not torch.Tensor:
+        return f"input of type {type(x).__name__}"
+    return None if weight is None or weight.dtype is x.dtype else PROMOTED
 
 
 class GroupNormForward(FastForward):
     """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
 
     def unfit(self, input) -> str | None:
-        return None if type(input) is torch.Tensor else f"input of type {type(input).__name__}"
+        return _unfit(input, self.module.weight)
 
     def fast(self, input):
         return normalise(self.kernels, input, self.module)
@@ -25,7 +36,7 @@ class LayerNormForward(FastForward):
     """nn.LayerNorm over the last dimension through the fused kernel."""
 
     def unfit(self, input) -> str | None:
-        return None if type(input) is torch.Tensor else f"input of type {type(input).__name__}"
+        return _unfit(input, self.module.weight)
 
     def fast(self, input):
         m = self.module
@@ -47,29 +58,60 @@ def match_layer_norm(site, context) -> Match | None:
 
 
 class RmsNormForward(FastForward):
-    """An RMSNorm of any class through the fused kernel."""
+    """An RMSNorm of any class through the fused kernel; called with a second tensor, by which it is gated, also that.
 
-    def __init__(self, module, path, kernels, ledger, kind: NormKind):
+    kinds: the formula without a gate and the one with, either None where it is not known.
+    """
+
+    def __init__(self, module, path, kernels, ledger, kinds: tuple[NormKind | None, NormKind | None]):
         super().__init__(module, path, kernels, ledger)
-        self.norm_kind = kind
+        self.kinds, self.settings = kinds, settings(module)[1:]
+        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
 
-    def unfit(self, hidden_states) -> str | None:
-        return None if type(hidden_states) is torch.Tensor else f"input of type {type(hidden_states).__name__}"
+    def _given(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """What is to be normed, and the gate; None for other arguments."""
+        if len(args) == 1 and not kwargs:
+            return args[0], None
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        gate = given.pop(self.names[1], None) if len(self.names) > 1 else None
+        return (given[self.names[0]], gate) if len(args) <= 2 and given.keys() == {self.names[0]} else None
 
-    def fast(self, hidden_states):
-        norm = self.norm_kind.of(self.module)
-        return self.kernels.rms_norm(hidden_states.contiguous(), norm.weight, norm.eps, offset=norm.offset)
+    def unfit(self, *args, **kwargs) -> str | None:
+        given = self._given(args, kwargs)
+        if given is None:
+            return "arguments the fast forward does not know"
+        x, gate = given
+        kind, held = self.kinds[gate is not None], vars(self.module)
+        if kind is None:
+            return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
+        if any(held.get(name, ...) != value for name, value in self.settings):
+            return "its settings were changed after accel.optimize"
+        for tensor in given:
+            if tensor is not None and type(tensor) is not torch.Tensor:
+                return f"input of type {type(tensor).__name__}"
+        weight = held["_parameters"][kind.weight]
+        if x.shape[-1:] != weight.shape or (gate is not None and gate.shape != x.shape):
+            return "input of another shape"
+        return None if kind.keeps_dtype(x, weight, gate) else PROMOTED
+
+    def fast(self, *args, **kwargs):
+        x, gate = self._given(args, kwargs)
+        kind = self.kinds[gate is not None]
+        norm, by = kind.of(self.module), None if gate is None else Gate(gate, *kind.gate)
+        x = x.contiguous()
+        return self.kernels.rms_norm(x, norm.weight, norm.eps, offset=norm.offset, groups=kind.groups, gate=by)
 
 
 def match_rms_norm(site, context) -> Match | None:
-    """A module with one weight over the last dimension that computes RMSNorm, times w or 1 + w; told by running it."""
+    """A module with one weight over the last dimension that computes RMSNorm, times w or 1 + w, gated or in groups or
+    not; told by running it.
+    """
     if type(site.module) is nn.LayerNorm or tampered(site.module) is not None:
         return None
     kinds = context.share("norm kinds", dict)
-    key = settings(site.module)
+    key = settings(site.module), tuple(parameter.shape for parameter in site.module.parameters())
     if key not in kinds:
-        kinds[key] = norm_kind(site.module)
-    kind = kinds[key]
-    if kind is None or kind.centred or kind.bias is not None or kind.weight is None:
+        kinds[key] = rms_norm_kinds(site.module)
+    if kinds[key] == (None, None):
         return None
-    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kind))
+    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kinds[key]))

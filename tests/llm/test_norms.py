@@ -1,0 +1,189 @@
+"""Single norms of language models: gated ones, in groups, and torch's promotion of dtypes."""
+
+import copy
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from families import SIZES, TOKENS, available, padded, randomise
+from torch import nn
+from torch.nn.functional import silu
+
+import accel
+from accel.norm_kind import norm_kind, rms_norm_kinds
+from accel.options import Options
+from accel.patch import ForwardPatch
+from accel.plan import Context
+from accel.rules.norms import match_rms_norm
+from accel.site import Site
+
+SSM = {"expand": 2, "chunk_size": 8, "n_groups": 2}
+HYBRID = {
+    "mamba2": SSM | {"num_heads": 8, "head_dim": 16, "state_size": 16},
+    "nemotron_h": SSM | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "head_dim": 16,
+                         "layers_block_type": ["mamba", "attention"]},
+    "zamba2": {"mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16, "chunk_size": 8,
+               "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4,
+               "use_shared_attention_adapter": False, "hybrid_layer_ids": [1]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "head_dim": 16,
+                  "mamba_d_ssm": 128, "mamba_chunk_size": 8, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_experts": 4,
+                   "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+                   "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+                   "linear_value_head_dim": 16},
+}  # fmt: skip
+
+
+def hybrid(kind: str, dtype: torch.dtype):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if not available(kind):
+        pytest.skip(f"this transformers has no {kind}")
+    config = CONFIG_MAPPING[kind](**SIZES | TOKENS | HYBRID[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            for parameter in module.parameters(recurse=False):
+                randomise(module, parameter.data, generator, 0.5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def norms(model) -> list[str]:
+    return [status for _, rule, status, _ in accel.report(model).sites if rule == "RMS norm"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*product(HYBRID, [torch.float32]), ("mamba2", torch.bfloat16)], ids=str)
+def test_gated_norms_are_fused_and_compute_what_stock_does(kind, dtype, tiny):
+    """In 16 bits a state space model norms in fp32 what it has in fp32, by weights in 16 bits."""
+    model = hybrid(kind, dtype)
+    stock, before = copy.deepcopy(model), tiny.snapshot(model)
+    ids, mask = padded()
+    accel.optimize(model)
+    gated = [name for name, module in model.named_modules() if "NormGated" in type(module).__name__]
+    assert gated and set(norms(model)) == {"patched"} and len(norms(model)) > len(gated)
+    assert all("forward" in vars(model.get_submodule(name)) for name in gated)
+    for call in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1, :1]}):
+        ours, theirs = model(**call).logits, stock(**call).logits
+        shown = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        error = (ours - theirs)[shown].abs().max() / theirs[shown].abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+    if dtype == torch.float32:
+        texts = [one.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for one in (model, stock)]
+        assert torch.equal(*texts)
+    assert not accel.report(model).fallbacks
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+# -- what a norm is told by --------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """In the middle: what a subclass says of groups, order and activation."""
+
+    size, before, act, eps = 8, True, staticmethod(silu), 1e-5
+
+    def __init__(self, channels=24):
+        super().__init__()
+        self.weight, self.epsilon, self.part = nn.Parameter(torch.rand(channels) + 0.5), self.eps, self.size
+
+    def forward(self, x, z=None):
+        h = x.float()
+        if self.before and z is not None:
+            h = h * self.act(z.float())
+        h = h.unflatten(-1, (-1, self.part))
+        h = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.epsilon)).flatten(-2)
+        h = self.weight * h.to(x.dtype)
+        return h if self.before or z is None else (h * self.act(z.float())).to(x.dtype)
+
+
+class After(Gated):
+    before, act, size = False, staticmethod(torch.sigmoid), 24
+
+
+class Tanh(Gated):
+    act = staticmethod(torch.tanh)
+
+
+class Added(Gated):
+    def forward(self, x, z=None):
+        return super().forward(x) if z is None else super().forward(x) + z
+
+
+def test_gates_and_groups_are_told_by_what_they_compute():
+    plain, gated = rms_norm_kinds(Gated())
+    assert (plain.groups, plain.gate, gated.groups, gated.gate) == (3, None, 3, ("silu", True))
+    plain, gated = rms_norm_kinds(After())
+    assert (plain.groups, gated.gate) == (1, ("sigmoid", False))
+    assert norm_kind(After()) is not None and norm_kind(Gated()) is None
+    for other in (Tanh(), Added()):
+        plain, gated = rms_norm_kinds(other)
+        assert plain is not None and gated is None
+    assert rms_norm_kinds(nn.LayerNorm(24)) == (None, None)
+
+
+def fused(norm):
+    """The norm with its fast forward in place, its untouched copy, and what made calls run stock so far."""
+    stock = copy.deepcopy(norm.eval())
+    context = Context.create(Options(), None)
+    ForwardPatch(norm, match_rms_norm(Site("norm", norm), context).forward).apply()
+    return norm, stock, lambda: [reason for _, reason, _ in context.ledger.rows()]
+
+
+@pytest.mark.parametrize("kind", [Gated, After, Added])
+def test_a_gate_by_any_name_and_arguments_of_any_kind(kind):
+    norm, stock, reasons = fused(kind())
+    x, z = torch.randn(2, 5, 24), torch.randn(2, 5, 48)[..., 24:]
+    for args, kwargs in (((x,), {}), ((x, z), {}), ((x,), {"z": z}), ((), {"x": x, "z": z}), ((x, None), {})):
+        torch.testing.assert_close(norm(*args, **kwargs), stock(*args, **kwargs))
+    assert reasons() == (["with a gate it is no norm known here"] if kind is Added else [])
+    torch.testing.assert_close(norm(x, z[0]), stock(x, z[0]))  # which is broadcast
+    with pytest.raises(TypeError):
+        norm(x, z, x)
+    assert len(reasons()) == 2
+    copied = pickle.loads(pickle.dumps(norm))
+    torch.testing.assert_close(copied(x, z), stock(x, z))
+
+
+@pytest.mark.parametrize(("name", "value"), [("part", 12), ("epsilon", 0.5)])
+def test_settings_changed_later_are_obeyed(name, value):
+    norm, stock, reasons = fused(Gated())
+    x = torch.randn(2, 24)
+    for one in (norm, stock):
+        setattr(one, name, value)
+    torch.testing.assert_close(norm(x), stock(x))
+    assert reasons() == ["its settings were changed after accel.optimize"]
+
+
+def promoting() -> dict:
+    from diffusers.models.normalization import RMSNorm
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    return {
+        "weight last": LlamaRMSNorm(24),
+        "cast back": GemmaRMSNorm(24),
+        "to the weight's": T5LayerNorm(24),
+        "to the weight's in 16 bits": RMSNorm(24, 1e-5),
+        "torch's": nn.RMSNorm(24, eps=1e-5),
+        "gated": Gated(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("name", promoting())
+def test_dtypes_are_promoted_as_stock_does(name):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for held, given in product(dtypes, dtypes):
+        norm, stock, reasons = fused(promoting()[name].to(held))
+        x = torch.randn(3, 24).to(given)
+        ours, theirs = norm(x), stock(x)
+        assert ours.dtype == theirs.dtype
+        error = (ours.double() - theirs.double()).abs().max()
+        assert error <= 8 * max(torch.finfo(dtype).eps for dtype in (held, given))  # numbers up to 4, rounded twice
+        assert not reasons() or given != held
+        assert bool(reasons()) or theirs.dtype == given
