@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from accel import on_cpu
 from accel.ledger import Ledger
 from accel.objects import is_scheduler, models_in, parts_in
 from accel.options import parse
@@ -54,6 +55,8 @@ def optimize(obj, **options):
             plan.apply()
             applied.append(name)
             vars(part)[PLAN] = plan
+        for name in applied:
+            on_cpu.decide(vars(parts[name])[PLAN])
         if chosen.step_cache is not None:
             _settle_step_cache(obj, chosen.step_cache)
     except BaseException:

@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import accel.api
+import accel.options
+
+# What is fused is tested on a CPU too, whether or not it pays there, unless a test says otherwise.
+accel.api.parse = lambda given: accel.options.parse({"cpu": "fuse"} | given)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # Without a device these do nothing but format the whole stack and keep it, at every seed, until one comes.

@@ -44,7 +44,9 @@ def demo(
     console.print(f"Picture: {out}\n", highlight=False)
     written.show(console)
     if place.type == "cpu":
-        console.print("\nOn a CPU there is little or nothing to win; the gain is on a GPU.")
+        console.print(
+            "\nOn a CPU there is little or nothing to win: what is no faster there runs stock. The gain is on a GPU."
+        )
     console.print("\nIn your own code:\n")
     console.print(Text(YOUR_CODE, style="green"), soft_wrap=True)
 

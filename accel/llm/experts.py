@@ -22,7 +22,12 @@ class ExpertsForward(FastForward):
         self.names, self.activation, self.known = names, activation, _settings(module)
 
     def __call__(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or self.mode() is not None or self.unfit(*args, **kwargs) is not None:
+        if (
+            torch.compiler.is_compiling()
+            or self.ledger.rests(args, kwargs)
+            or self.mode() is not None
+            or self.unfit(*args, **kwargs) is not None
+        ):
             return self.stock(*args, **kwargs)  # a prompt, or what the calls around it are asked about
         return self.fast(*args, **kwargs)
 

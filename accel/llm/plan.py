@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accel.llm.family import QUANTISATION, RULES
+from accel.llm.pace import pace
 from accel.llm.quant.arrival import Arrival
 from accel.options import STATIC, calibrate
 from accel.plan import Context, Plan, Row
@@ -66,6 +67,9 @@ class LanguagePlan(Plan):
         if self.arrived:
             self.patches.insert(0, arrival)
         self.rows += [Row(path, RULE, status, reason) for path, status, reason in arrival.rows]
+
+    def pace(self) -> tuple[float, float]:
+        return pace(self.root, self.ledger)
 
     @contextmanager
     def as_arrived(self) -> Iterator[None]:

@@ -282,12 +282,17 @@ def test_projections_share_one_storage_without_a_second_copy(pair):
     assert attention.to_k.weight.data_ptr() == attention.to_q.weight.data_ptr() + attention.to_q.weight.nbytes
 
 
-def test_verify_compares_with_stock_and_leaves_it_optimised(pair):
+def test_verify_compares_with_stock_and_leaves_it_optimised(pair, monkeypatch):
     model, _, _ = pair
     with pytest.raises(ValueError, match="not optimised"):
         accel.verify(model)
-    accel.optimize(model, layout="channels_last")  # in stock's layout a CPU may give stock's bits
+    accel.optimize(model)
     sites = len(fast_forwards(model))
+    block = type(fast_forwards(model)[5].forward)
+    fast = block.fast
+    monkeypatch.setattr(
+        block, "fast", lambda self, *a, **k: (1 + 1e-6) * fast(self, *a, **k)
+    )  # else a CPU may be exact
     quality = accel.verify(model)
     assert 0 < quality.max_error < 1e-4 and quality.finite and quality.psnr_db > 80
     assert "PSNR" in str(quality)

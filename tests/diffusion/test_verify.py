@@ -36,8 +36,9 @@ def spoil(monkeypatch, model, change, wrong=lambda number: True):
     return calls
 
 
-def test_each_model_and_the_whole_image_pass(pipe):
-    accel.optimize(pipe, layout="channels_last")  # in stock's layout a CPU may give stock's bits
+def test_each_model_and_the_whole_image_pass(pipe, monkeypatch):
+    accel.optimize(pipe)
+    spoil(monkeypatch, pipe.unet, lambda image: (1 + 1e-6) * image)  # else a CPU may give stock's bits
     quality = accel.verify(pipe, PROMPT, **CALL)
     assert quality.passed and quality.verdict.startswith("passed: no further apart")
     assert set(quality.parts) == {"unet", "vae.decoder", "text_encoder"}

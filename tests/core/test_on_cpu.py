@@ -1,0 +1,174 @@
+"""What calls on a CPU run: stock, unless a token was timed to take less fused, or the user wants it fused anyway."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from families import make
+from transformers import DynamicCache
+
+import accel
+from accel.diffusion.resnet import ResnetForward
+from accel.ledger import Ledger
+from accel.llm import pace as pacing
+from accel.llm.decoder import DecoderForward
+from accel.on_cpu import RULE
+from accel.plan import PLAN
+
+IDS = torch.arange(1, 9).view(1, 8)
+
+
+def told(model):
+    return [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == RULE]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Counts what ran fused, of an image model and of a language model."""
+    ran = []
+
+    def counted(run):
+        def counting(self, *args, **kwargs):
+            ran.append(type(self))
+            return run(self, *args, **kwargs)
+
+        return counting
+
+    monkeypatch.setattr(ResnetForward, "fast", counted(ResnetForward.fast))
+    monkeypatch.setattr(DecoderForward, "run", counted(DecoderForward.run))
+    return ran
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Says what a token takes, fused and stock."""
+    return lambda *seconds: monkeypatch.setattr("accel.llm.plan.pace", lambda model, ledger: seconds)
+
+
+def generate(model):
+    with torch.no_grad():
+        return model.generate(IDS, max_new_tokens=5, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+
+
+def test_image_models_run_stock(tiny, fused):
+    model = tiny.unet()
+    twin, before, inputs = copy.deepcopy(model), tiny.snapshot(model), tiny.inputs(model)
+    accel.optimize(model, cpu="auto")
+    fused.clear()
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        with torch.no_grad():
+            assert torch.equal(one(**inputs).sample, twin(**inputs).sample)
+        assert not fused and accel.report(one).fallbacks == []
+    assert [status for status, _ in told(model)] == ["skipped"] and "stock" in told(model)[0][1]
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+@pytest.mark.parametrize("option", [{"cpu": "fuse"}, {"strict": True}, {"step_cache": 2}], ids=str)
+def test_they_run_fused_where_that_was_asked_for(tiny, fused, option):
+    model = tiny.unet()
+    accel.optimize(model, **({"cpu": "auto"} | option))
+    fused.clear()
+    with torch.no_grad():
+        model(**tiny.inputs(model))
+    assert fused and told(model) == []
+
+
+def test_a_language_model_runs_stock_where_a_token_takes_longer_fused(fused, timed):
+    model = make("llama")
+    twin = copy.deepcopy(model)
+    timed(2.0, 1.0)
+    accel.optimize(model, cpu="auto")
+    fused.clear()
+    mine, stock = generate(model), generate(twin)
+    assert torch.equal(mine.sequences, stock.sequences)
+    assert type(mine.past_key_values.layers[0]) is type(stock.past_key_values.layers[0])  # nobody adopted it
+    assert not fused and accel.report(model).fallbacks == []
+    assert told(model) == [
+        ("skipped", "runs stock there: 2000.00 ms a token fused, 1000.00 stock; fused once it is on a GPU")
+    ]
+
+
+@pytest.mark.parametrize("stock", [1.0, 0.91], ids=["gain", "noise"])
+def test_it_runs_fused_where_a_token_takes_clearly_less(fused, timed, stock):
+    model = make("llama")
+    timed(0.9, stock)
+    accel.optimize(model, cpu="auto")
+    fused.clear()
+    generate(model)
+    assert bool(fused) is (stock == 1.0)
+    assert [status for status, _ in told(model)] == ["patched" if fused else "skipped"]
+
+
+@pytest.mark.parametrize("option", [{"weights": "int8"}, {"kv_cache": "int8"}, {"cpu": "fuse"}], ids=str)
+def test_what_is_asked_for_by_name_is_not_timed(fused, timed, option):
+    model = make("llama")
+    timed(2.0, 1.0)
+    accel.optimize(model, **({"cpu": "auto"} | option))
+    fused.clear()
+    generate(model)
+    assert fused and told(model) == []
+
+
+def test_a_model_that_cannot_be_timed_runs_stock(fused, monkeypatch):
+    def broken(model, ledger):
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr("accel.llm.plan.pace", broken)
+    model = make("llama")
+    accel.optimize(model, cpu="auto")
+    fused.clear()
+    generate(model)
+    assert not fused and "not timed: IndexError: index out of range in self" in told(model)[0][1]
+
+
+class Clock:
+    """Stands for `time` where it is asked: a second passes at each question, and what calls add."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(pacing, "SECONDS", 1000.0)
+    run = DecoderForward.run
+
+    def slow(self, *args, **kwargs):
+        clock.now += 2.0
+        return run(self, *args, **kwargs)
+
+    model = accel.optimize(make("llama"), cpu="fuse").train()
+    monkeypatch.setattr(DecoderForward, "run", slow)
+    fused.clear()
+    ledger = vars(model)[PLAN].ledger
+    assert pacing.pace(model, ledger) == (3.0, 1.0)
+    assert len(fused) == 1 + pacing.MOST  # a prompt, and as many tokens as are timed at most
+    assert model.training and not ledger.stock_on_cpu and ledger.rows() == []
+    monkeypatch.setattr(pacing, "SECONDS", 0.5)
+    fused.clear()
+    assert pacing.pace(model, ledger) == (3.0, 1.0) and len(fused) == 2
+
+
+def test_tensors_elsewhere_do_not_rest():
+    here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
+    ledger = Ledger(stock_on_cpu=True)
+    assert ledger.rests((None, here), {}) and ledger.rests((), {"scale": 1.0, "x": here})
+    assert not ledger.rests((elsewhere, here), {}) and not ledger.rests((), {})
+    assert not Ledger().rests((here,), {})
+
+
+def test_a_model_with_hooks_is_not_run_to_be_timed():
+    model, calls = make("llama"), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
+    accel.optimize(model, cpu="auto")
+    assert calls == [] and all("not timed" in reason for _, reason in told(model))
+    with torch.no_grad():
+        model(IDS, past_key_values=DynamicCache())
+    assert len(calls) == 1
