@@ -85,7 +85,7 @@ class Plan:
     def _visit(self, site: Site, rules: Sequence[Rule], context: Context) -> None:
         covered: set[str] | None = set()
         for rule in rules:
-            answer = rule.match(site, context)
+            answer = rule.answer(site, context)
             if isinstance(answer, Match) and answer.forward is not None:
                 reason = foreign_forward(site.module)
                 answer = answer if reason is None else Skip(reason)
