@@ -30,10 +30,12 @@ class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
     obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
-    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`.
+    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
+    beside: an object whose `views()` are what else must not.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
+    beside: object | None = None
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -41,7 +43,7 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self):
-        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed")
+        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state):
@@ -155,7 +157,8 @@ class GraphRunner:
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
         self.entries.clear()
-        self.fingerprint = Fingerprint(self.module, self.passed)
+        beside = () if self.beside is None else self.beside.views()
+        self.fingerprint = Fingerprint(self.module, self.passed, beside)
         self.reason = self.obstacle(self.module)
         if self.changes >= RESTLESS:
             self.reason = "the module changes between any two calls"

@@ -5,9 +5,9 @@ from torch import nn
 
 def settings(module: nn.Module) -> tuple:
     """The module's type and its numbers, strings and switches, by name; not whether it is in training mode."""
-    plain = (
-        (name, value)
-        for name, value in vars(module).items()
-        if name != "training" and (value is None or isinstance(value, bool | int | float | str))
-    )
-    return type(module), *sorted(plain)
+    named = ((name, value) for name, value in vars(module).items() if name != "training" and plain(value))
+    return type(module), *sorted(named)
+
+
+def plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

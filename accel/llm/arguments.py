@@ -90,7 +90,9 @@ def _pieces(forward) -> Iterator[dict]:
     for length in lengths:
         start, end = end, end + length
         piece = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
-        yield piece | ({"position_ids": positions[:, start:end]} if "position_ids" in forward.names else {})
+        yield piece | (
+            {"position_ids": positions[:, start:end].contiguous()} if "position_ids" in forward.names else {}
+        )
 
 
 def _in_parts(piece: dict, parts: int) -> dict:

@@ -7,6 +7,7 @@ import torch
 
 from accel.llm.alibi import slopes_given
 from accel.llm.compare import agree, factor, named_factor
+from accel.llm.plain_attention import plain_attention
 from accel.llm.qk_norm import HeadNorm, head_norm
 from accel.llm.record import Call, LayerRecord, Record
 from accel.llm.rotary import Rotary, rotaries
@@ -74,13 +75,13 @@ def understand_attention(layer: LayerRecord, record: Record) -> tuple[AttentionS
         raise NotUnderstood("keys and values of different sizes")
     options, seen = _told(layer, record)
     calls = layer.inside(layer.attention)
-    tried = "no projection gives the values it stores"
+    projected = rotated = False
     for projections, layout in _projections(calls, layer):
         q, k, v = split([call.output.held for call in projections], **layout)
-        tried = "its keys are not what projection, norm and rotation give"
+        projected = True
         for k_norm, normed_k in head_norm(layer, calls, k):
             for rotary in rotaries(layer, normed_k, layer.keys):
-                tried = "its queries, scores or result are of another formula"
+                rotated = True
                 for q_norm, normed_q in head_norm(layer, calls, q):
                     found = _result(layer, options, seen, calls, rotary, normed_q, normed_k, v)
                     if found is not None:
@@ -92,7 +93,27 @@ def understand_attention(layer: LayerRecord, record: Record) -> tuple[AttentionS
                             **rest,
                         )  # fmt: skip
                         return spec, projections[0], out
-    raise NotUnderstood(tried)
+    if rotated:
+        raise NotUnderstood(_unlike(layer, calls))
+    if projected:
+        raise NotUnderstood("its keys are not what projection, norm and rotation give")
+    raise NotUnderstood("no projection gives the values it stores, beside queries and keys in an order that is known")
+
+
+def _unlike(layer: LayerRecord, calls: list[Call]) -> str:
+    """In which of its steps an attention may be of another formula, whose keys and values are understood."""
+    attended = layer.attended
+    if attended is None:
+        return "its queries, scores or result are of another formula"
+    options = {name: attended.options.get(name) for name in ("scaling", "softcap", "s_aux")}
+    whole = plain_attention(attended.query, layer.keys, layer.values, None, **options)
+    if whole.shape == attended.output.shape and agree(whole, attended.output):
+        return "its attention sees the future"
+    if any(call.alone and agree(attended.output, call.input.held) for call in calls):
+        return "its queries or scores are of another formula"
+    if any(call.alone and agree(attended.output, call.input.held) for call in layer.calls):
+        return "what its attention gives is projected outside of it"
+    return "what its attention gives is changed before it is projected"
 
 
 def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from accel_kernels.projection import MOST_ROWS
+from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import DynamicCache
 
@@ -17,8 +18,10 @@ from accel.llm.cache import adopt
 from accel.llm.layer import LayerForward
 from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import Prompts
+from accel.llm.relied import Relied
 from accel.llm.step import Step, Steps
 from accel.llm.store import Shape, Store
+from accel.structure import foreign_hooks
 
 # What a fast call understands; of anything else the call runs stock.
 UNDERSTOOD = {
@@ -39,6 +42,7 @@ class DecoderForward(FastForward):
         super().__init__(module, path, kernels, ledger)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.manner: Manner | None = None
+        self.relied: Relied | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
@@ -88,17 +92,18 @@ class DecoderForward(FastForward):
             if not use_cache:
                 raise Unfit("no cache")
             cache = DynamicCache(config=self.module.config)
+        rows, new = tokens.shape[:2]
+        # Before the cache is taken over: a stock call may want it as it is.
+        self._refuse(kwargs, rows, cache.get_seq_length() if type(cache) is DynamicCache else 0, new)
         store = adopt(cache, self.shapes())
         if isinstance(store, str):
             raise Unfit(store)
         keep = given("logits_to_keep", 0)
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
-        rows, new = tokens.shape[:2]
         start = store.length
         if tokens.device != store.shapes[0].device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
-        self._refuse(kwargs, rows, start, new)
         mask = self._mask(given("attention_mask"), rows, start, new)
         positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
         logits = self.run(store, tokens, positions, mask, keep)
@@ -234,12 +239,16 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack)
-                self.seen = Fingerprint(self.module, self.manner.passed)
+                beside = () if self.relied is None else self.relied.views()
+                self.seen = Fingerprint(self.module, self.manner.passed, beside)
         if self.reason is not None:
             raise Unfit(self.reason)
 
     def _bind(self, stack: bool) -> str | None:
         modules = self.module.get_submodule(self.stack)
+        reason = (self.relied and self.relied.changed()) or self._shown()
+        if reason is not None:
+            return reason
         if [id(module) for module in modules] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimised"
         moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
@@ -249,6 +258,21 @@ class DecoderForward(FastForward):
         if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
             return "weights on several devices, or not loaded"
         return next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+
+    def _shown(self) -> str | None:
+        """Why a hook would be shown what only we have: an empty cache, a mask made up. Those of transformers look at
+        neither; and whoever takes one tensor and no more is not given them.
+        """
+        inside = {module for layer in self.layers for module in layer.module.modules() if module is not layer.module}
+        for path, module in self.module.named_modules():
+            if path and module not in inside and foreign_hooks(module) and not _takes_one(module):
+                return f"forward hooks on {path}, which would be shown an empty cache"
+        return None
+
+
+def _takes_one(module: nn.Module) -> bool:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _capturing() -> bool:

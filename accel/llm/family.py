@@ -2,12 +2,13 @@
 
 import inspect
 
+import torch
 from accel_kernels.rehearsal import prepare
 from torch import nn
 
 from accel.graphs import GraphRunner
 from accel.llm.cache_rounding import choose, described
-from accel.llm.check import find_manner, rehearse
+from accel.llm.check import find_manner, rehearse, relied_on
 from accel.llm.decoder import DecoderForward
 from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
@@ -88,6 +89,9 @@ def _understand(model: nn.Module, layers: dict, scores: bool) -> list[tuple[Laye
     """The formula of every layer; see `formulas`. Raises NotUnderstood."""
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise NotUnderstood("its forward takes no cache")
+    words = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(words, torch.Tensor) or words.dim() != 2:
+        raise NotUnderstood("it has not one table of embeddings")
     reason = side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
     if reason is not None:
         raise NotUnderstood(reason)
@@ -107,6 +111,7 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.manner = find_manner(forward)
+    forward.relied = relied_on(forward)
     note = ""
     if context.options.kv_cache is not None:
         note = _round(forward, specs, context.options)
@@ -121,7 +126,7 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[1])
         for runner in runners:
-            runner.passed = forward.manner.passed
+            runner.passed, runner.beside = forward.manner.passed, forward.relied
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     return forward, (*patches, *seams(model, forward)), note

@@ -37,10 +37,9 @@ def _of_transformers(function: Callable) -> bool:
 
 
 @contextmanager
-def lent_configs(model: nn.Module, attention: str) -> Iterator[None]:
-    """Inside, the model's modules hold copies of their configurations, which name this attention implementation.
-
-    Copies, for other models may have been made from the same configuration.
+def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dict]:
+    """Inside, the model's modules hold copies of their configurations, which name this attention implementation if one
+    is given. Copies, for other models may have been made from the same configuration; yielded by ids of the originals.
     """
     copies: dict = {}
     with ExitStack() as undo:
@@ -49,6 +48,6 @@ def lent_configs(model: nn.Module, attention: str) -> Iterator[None]:
             for name in [name for name, value in held.items() if isinstance(value, PretrainedConfig)]:
                 undo.callback(held.__setitem__, name, held[name])
                 held[name] = copy.deepcopy(held[name], copies)
-                if FIELD in vars(held[name]):
+                if attention is not None and FIELD in vars(held[name]):
                     vars(held[name])[FIELD] = attention
-        yield
+        yield copies

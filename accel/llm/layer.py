@@ -8,13 +8,12 @@ from torch import nn
 from accel.forward import FastForward
 from accel.joint import alike
 from accel.llm.attention_spec import split
+from accel.llm.basis import Basis
 from accel.llm.layer_spec import LayerSpec
 from accel.llm.linear import weights
 from accel.llm.mlp import BoundMlp, Changed
 from accel.llm.part import Before, BoundHeadNorm, BoundLinear, BoundNorm, product, stacked
 from accel.llm.step import Step, Steps
-from accel.settings import settings
-from accel.structure import hooked, transformers_hook
 
 
 class LayerForward(FastForward):
@@ -26,6 +25,12 @@ class LayerForward(FastForward):
     def __init__(self, module: nn.Module, path: str, kernels, ledger, spec: LayerSpec, steps: Steps):
         super().__init__(module, path, kernels, ledger)
         self.spec, self.steps = spec, steps
+        called, looked_at = spec.linears, [norm.name for norm in spec.norms]
+        if not spec.mlp.first:
+            called = (*called, spec.mlp.whole)
+        elif spec.mlp.whole is not None:
+            looked_at.append(spec.mlp.whole)
+        self.basis = Basis(module, called, [*looked_at, *filter(None, [spec.mlp.act])])
 
     def stacks(self) -> list[nn.Module]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
@@ -56,34 +61,16 @@ class LayerForward(FastForward):
         return None if reason is None else f"{self.path}: {reason}"
 
     def _changed(self) -> str | None:
-        attention = self.module.get_submodule(self.spec.attention.name)
         if vars(self.module).get("forward") is not self:
             return "its forward was replaced"
-        for module, known in ((self.module, self.spec.settings), (attention, self.spec.attention.settings)):
-            now = settings(module)
-            if now != known:
-                names = [str(pair[0]) for pair in set(known[1:]) ^ set(now[1:])]
-                return f"changed since it was optimised: {', '.join(sorted(set(names))) or now[0].__name__}"
-            if module.training:
-                return "training mode"
-        path = self.spec.attention.name.split(".")
-        around = [self.module.get_submodule(".".join(path[: end + 1])) for end in range(len(path))]
-        reasons = (_foreign(module) for module in around)
-        return next((f"the attention has {reason}" for reason in reasons if reason is not None), None)
+        if self.module.training or self.module.get_submodule(self.spec.attention.name).training:
+            return "training mode"
+        return self.basis.changed(self.module)
 
     def fast(self, *args, **kwargs):
         x = args[0] if args else kwargs["hidden_states"]
         y = self.bound(self.kernels, self.steps.current, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
-
-
-def _foreign(module: nn.Module) -> str | None:
-    """What hangs on a module that is not called any more, but for the hooks of transformers itself."""
-    attributes = vars(module)
-    if "forward" in attributes:
-        return "a replaced forward"
-    hooks = (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
-    return hooked(module) if "_hf_hook" in attributes or not all(map(transformers_hook, hooks)) else None
 
 
 class BoundLayer:

@@ -41,6 +41,19 @@ class LayerSpec:
     scales: tuple[float, float]
     returns: int | None
 
+    @property
+    def norms(self) -> list[NormSpec]:
+        """All there are, those of queries and keys too."""
+        heads = (None if one is None else one.norm for one in (self.attention.q_norm, self.attention.k_norm))
+        mine = (self.before_attention, self.post_attention, self.after_attention)
+        return [norm for norm in (*mine, self.before_mlp, self.post_mlp, self.after_mlp, *heads) if norm is not None]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of all."""
+        down = () if self.mlp.down is None else (self.mlp.down,)
+        return (*self.attention.projections, self.attention.out, *self.mlp.first, *down)
+
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""

@@ -46,11 +46,14 @@ class Call:
 
 @dataclass
 class Attended:
-    """What the recording attention function was given. query: (rows, heads, tokens, D)."""
+    """What the recording attention function was given. query: (rows, heads, tokens, D); and what it gave, output:
+    (rows, tokens, heads, D).
+    """
 
     query: torch.Tensor
     mask: torch.Tensor | None
     options: dict
+    output: torch.Tensor
 
 
 @dataclass
@@ -79,7 +82,7 @@ class LayerRecord:
         if not scores:
             self.keys = self.attended = None
         elif self.attended is not None:
-            self.attended.mask = None
+            self.attended.mask = self.attended.output = None
 
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""

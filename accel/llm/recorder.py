@@ -19,12 +19,14 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+from accel.llm.cache import STOCK
 from accel.llm.implementation import foreign_attention, lent_configs
 from accel.llm.inputs import few
+from accel.llm.plain_attention import plain_attention
 from accel.llm.record import Attended, Call, LayerRecord, Record, Value
 from accel.llm.understanding import NotUnderstood, raised
 from accel.quant.module import QuantisedLinear
-from accel.structure import placement, transformers_hook
+from accel.structure import foreign_hooks, placement
 
 NAME = "accel_recording"
 ROWS = 2
@@ -143,6 +145,10 @@ def record(
         seen.windows.update(known.windows)
     if own:
         seen.masks += known.masks
+    kinds_kept = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(STOCK)
+    if kinds_kept:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds_kept))
+        raise NotUnderstood(f"its cache keeps more than keys and values: {names}")
     recorder = Recorder(seen, look, scores, LOUD.get(placement(model)[1], 64.0) if loud else 1.0, model.config)
     ids = example_ids(model, few(model))
     try:
@@ -234,26 +240,11 @@ class Recorder:
         return mask
 
     def _attend(self, module, query, key, value, attention_mask, **options):
+        output = plain_attention(query, key, value, attention_mask, **options)
         if not self._elsewhere():
             self.record.asked = True
-            self.current.attended = Attended(query.clone(), attention_mask, options)
-        return plain_attention(query, key, value, attention_mask, **options), None
-
-
-def plain_attention(query, key, value, mask, *, scaling=None, softcap=None, s_aux=None, **_) -> torch.Tensor:
-    """Attention in fp32 or fp64 with a mask that is added to the scores. Returns (rows, tokens, heads, D)."""
-    groups = query.shape[1] // key.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key, value = (t.to(wide).repeat_interleave(groups, dim=1) for t in (key, value))
-    scores = query.to(wide) @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask.to(wide)
-    if s_aux is not None:
-        scores = torch.cat((scores, s_aux.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = scores.softmax(-1)[..., : key.shape[-2]]
-    return (weights @ value).transpose(1, 2).to(query.dtype)
+            self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
+        return output, None
 
 
 class RecordingCache(DynamicCache):
@@ -275,7 +266,6 @@ def side_effects(model: nn.Module) -> str | None:
         where = path or "the model"
         if "_hf_hook" in attributes:
             return f"an accelerate hook on {where}"
-        hooks = (*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
-        if path and any(not transformers_hook(hook) for hook in hooks):
+        if path and foreign_hooks(module):
             return f"forward hooks on {where}, which examining it would call"
     return None

@@ -26,7 +26,10 @@ def _count(visible, query: int) -> int:
     own, first, count = torch.full_like(block, query), None, 0
     for start in range(0, query + 2, BLOCK):
         keys = block[: query + 2 - start] + start
-        seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
+        try:
+            seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
+        except IndexError as error:  # it looks the positions up in something as long as the text
+            raise NotUnderstood("its attention mask is made of more than positions") from error
         here = int(seen.count_nonzero())
         if here and first is None:
             first = start if here == len(keys) else start + int(seen.bool().byte().argmax())

@@ -14,7 +14,7 @@ from accel.joint import JointLinears
 from accel.passes import Passes
 from accel.patch import ChannelsLast
 from accel.rule import Match, Skip
-from accel.structure import foreign_processor, stock_method, transformers_hook
+from accel.structure import foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"
 LAYOUT = "layout"  # the name under which the sites of a model share the patch of its convolutions
@@ -64,7 +64,7 @@ class GraphForward(FastForward):
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
-        if type(prompt) is not torch.Tensor or prompt.is_inference() or self.prompt.versions() is None:
+        if type(prompt) is not torch.Tensor or prompt.is_inference() or next(self.module.parameters()).is_inference():
             return None  # such tensors do not tell when they change
         return Constant(prompt, self.prompt, self.loop.number)
 
@@ -89,7 +89,7 @@ def obstacle(root: nn.Module) -> str | None:
         where = name or type(root).__name__
         if "_hf_hook" in attributes or getattr(attributes.get("_diffusers_hook"), "hooks", None):
             return f"hooks on {where} may move weights (offload)"
-        if module is not root and _foreign_hooks(module):
+        if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
         forward = attributes.get("forward")
         if forward is not None and not isinstance(forward, FastForward) and not stock_method(module, forward):
@@ -100,12 +100,6 @@ def obstacle(root: nn.Module) -> str | None:
     if len({tensor.device for tensor in root.parameters()}) > 1:
         return "weights on several devices"
     return None
-
-
-def _foreign_hooks(module: nn.Module) -> bool:
-    """Hooks other than those by which transformers itself collects hidden states into the outputs."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(transformers_hook, hooks))
 
 
 def match_graph(site, context) -> Match | Skip | None:

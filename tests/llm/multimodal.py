@@ -55,6 +55,7 @@ def qwen(name: str, text: dict, **vision):
         vision_end_token_id=IMAGE + 3,
     )
     ids = words(True)
+    ids[:, 2] = IMAGE + 2  # before every image
     image = {"pixel_values": random(2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
     return model, {}, {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | image
 

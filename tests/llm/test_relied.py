@@ -1,0 +1,231 @@
+"""What stock code reads in a call and fused layers do not: once it is changed stock runs, and is fast again once it is
+changed back.
+"""
+
+import copy
+import inspect
+from contextlib import contextmanager
+
+import pytest
+from families import layers, make, padded
+from modes import generate, same
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+import accel
+
+
+def first(model) -> nn.Module:
+    return next(iter(layers(model).values()))
+
+
+def attention(model) -> nn.Module:
+    return next(m for name, m in first(model).named_children() if "attn" in name or "attention" in name)
+
+
+def halved(function):
+    """A function that gives half of what this one does, in the first place if in several."""
+
+    def half(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return (found[0] / 2, *found[1:]) if isinstance(found, tuple) else found / 2
+
+    return half
+
+
+@contextmanager
+def put(mapping, name, value):
+    """mapping: a dictionary, or an object with attributes."""
+    old = mapping.get(name) if isinstance(mapping, dict) else vars(mapping).get(name)
+    write = dict.__setitem__ if isinstance(mapping, dict) else setattr
+    write(mapping, name, value)
+    try:
+        yield
+    finally:
+        if old is not None:
+            write(mapping, name, old)
+        elif isinstance(mapping, dict):
+            del mapping[name]
+        else:
+            delattr(mapping, name)
+
+
+def blind(*args, **kwargs):
+    """A mask that hides the first token of all from all but itself."""
+    mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    mask = mask.clone()
+    mask[:, :, 1:, 0] = False
+    return mask
+
+
+@contextmanager
+def custom(*models):
+    with (
+        put(AttentionInterface._global_mapping, "halves", halved(sdpa_attention_forward)),
+        put(AttentionMaskInterface._global_mapping, "halves", sdpa_mask),
+    ):
+        before = models[0].config._attn_implementation
+        for model in models:
+            model.set_attn_implementation("halves")
+        try:
+            yield
+        finally:
+            for model in models:
+                model.set_attn_implementation(before)
+
+
+def registered(interface, name, function):
+    return lambda *models: put(interface._global_mapping, name, function)
+
+
+def on_class(find, name="forward"):
+    return lambda *models: put(type(find(models[0])), name, halved(getattr(type(find(models[0])), name)))
+
+
+def in_file(name):
+    """A function of the file that the model's class is written in."""
+
+    def change(*models):
+        file = vars(inspect.getmodule(type(models[0])))
+        return put(file, name, halved(file[name]))
+
+    return change
+
+
+@contextmanager
+def on_each(find, name, make_value, models):
+    held = [(find(model), vars(find(model)).get(name)) for model in models]
+    for owner, _ in held:
+        setattr(owner, name, make_value(owner))
+    try:
+        yield
+    finally:
+        for owner, value in held:
+            setattr(owner, name, value) if value is not None else delattr(owner, name)
+
+
+def field(name, value):
+    return lambda *models: on_each(lambda model: model.config, name, lambda _: value, models)
+
+
+def other_config(*models):
+    def changed(owner):
+        config = copy.deepcopy(owner.config)
+        config._attn_implementation = "eager"
+        return config
+
+    return on_each(attention, "config", changed, models)
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+@contextmanager
+def child(models, find, name, new):
+    held = [(find(model), getattr(find(model), name)) for model in models]
+    for owner, _ in held:
+        setattr(owner, name, new())
+    try:
+        yield
+    finally:
+        for owner, old in held:
+            setattr(owner, name, old)
+
+
+# (family, what changes, whether it shows in what stock computes, words of the reason)
+CHANGES = {
+    "an attention of the user's": ("llama", custom, True, "_attn_implementation"),
+    "the attention under its name": (
+        "llama", registered(AttentionInterface, "sdpa", halved(sdpa_attention_forward)), True, "AttentionInterface.sdpa"
+    ),
+    "the mask under its name": ("llama", registered(AttentionMaskInterface, "sdpa", blind), True, "MaskInterface.sdpa"),
+    "torch's attention": (
+        "llama", lambda *_: put(F, "scaled_dot_product_attention", halved(F.scaled_dot_product_attention)), True,
+        "scaled_dot_product_attention",
+    ),
+    "a linear's product": ("llama", lambda *_: put(F, "linear", halved(F.linear)), True, "functional.linear"),
+    "the class of attention": ("llama", on_class(attention), True, "LlamaAttention.forward"),
+    "the class of norms": ("llama", on_class(lambda m: first(m).input_layernorm), True, "LlamaRMSNorm.forward"),
+    "the class of the model inside": ("llama", on_class(lambda m: m.lm_head), True, "Linear.forward"),
+    "how a layer is called": ("llama", on_class(attention, "__call__"), True, "__call__"),
+    "the rotation": ("llama", in_file("rotate_half"), True, "rotate_half"),
+    "how masks are made": ("llama", lambda *models: put(vars(inspect.getmodule(type(models[0]))), "create_causal_mask",
+                                                        lambda **_: None), True, "create_causal_mask"),
+    "a method of attention": ("falcon-grouped", on_class(attention, "_split_heads"), True, "_split_heads"),
+    "no causality": ("llama", field("is_causal", False), True, "is_causal"),
+    "a window": ("mistral", field("sliding_window", 3), True, "sliding_window"),
+    "kinds of layers": ("gemma2", field("layer_types", ["full_attention"] * 2), True, "layer_types"),
+    "a configuration of its own": ("llama", other_config, False, "configuration of model.layers.0.self_attn"),
+    "a module beside": (
+        "gpt2", lambda *models: child(models, attention, "resid_dropout", Half), True, "attn.resid_dropout"
+    ),
+    "a module inside": (
+        "gpt2", lambda *models: child(models, lambda m: first(m).mlp, "dropout", Half), True, "mlp.dropout"
+    ),
+    "a function on a module": (
+        "llama", lambda *models: on_each(lambda m: first(m).mlp, "other", lambda _: F.relu, models), False, "mlp.other"
+    ),
+}  # fmt: skip
+
+
+def reasons(model) -> dict[str, int]:
+    return {reason: calls for _, reason, calls in accel.report(model).fallbacks}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_and_undone(name, pair):
+    family, change, shows, words = CHANGES[name]
+    ours, stock = pair(family)
+    ids, mask = padded()
+
+    def written(model):
+        call = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+        return generate(model, ids, mask, **call)
+
+    plain = written(stock)
+    same(written(ours), plain)
+    assert not reasons(ours)
+    with change(ours, stock):
+        theirs = written(stock)
+        same(written(ours), theirs)
+        told = reasons(ours)
+    assert len(told) == 1 and words in next(iter(told)), told
+    if shows:
+        assert float((theirs["logits.0"] - plain["logits.0"]).abs().max()) > 1e-3
+    same(written(ours), plain)
+    assert reasons(ours) == told, "it is fast again"
+
+
+def test_a_copy_made_while_something_was_changed_knows_it(pair):
+    ours, stock = pair("mistral")
+    ids, mask = padded()
+    ours.config.sliding_window = stock.config.sliding_window = 3
+    copied = copy.deepcopy(ours)
+    same(generate(copied, ids, mask), generate(stock, ids, mask))
+    assert "sliding_window" in next(iter(reasons(copied)))
+
+
+def test_fields_that_no_layer_reads_cost_nothing(pair):
+    ours, stock = pair("gpt2")
+    ids, mask = padded()
+    for model in (ours, stock):
+        model.config.pad_token_id, model.config.problem_type, model.config.name_or_path = 5, "x", "y"
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not reasons(ours)
+
+
+def test_optimised_again_it_is_fast_with_what_was_changed():
+    ours = accel.optimize(make("mistral"))
+    stock = make("mistral")
+    ids, mask = padded()
+    ours.config.sliding_window = stock.config.sliding_window = 3
+    generate(ours, ids, mask)
+    assert reasons(ours)
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not reasons(ours)
