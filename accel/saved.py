@@ -4,38 +4,111 @@ Weights are read from safetensors alone: a pickle may run any code when it is re
 """
 
 import json
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import torch
+from torch import nn
 
 INDEX = "model_index.json"  # of a pipeline
 PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transformers and of diffusers, in shards too
+NAMED = 3  # weights in a message
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device):
-    """The object of this folder, on the device. Raises ValueError where the folder holds none, or pickles alone."""
+    """The object of this folder, on the device. Raises ValueError where the folder holds none, pickles alone, or
+    weights that are not those of the model; see `check_keys`.
+    """
     refuse_pickles(folder)
     if (folder / INDEX).is_file():
         from diffusers import DiffusionPipeline
 
-        return DiffusionPipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(device)
+        models = _models(folder, dtype)
+        return DiffusionPipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True, **models).to(device)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has neither a {INDEX} nor a config.json")
-    config = json.loads((folder / "config.json").read_text())
+    config = _read(folder / "config.json")
     if "_class_name" in config:
         import diffusers
 
         model = getattr(diffusers, config["_class_name"], None)
         if model is None:
             raise ValueError(f"{folder} is a {config['_class_name']}, which this diffusers does not know")
-        return model.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(device).eval()
-    import transformers
+    else:
+        import transformers
 
-    names = config.get("architectures") or []
-    model = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    if model is None:
-        raise ValueError(f"{folder}/config.json names neither a diffusers class nor an architecture of transformers")
-    return model.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(device).eval()
+        names = config.get("architectures") or []
+        model = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+        if model is None:
+            raise ValueError(
+                f"{folder}/config.json names neither a diffusers class nor an architecture of transformers"
+            )
+    return whole(model, folder, dtype=dtype).to(device).eval()
+
+
+def whole(kind: type, folder: Path, **given) -> nn.Module:
+    """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model."""
+    given |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = kind.from_pretrained(folder, **given)
+    check_keys(folder, model, found)
+    return model
+
+
+def check_keys(folder: Path, model: nn.Module, found: Mapping) -> None:
+    """Raises ValueError, naming them, where the files lack weights of the model, hold others, or such of other shapes.
+
+    found: what `from_pretrained` tells of the loading; tied weights, and keys that a class says may be missing or left
+    over, are not among it. A buffer that the model makes by itself may be left over too: older versions saved it.
+    """
+    own = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    more = [key for key in found["unexpected_keys"] if not any(_same_end(key, name) for name in own)]
+    if missing := found["missing_keys"]:
+        raise ValueError(f"{folder} lacks {_few(missing)}, which the model needs")
+    if more:
+        raise ValueError(f"{folder} holds {_few(more)}, for which its config.json has no place")
+    shapes = ((name, tuple(file), tuple(own)) for name, file, own in found["mismatched_keys"])
+    if other := [f"{name} is {file} in the file and {own} in the model" for name, file, own in shapes]:
+        raise ValueError(f"{folder}: {_few(other)}")
+
+
+def _same_end(key: str, name: str) -> bool:
+    """Whether one is the other with more in front: a model inside another, or taken out of it."""
+    return f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")
+
+
+def _few(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def _models(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The models of a pipeline by name, of those classes that can be found; the pipeline loads the rest by itself."""
+    models = {}
+    for name, said in _read(folder / INDEX).items():
+        kind = _class(*said) if isinstance(said, list) and len(said) == 2 and all(said) else None
+        if kind is not None and (folder / name / "config.json").is_file():
+            models[name] = whole(kind, folder / name, dtype=dtype)
+    return models
+
+
+def _class(library: str, name: str) -> type | None:
+    """A class of models of diffusers or transformers, or of a pipeline of diffusers."""
+    import diffusers
+
+    known = library in ("diffusers", "transformers")
+    kind = getattr(import_module(library) if known else getattr(diffusers.pipelines, library, None), name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
+
+
+def _read(file: Path) -> dict:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it holds no object")
+    return found
 
 
 def refuse_pickles(folder: Path) -> None:

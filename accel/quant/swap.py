@@ -7,6 +7,7 @@ from torch import nn
 
 from accel.patch import Patch, PatchConflict, set_data
 from accel.quant.module import QuantisedLinear
+from accel.quant.parking import Parking
 from accel.structure import stock_method
 
 
@@ -25,18 +26,22 @@ class Swap:
         self.guard = guard
 
     def put(self, originals: Iterable[nn.Module], make) -> None:
-        """Exchanges the originals one by one for make(original): never more than one weight twice on the device."""
+        """Exchanges the originals one by one for make(original): never more than a few weights twice on the device."""
         originals = list(originals)
         self.there = True
         if self.guard is not None:
             self.guard.apply()
         places, shared = _places(self.root, originals), held_elsewhere(self.root, originals)
-        for original in originals:
-            quantised = make(original)
-            _share_hooks(original, quantised)
-            self.pairs.append((original, quantised))
-            _set(places[id(original)], quantised)
-            _park(original.weight, shared)
+        last = {id(original.weight): original for original in originals}
+        with Parking() as parking:
+            for original in originals:
+                quantised = make(original)
+                _share_hooks(original, quantised)
+                self.pairs.append((original, quantised))
+                _set(places[id(original)], quantised)
+                weight = original.weight
+                if last[id(weight)] is original and _parks(weight, shared):
+                    parking.park(weight)
 
     def apply(self) -> None:
         """Once more after `undo`; the first time `put` has done it already."""
@@ -80,15 +85,16 @@ class Swap:
         if self.guard is not None:
             self.guard.undo()
         places = _places(self.root, [quantised for _, quantised in self.pairs])
-        for original, quantised in reversed(self.pairs):
-            device, dtype = quantised.data.device, quantised.dtype
-            _set(places[id(quantised)], original)
-            _moved(quantised, torch.device("cpu"), dtype)  # before the other comes: room for one is enough
-            if (original.weight.device, original.weight.dtype) != (device, dtype):
-                set_data(original.weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
-            bias = original.bias
-            if bias is not None and bias.untyped_storage().nbytes() != bias.nbytes:  # put beside others, see stack_rows
-                set_data(bias, torch.clone)
+        with Parking() as parking:
+            for original, quantised in reversed(self.pairs):
+                device, dtype = quantised.data.device, quantised.dtype
+                _set(places[id(quantised)], original)
+                _leave(quantised, parking)
+                if (original.weight.device, original.weight.dtype) != (device, dtype):
+                    set_data(original.weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
+                bias = original.bias
+                if bias is not None and bias.untyped_storage().nbytes() != bias.nbytes:  # beside others, see stack_rows
+                    set_data(bias, torch.clone)
         self.there = False
 
 
@@ -131,9 +137,19 @@ def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, s
     return {id(p): path for path, module in others for p in module._parameters.values() if p is not None}
 
 
-def _park(weight: nn.Parameter, shared: Container[int]) -> None:
-    if weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference():
-        set_data(weight, torch.Tensor.cpu)
+def _parks(weight: nn.Parameter, shared: Container[int]) -> bool:
+    """Whether its memory on the device can be given free."""
+    return weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference()
+
+
+def _leave(module: QuantisedLinear, parking: Parking) -> None:
+    """Its numbers go to the CPU; the bias, which is the original's too, stays."""
+    for name, tensor in module._buffers.items():
+        if tensor is not None and tensor.device.type != "cpu":
+            if tensor.is_inference():
+                module._buffers[name] = tensor.cpu()
+            else:
+                parking.park(tensor)
 
 
 def _moved(module: QuantisedLinear, device: torch.device, dtype: torch.dtype) -> QuantisedLinear:
