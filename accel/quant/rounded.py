@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from accel_kernels import Norm, QuantisedRows
 from accel_kernels import norm as norms
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, KnownColumns
+from accel_kernels.quantise_rows import LEAST, LEAST_PEAK, MOST, KnownColumns
 from torch import nn
 
 from accel.quality import Quality, relative_rms
@@ -78,7 +78,7 @@ def _rounding(
     h, scales = h.masked_fill(~meant, 0), scales.masked_fill(~meant, 1)
     given, values, allowed = h, numbers * scales, scales * (0.5 + NEARLY)
     if scale is not None:
-        h = h.clamp(-most * scale.double(), most * scale.double())
+        h = h.clamp(LEAST[rows.data.dtype] * scale.double(), most * scale.double())
         if bool((scales != scale.double()).logical_and(meant).any()):
             return math.inf, math.inf
     if rows.data.dtype == torch.float8_e4m3fn:  # 3 bits behind the point, down to the subnormal numbers
@@ -97,7 +97,7 @@ def _rounding(
     elif input_columns is not None and input_columns.numel():
         return math.inf, math.inf
     # A scale larger than need be would pass the rest.
-    full = (numbers.abs().amax(-1, keepdim=True) == most) | (scales * most <= 2 * LEAST_PEAK)
+    full = (numbers.abs().amax(-1, keepdim=True) >= most) | (scales * most <= 2 * LEAST_PEAK)
     if scale is not None:
         full = torch.ones_like(full)
     worst = ((values - h).abs() / allowed).masked_fill(~meant, 0).masked_fill(meant & ~full, torch.inf).max()

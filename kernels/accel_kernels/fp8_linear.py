@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accel_kernels.gated import gated
 from accel_kernels.norm import ACTIVATIONS
 from accel_kernels.op import Case, Op, capability
+from accel_kernels.quantise_rows import SINGLE
 from accel_kernels.quantise_rows import reference as quantise
 from accel_kernels.quantised import Quantised
 
@@ -20,8 +21,9 @@ def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
     """x: QuantisedRows (..., K) of float8_e4m3fn; weight, up: Quantised of it (N, K), scales (N, 1). Returns (..., N).
 
     bias, up_bias: (N,); residual: (..., N), in x.dtype as the result. activation: a name of ACTIVATIONS or None; needed
-    with `up`. Products of float8 are exact in the float32 in which they are summed. Raises ValueError for numbers that
-    are not float8_e4m3fn, scales that are not by row, and outliers.
+    with `up`. Products of float8 are exact in the float32 in which they are summed; for x of float32 both factors are
+    multiplied as they stand for, as compressed-tensors does. Raises ValueError for numbers that are not float8_e4m3fn,
+    scales that are not by row, and outliers.
     """
     for one in (weight, up):
         if one is not None and (one.data.dtype != FP8 or one.scales.numel() != one.data.shape[0]):
@@ -31,6 +33,8 @@ def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
     kind = torch.float64 if x.scales.dtype == torch.float64 else torch.float32
 
     def product(one: Quantised, shift):
+        if x.dtype == kind == SINGLE:
+            return F.linear(x.dequantised(kind), one.dequantised(kind), shift)
         y = F.linear(x.data.to(kind), one.data.to(kind)) * x.scales.to(kind) * one.scales.to(kind).view(-1)
         return y if shift is None else y + shift.to(kind)
 

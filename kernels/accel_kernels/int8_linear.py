@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from accel_kernels.norm import ACTIVATIONS
 from accel_kernels.op import Case, Op, capability, dtype_reason, launcher
-from accel_kernels.quantise_rows import QuantisedRows
+from accel_kernels.quantise_rows import SINGLE, QuantisedRows
 from accel_kernels.quantise_rows import reference as quantise
 from accel_kernels.quantised import Quantised
 
@@ -22,7 +22,8 @@ def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
     """x: QuantisedRows (..., K) of int8; weight, up: Quantised int8 (N, K), scales (N, 1). Returns (..., N) of x.dtype.
 
     bias, up_bias: (N,); residual: (..., N). activation: a name of ACTIVATIONS or None; needed with `up`. scale: a
-    float. Integers are summed exactly, all else is float32 and rounded once. Raises ValueError for numbers that are not
+    float. Integers are summed exactly, all else is float32 and rounded once; for x of float32, which no kernel takes,
+    both factors are multiplied as they stand for, as compressed-tensors does. Raises ValueError for numbers that are not
     int8 or scales that are not by row.
     """
     for one in (weight, up):
@@ -43,6 +44,8 @@ def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
 
 
 def _product(x: QuantisedRows, weight: Quantised, bias, kind: torch.dtype) -> torch.Tensor:
+    if x.dtype == kind == SINGLE:
+        return F.linear(x.dequantised(kind), weight.dequantised(kind), bias)
     y = integer_product(x.data.flatten(0, -2), weight.data).to(kind).view(*x.data.shape[:-1], -1)
     y = y * x.scales.to(kind)
     if x.outliers is not None:

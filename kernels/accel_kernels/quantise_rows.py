@@ -13,9 +13,14 @@ from accel_kernels.norm import Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
+# The largest absolute value of a row over this is its scale: half of what lies between least and largest number, as in
+# the package compressed-tensors 0.20 (calculate_qparams), whose files say "dynamic" and leave the formula to who reads.
+REACH = {kind: (MOST[kind] - LEAST[kind]) / 2 for kind in MOST}
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
 # of the Llama-3.1-8B shape take about as long either way on an H200, see benchmarks/outliers.py.
 SHARE = 16
+SINGLE = torch.float32  # rows of it are rounded, and multiplied, bit for bit as by compressed-tensors
 LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 
 
@@ -73,12 +78,13 @@ class KnownColumns(NamedTuple):
 def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """x: (..., K). Returns QuantisedRows; nothing waits for the device.
 
-    norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-127..127) or float8_e4m3fn.
+    norm: a Norm over K, or None; not rounded before the numbers are. dtype: int8 (-128..127) or float8_e4m3fn.
     outliers: None; or columns that are all taken out, int64 or KnownColumns; or a threshold: columns in which any
     absolute value is above it, or all columns where those are more than one in SHARE; there is room for them. scale:
-    None for one of each row's own, its largest absolute value over 127 (float8: 448); or one float32 above 0 for all,
-    on the device: values beyond 127 of it saturate. Raises ValueError for another dtype, a threshold that is not above
-    0, and outliers besides float8.
+    None for one of each row's own, its largest absolute value over 127.5 (float8: 448), by which the largest may be
+    half a step beyond the last number, which stands for it; or one float32 above 0 for all, on the device: what is
+    beyond the least and the largest number saturates. A float32 x is rounded bit for bit as by compressed-tensors.
+    Raises ValueError for another dtype, a threshold that is not above 0, and outliers besides float8.
     """
     if dtype not in MOST:
         raise ValueError(f"rows are rounded to int8 or float8_e4m3fn, not {dtype}")
@@ -98,15 +104,18 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
             mask, columns, count = known.mask.bool(), known.columns, known.count
         taken = h.index_select(-1, columns).to(x.dtype)
         h = h.masked_fill(mask, 0)
-    most = MOST[dtype]
     peak = h.abs().masked_fill(h.isnan(), torch.inf).amax(-1, keepdim=True).clamp_min(LEAST_PEAK)
-    whole = torch.full_like(peak, most)  # of a plain number torch takes the reciprocal, which rounds once more
-    factor = whole / peak if scale is None else 1 / scale.to(kind)
-    numbers = h * factor
+    reach = torch.full_like(peak, REACH[dtype])  # of a plain number torch takes the reciprocal, which rounds once more
+    scales = peak / reach if scale is None else scale.to(kind).expand_as(peak)
+    if x.dtype == SINGLE:
+        numbers = h / scales  # whose rounding decides about a negative peak
+    elif scale is None:  # a peak is exactly half a step beyond 127: no rounding before may decide where it falls
+        numbers = torch.where(h.abs() == peak, reach.copysign(h), h * (reach / peak))
+    else:
+        numbers = h * (1 / scale.to(kind))
     numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
-    scales = peak / whole if scale is None else scale.to(kind).expand_as(peak)
     scales = scales.masked_fill(peak.isinf(), torch.nan)
-    return QuantisedRows(numbers.clamp(-most, most).to(dtype), scales, x.dtype, taken, columns, count)
+    return QuantisedRows(numbers.clamp(LEAST[dtype], MOST[dtype]).to(dtype), scales, x.dtype, taken, columns, count)
 
 
 def _threshold(value: float) -> float:

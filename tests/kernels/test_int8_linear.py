@@ -78,8 +78,8 @@ def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poiso
     if norm is None:
         assert not apart.any() and torch.equal(ours.scales, theirs.scales)
     assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01  # sums in another order, next to a half
-    assert ours.data.abs().max() == 127 and ours.data.min() >= -127
-    # Within half a step of the float64 values, and every row's largest is met exactly.
+    assert ours.data.int().abs().amax(-1).ge(127).all()
+    # Within half a step of the float64 values.
     wide = exact.data.double() * exact.scales
     assert float(((ours.data.double() * ours.scales.double() - wide).abs() / exact.scales).max()) < 1.001
 
@@ -88,7 +88,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poiso
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_given_scale_is_that_of_all_rows_and_what_is_beyond_saturates(dtype, norm, poisoned):
-    """Against the formula in float64: within half a step, but for what 127 steps do not reach."""
+    """Against the formula in float64: within half a step, but for what lies beyond the least and the largest number."""
     x, scale = (torch.randn(3, 5, 80) * 3).to(dtype), torch.tensor([0.0137])
     norm = cast(norm, dtype)
     x[2, 1, 7] = 1e30 if norm is None else x[2, 1, 7]
@@ -98,7 +98,7 @@ def test_a_given_scale_is_that_of_all_rows_and_what_is_beyond_saturates(dtype, n
     assert (wide.abs() > 128).any() and (wide.abs() < 100).any()
     for rows in (ours, theirs):
         assert (rows.scales == scale).all() and rows.scales.shape == (3, 5, 1) and rows.scales.is_contiguous()
-        assert float((rows.data.double() - wide.clamp(-127, 127)).abs().max()) < 0.501
+        assert float((rows.data.double() - wide.clamp(-128, 127)).abs().max()) < 0.501
     assert (ours.data.int() - theirs.data.int()).abs().float().mean() < (1e-9 if norm is None else 0.01)
 
 
@@ -120,7 +120,7 @@ def test_columns_beside_a_given_scale(poisoned):
         rows = function(x, outliers=columns, scale=scale)
         assert not rows.data[:, [3, 90]].any() and (rows.scales == scale).all()
         assert torch.equal(rows.outliers, x[:, [3, 90]])
-        rest = (x / scale).clamp(-127, 127).index_fill(1, columns, 0)
+        rest = (x / scale).clamp(-128, 127).index_fill(1, columns, 0)
         assert float((rows.data - rest).abs().max()) < 0.501
 
 
@@ -134,9 +134,9 @@ def test_float8_by_a_given_scale_saturates_at_448():
 
 @interpreted
 def test_rounding_is_to_the_nearest_and_ties_to_even(poisoned):
-    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.49, -127.0, 0.0]])
+    x = torch.tensor([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.49, -127.5, 0.0]])
     ours = quantise_rows.triton(x)
-    assert ours.data.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, -127, 0]]
+    assert ours.data.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, -128, 0]]
     assert torch.equal(ours.data, quantise_rows.reference(x).data) and ours.scales.item() == 1.0
 
 
@@ -146,7 +146,7 @@ def test_rows_of_zeros_of_the_least_and_of_the_greatest(dtype, poisoned):
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     x = torch.tensor([[0.0, -0.0, 0.0], [most, -most, most / 4], [least, -least, 0.0]], dtype=dtype)
     for rows in (quantise_rows.triton(x), quantise_rows.reference(x)):
-        assert rows.data[0].tolist() == [0, 0, 0] and rows.data[1].tolist() == [127, -127, 32]
+        assert rows.data[0].tolist() == [0, 0, 0] and rows.data[1].tolist() in ([127, -127, 32], [127, -128, 32])
         assert rows.scales.isfinite().all() and (rows.scales > 0).all()
         step = rows.scales.double()
         assert ((rows.data.double() * step - x.double()).abs() <= 0.5001 * step + 1e-32).all()
@@ -206,7 +206,7 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
         wanted, room = sorted(set(outliers.tolist())), outliers.numel()
     for rows in (ours, theirs):
         assert rows.count.item() == len(wanted) and rows.columns[: len(wanted)].tolist() == wanted
-        assert not rows.data[:, wanted].any() and rows.data.abs().amax(1).eq(127).all()
+        assert not rows.data[:, wanted].any() and rows.data.int().abs().amax(1).ge(127).all()
         assert rows.outliers.shape == (21, room)
     count = len(wanted)
     torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
@@ -227,7 +227,7 @@ def test_where_more_than_one_column_in_sixteen_has_outliers_all_stay_in_16_bits(
     for rows in (ours, theirs):
         assert rows.count.item() == count and rows.columns[:count].tolist() == wanted
         assert not rows.data[:, wanted].any() and rows.scales.isfinite().all()
-        assert rows.data.abs().amax(1).eq(127 if count < 96 else 0).all()
+        assert rows.data.int().abs().amax(1).ge(127).all() == (count < 96)
     torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
 
 

@@ -55,10 +55,12 @@ def by_token(x: torch.Tensor, kind: str) -> torch.Tensor:
         large = (x.abs() > 6).flatten(0, -2).any(0)
         out |= large | (16 * large.sum() > len(large))
     rest = x.masked_fill(out, 0)
-    most = 448 if kind == "fp8" else 127
-    steps = rest * (most / rest.abs().amax(-1, keepdim=True).clamp_min(1e-30))
-    steps = steps.to(torch.float8_e4m3fn).double() if kind == "fp8" else steps.round()
-    return torch.where(out, x, steps * rest.abs().amax(-1, keepdim=True).clamp_min(1e-30) / most)
+    least, most = (-448, 448) if kind == "fp8" else (-128, 127)
+    reach, peak = (most - least) / 2, rest.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    scale = peak / reach
+    steps = torch.where(rest.abs() == peak, reach * rest.sign(), rest / scale)
+    steps = steps.to(torch.float8_e4m3fn).double() if kind == "fp8" else steps.clamp(least, most).round()
+    return torch.where(out, x, steps * scale)
 
 
 def logits(model) -> dict[str, torch.Tensor]:

@@ -45,8 +45,8 @@ def test_no_group_is_worse_for_being_clipped(scheme):
 
 
 def test_activations_are_rounded_by_token_by_hand():
-    x = torch.tensor([[127.0, 0.4, -3.6, 0.0], [0.0, 0.0, 0.0, 0.0], [1.27, -0.004, 0.016, -1.27]])
-    wanted = torch.tensor([[127.0, 0, -4, 0], [0, 0, 0, 0], [1.27, 0, 0.02, -1.27]])
+    x = torch.tensor([[127.5, 0.4, -3.6, 0.0], [0.0, 0.0, 0.0, 0.0], [1.275, -0.004, 0.016, -1.2]])
+    wanted = torch.tensor([[127.0, 0, -4, 0], [0, 0, 0, 0], [1.27, 0, 0.02, -1.2]])
     torch.testing.assert_close(rounded_by_token(x), wanted)
     assert rounded_by_token(x.bfloat16()).dtype == torch.bfloat16
     linear = torch.nn.Linear(4, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import make, padded, prompt
 from modes import generate
-from quantised import held_by
+from quantised import by_token, held_by
 from transformers import AutoModelForCausalLM
 
 import accel
@@ -32,7 +32,7 @@ def by_scale(x: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
     """x in float64 as it is after rounding, by definition; up to 64 rows as they are."""
     if x.shape[:-1].numel() <= 64:
         return x
-    steps = (x / scale).clamp(-MOST[kind], MOST[kind])
+    steps = (x / scale).clamp({"int8-static": -128.0, "fp8-static": -448.0}[kind], MOST[kind])
     return (steps.round() if kind == "int8-static" else steps.to(torch.float8_e4m3fn).double()) * scale
 
 
@@ -331,8 +331,7 @@ def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     if x.shape[:-1].numel() <= 64:
         return x
     rest = x.index_fill(-1, columns, 0)
-    steps = rest.abs().amax(-1, keepdim=True) / 127
-    return (rest / steps).round() * steps + (x - rest)
+    return by_token(rest, "int8") + (x - rest)
 
 
 @torch.no_grad()

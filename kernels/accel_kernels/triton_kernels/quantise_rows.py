@@ -9,7 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.quantise_rows import LEAST_PEAK, MOST, SHARE, KnownColumns, QuantisedRows, known_columns
+from accel_kernels.quantise_rows import (
+    LEAST,
+    LEAST_PEAK,
+    MOST,
+    REACH,
+    SHARE,
+    KnownColumns,
+    QuantisedRows,
+    known_columns,
+)
 from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
@@ -79,7 +88,8 @@ def outlier_columns_kernel(
 def quantise_rows_kernel(
     x_ptr, nw_ptr, nb_ptr, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
     NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, GIVEN: tl.constexpr,
-    ROUND: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LEAST_PEAK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k_idx = tl.arange(0, BLOCK_K)
@@ -110,19 +120,30 @@ def quantise_rows_kernel(
                 taken = (taken - mean) * factor * its_weight + its_bias
             tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
     # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
-    peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST)
+    peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST_PEAK)
     if GIVEN:
         scale = tl.load(given_ptr)
+    else:
+        scale = tl.div_rn(peak, REACH)
+    if x_ptr.dtype.element_ty == tl.float32:
+        y = tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,)))  # as the reference says
+    elif GIVEN:
         y = h * tl.div_rn(1.0, scale)
     else:
-        scale = tl.div_rn(peak, MOST)
-        y = h * tl.div_rn(MOST, peak)
+        # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+        y = tl.where(tl.abs(h) == peak, tl.where(h < 0, -REACH, REACH), h * tl.div_rn(REACH, peak))
     y = tl.where(y == y, y, 0.0)
     if ROUND:  # to even, as torch: the sum has no bits left for the fraction
         y = (y + 12582912.0) - 12582912.0
-    y = tl.minimum(tl.maximum(y, -MOST), MOST)
+    y = tl.minimum(tl.maximum(y, LEAST), MOST)
     tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
+
+
+def _numbers(dtype: torch.dtype) -> dict:
+    """Constants of a kernel that rounds to this dtype."""
+    ends = {"REACH": REACH[dtype], "LEAST": LEAST[dtype], "MOST": MOST[dtype], "LEAST_PEAK": LEAST_PEAK}
+    return {"ROUND": dtype == torch.int8} | ends
 
 
 def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
@@ -166,8 +187,8 @@ def quantise_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     launch(
         quantise_rows_kernel, (rows,),
         x, nw, nb, mask, columns, count, scale, data, scales, taken, k, capacity, eps, offset, **flags,
-        OUTLIERS=0 if mask is None else AT_ONCE, GIVEN=scale is not None, ROUND=dtype == torch.int8, MOST=MOST[dtype],
-        LEAST=LEAST_PEAK, PDL=bool(pdl), **meta, **pdl,
+        OUTLIERS=0 if mask is None else AT_ONCE, GIVEN=scale is not None, **_numbers(dtype), PDL=bool(pdl),
+        **meta, **pdl,
     )  # fmt: skip
     return QuantisedRows(data, scales, x.dtype, taken, columns, count)
 
@@ -179,8 +200,8 @@ def specimen(q: str, outliers: bool, k: int = 4096, given: bool = False):
     types |= {"given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
     types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
     constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k)}
-    constants |= {"OUTLIERS": AT_ONCE if outliers else 0, "GIVEN": given, "ROUND": q == "i8"}
-    constants |= {"MOST": 127.0 if q == "i8" else 448.0, "LEAST": LEAST_PEAK, "PDL": False}
+    constants |= {"OUTLIERS": AT_ONCE if outliers else 0, "GIVEN": given, "PDL": False}
+    constants |= _numbers(torch.int8 if q == "i8" else torch.float8_e4m3fn)
     return quantise_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
 
 
