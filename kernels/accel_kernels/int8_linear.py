@@ -23,8 +23,8 @@ def reference(x, weight, bias=None, *, up=None, up_bias=None, activation=None, r
 
     bias, up_bias: (N,); residual: (..., N). activation: a name of ACTIVATIONS or None; needed with `up`. scale: a
     float. Integers are summed exactly, all else is float32 and rounded once; for x of float32, which no kernel takes,
-    both factors are multiplied as they stand for, as compressed-tensors does. Raises ValueError for numbers that are not
-    int8 or scales that are not by row.
+    both factors are multiplied as they stand for, as compressed-tensors does. Raises ValueError for numbers that are
+    not int8 or scales that are not by row.
     """
     for one in (weight, up):
         if one is not None and _format_reason(one) is not None:
