@@ -15,6 +15,7 @@ from accel import on_cpu
 from accel.ledger import Ledger
 from accel.objects import is_scheduler, models_in, parts_in
 from accel.options import parse
+from accel.parts import WeakList, forget, former, kept_by, remember
 from accel.plan import PLAN, Context, Plan
 from accel.quality import Quality
 from accel.report import Report
@@ -67,8 +68,10 @@ def optimize(obj, **options):
             vars(parts[name])[PLAN] = before[name]
         raise
     plans = [vars(parts[name])[PLAN] for name in applied]
-    for plan in plans:
+    for name, plan in zip(applied, plans, strict=True):
+        plan.users = WeakList([*(before[name].users if before[name] is not None else ()), obj])
         plan.settle()
+    remember(obj, (plan.root for plan in plans if isinstance(plan.root, nn.Module)))
     for told in (told for plan in plans for told in plan.warnings):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
@@ -129,17 +132,28 @@ def load(folder, dtype="auto", device=None):
 def restore(obj):
     """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimised.
 
-    Weights quantised with keep_original=False stay so, which a warning says. Raises PatchConflict, changing nothing,
-    where someone replaced a forward on top of ours.
+    Models that a pipeline held when it was optimised, and has replaced since, are restored too. One stays optimised
+    where another optimised pipeline uses it, or where it was optimised again by itself, which a warning says. Weights
+    quantised with keep_original=False stay so, which a warning says. Raises PatchConflict, changing nothing, where
+    someone replaced a forward on top of ours.
     """
-    plans = _plans(obj)
-    for plan in plans.values():
+    plans, left = list(_plans(obj).values()), []
+    for plan in (vars(model)[PLAN] for model in former(obj) if PLAN in vars(model)):
+        reason = kept_by(obj, plan.root, plan.users)
+        if reason is None:
+            plans.append(plan)
+        else:
+            left.append(f"a {type(plan.root).__name__} that this {type(obj).__name__} held stays optimised: {reason}")
+    for plan in plans:
         for patch in plan.patches:
             patch.check()
-    for plan in plans.values():
+    for plan in plans:
         plan.undo()
         vars(plan.root).pop(PLAN)
-    lost = sum(not row["reversible"] for plan in plans.values() for row in plan.weights)
+    forget(obj)
+    for told in left:
+        warnings.warn(f"accel.restore: {told}", stacklevel=2)
+    lost = sum(not row["reversible"] for plan in plans for row in plan.weights)
     if lost:
         warnings.warn(
             f"accel.restore: {lost} linear layers stay quantised, their original weights were not kept "

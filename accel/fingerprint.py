@@ -7,6 +7,8 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
+from accel.structure import own_classes
+
 # Containers every module has that no forward reads; leaving them out makes the check cheaper.
 IRRELEVANT = {
     "_non_persistent_buffers_set",
@@ -18,13 +20,15 @@ IRRELEVANT = {
     "_load_state_dict_post_hooks",
 }
 
+OBJECTS = ("diffusers.", "transformers.")
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class Fingerprint:
-    """Attributes of all modules by identity, contents of their containers, and addresses of all weights.
+    """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
-    A swapped adapter, processor, scale, hook or weight changes one of them; an in-place update of a weight does not,
+    A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
+    of them; an in-place update of a weight does not,
     and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
     by identity and then equality, tensors by identity alone.
 
@@ -39,22 +43,36 @@ class Fingerprint:
         # Views stay live: reading them again shows the present state without walking the tree.
         self._views, self._exact, self._empty = [], [], []
         self._tensors: list[torch.Tensor] = []
+        self._objects: dict[int, object] = {}
         for module in root.modules():
             attributes = vars(module)
+            self._objects[id(module)] = module
             self._watch(_Others(attributes, passed[module]) if module in passed else attributes.values())
             for name, value in attributes.items():
                 if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
+                    self._look_into(value)
                     continue
                 if len(value):
                     self._watch(value.values() if isinstance(value, dict) else value)
                 else:
                     self._empty.append(value)
             self._tensors += [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+        for base in dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in self._objects.values())):
+            self._watch(vars(base).values())
+        self._kinds = list(map(type, self._objects.values()))
         for view in beside:
             self._watch(view)
         self._values = list(chain.from_iterable(self._views))
         self._exact_values = list(chain.from_iterable(self._exact))
         self._addresses = list(map(ADDRESS, self._tensors))
+
+    def _look_into(self, value: object) -> None:
+        """Configurations, attention processors: plain objects of the libraries that a forward reads."""
+        if id(value) not in self._objects and type(value).__module__.startswith(OBJECTS):
+            attributes = getattr(value, "__dict__", None)
+            if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
+                self._objects[id(value)] = value
+                self._watch(attributes.values())
 
     def _watch(self, view) -> None:
         tensors = any(isinstance(value, torch.Tensor) for value in view)
@@ -74,7 +92,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """True while nothing that a forward could read has changed, weights aside (see `reachable`)."""
         try:
-            if any(self._empty):
+            if any(self._empty) or list(map(type, self._objects.values())) != self._kinds:
                 return False
             exact, found = list(chain.from_iterable(self._exact)), list(chain.from_iterable(self._views))
             return _same(exact, self._exact_values, all(map(is_, exact, self._exact_values))) and _same(

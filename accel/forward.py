@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ from torch import nn
 from accel.arguments import Arguments
 from accel.failure import fatal, told
 from accel.ledger import Ledger
-from accel.structure import hooked
+from accel.reads import Parts, Reads
+from accel.structure import foreign, hooked
 
 STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
 
@@ -67,14 +69,13 @@ class FastForward(ABC):
     """
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
-        self.__setstate__(
-            {"module": module, "path": path, "kernels": kernels, "ledger": ledger, "kind": type(module), "stale": None}
-        )
+        given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
+        self.__setstate__(given | {"kind": type(module), "reads": None, "stale": None})
 
     def __getstate__(self):
         # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
         state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
-        return state | {"stale": self.changed()}
+        return state | {"stale": self.stale or self._another_class()}
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -125,10 +126,25 @@ class FastForward(ABC):
                 raise
             return f"arguments that could not be examined: {told(error)}"
 
+    def parts(self) -> Parts:
+        """All whose work `fast` does itself, the module among them; none where it only calls."""
+        return Parts()
+
+    def remember(self) -> str | None:
+        """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
+        parts = self.parts()
+        self.reads = Reads(self.module, parts) if any(parts) else None
+        return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
+
     def changed(self) -> str | None:
-        """Why the module is not the one that was matched: its class, or the forward found there, is another."""
+        """Why the module is not the one that was matched: its class, the forward found there, a part is another."""
         if self.stale is not None:
             return self.stale
+        if self.reads is not None:
+            return self.reads.changed(self.module, self.parts)
+        return self._another_class()
+
+    def _another_class(self) -> str | None:
         kind = type(self.module)
         if kind is not self.kind:
             return f"its class was changed from {self.kind.__name__} to {kind.__name__} after accel.optimize"

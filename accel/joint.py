@@ -62,10 +62,11 @@ class JointLinears:
         # A layer on another device or in another dtype than x is torch's to refuse.
         return product(layer, before(x)) if output is None else output
 
-    def versions(self) -> int:
-        """Grows with every change in place of a weight or bias that autograd counts."""
+    def versions(self) -> int | None:
+        """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
         held = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
-        return sum(tensor._version for tensor in held if tensor is not None)
+        held = [tensor for tensor in held if tensor is not None]
+        return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
     def keep(self, x: torch.Tensor) -> None:
         """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""

@@ -203,8 +203,10 @@ def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
 
 
 def set_data(parameter: torch.Tensor, change) -> None:
-    """parameter.data = change(parameter.data), as ordinary tensors even under inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
+    """parameter.data = change(parameter.data): an ordinary tensor stays one under inference mode, as an inference
+    tensor does outside of it. One with the data of the other kind would have no version, and not say so.
+    """
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         parameter.data = change(parameter.detach())
 
 

@@ -15,6 +15,7 @@ from accel.graph_pool import GraphPool
 from accel.ledger import Ledger
 from accel.loop import Loop
 from accel.options import Options
+from accel.parts import WeakList
 from accel.patch import ForwardPatch, foreign_forward
 from accel.probe import Probe
 from accel.quant.module import dequantising
@@ -66,6 +67,7 @@ class Plan:
     """The patches of one model, scheduler or pipeline, and the rows that tell about them.
 
     arrived: some of its layers came quantised by another library, which `LanguagePlan` knows to repack.
+    users: what the object was optimised through, a pipeline or itself.
     pace: times a call on a CPU, in seconds fused and stock; None where there is no typical call.
     """
 
@@ -79,13 +81,14 @@ class Plan:
         self.weights: list[dict] = []  # what was quantised, as `Report.weights` tells it
         self.warnings: list[str] = []  # what was asked for and cannot be, once all is optimised
         self.patches: list = []
+        self.users = WeakList()
         context.shared = {}
         self._visit(Site("", root), rules, context)
 
     def _visit(self, site: Site, rules: Sequence[Rule], context: Context) -> None:
         covered: set[str] | None = set()
         for rule in rules:
-            answer = rule.match(site, context)
+            answer = rule.answer(site, context)
             if isinstance(answer, Match) and answer.forward is not None:
                 reason = foreign_forward(site.module)
                 answer = answer if reason is None else Skip(reason)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from accel.failure import fatal, told
 from accel.structure import placement, side_effects
 
 # Relative to the largest output. A wrong formula is off by the order of 1; rounding stays far below.
@@ -60,7 +61,9 @@ def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) 
             wanted = type(module).forward(module, *args, **kwargs)
             got = candidate(*args, **kwargs)
     except Exception as error:  # a block that cannot run this call is not the block we know
-        return f"could not be examined: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if fatal(error):
+            raise
+        return f"could not be examined: {told(error)}"
     finally:
         for child, flag in training:
             child.training = flag

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from accel.failure import fatal, told
 from accel.site import Site
 
 
@@ -33,3 +34,16 @@ class Rule:
 
     name: str
     match: Callable[[Site, object], Match | Skip | None] = field(repr=False)
+
+    def answer(self, site: Site, context: object) -> Match | Skip | None:
+        """What `match` gives. An error of it is a reason to skip: one block of an unknown make spoils no pipeline."""
+        reason = None
+        try:
+            answer = self.match(site, context)
+            if isinstance(answer, Match) and answer.forward is not None:
+                reason = answer.forward.remember()
+        except Exception as error:
+            if fatal(error):
+                raise
+            return Skip(f"could not be examined: {told(error)}")
+        return answer if reason is None else Skip(reason)

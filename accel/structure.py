@@ -1,9 +1,16 @@
 """What a module is made of: exact types, and nothing attached that a fused forward would leave out."""
 
+import inspect
+import sys
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
 from torch import nn
+
+# Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
+LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
+LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -35,12 +42,68 @@ def tampered(module: nn.Module) -> str | None:
         return reason
     if "forward" in attributes and not stock_method(module, attributes["forward"]):
         return f"a replaced forward ({type(attributes['forward']).__name__})"
+    name = overridden(module)
+    return None if name is None else f"a replaced {name}"
+
+
+def overridden(part: object) -> str | None:
+    """The first method of its class, but for the forward, that this object has another of in its place."""
+    attributes = getattr(part, "__dict__", {})
+    for base in own_classes(type(part)):
+        for name, value in vars(base).items():
+            if name in attributes and name != "forward" and callable(value):
+                if not stock_method(part, attributes[name], name):
+                    return name
     return None
 
 
-def stock_method(module: nn.Module, value: object) -> bool:
-    """Whether value is the class's own forward bound to the module, which hooks leave there when they are removed."""
-    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is type(module).forward
+def own_classes(kind: type) -> list[type]:
+    """It and its bases, but for torch's base of all modules, and Python's of everything."""
+    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
+
+
+def methods(kind: type) -> dict[str, object]:
+    """What code of this class finds on it: methods and class attributes, those of torch's own base class left out."""
+    return {
+        name: value
+        for base in reversed(own_classes(kind))
+        for name, value in vars(base).items()
+        if name == "__call__" or not name.startswith("__")
+    }
+
+
+def foreign(part: object) -> str | None:
+    """Why this is not the library's own: code of its class comes from elsewhere, and may do what no probe would show,
+    such as something else for larger inputs.
+    """
+    for name, value in methods(type(part)).items():
+        for function in _functions(value):
+            if function.__globals__.get("__name__", "").partition(".")[0] not in LIBRARIES:
+                return f"{type(part).__name__}.{name} is not the library's own"
+    return None
+
+
+def mentioned(kind: type) -> set[str]:
+    """Names that code of this class mentions: attributes, variables, strings."""
+    codes = (function.__code__ for value in methods(kind).values() for function in _functions(value))
+    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+
+
+def _functions(value: object) -> Iterator:
+    """The Python functions in a class attribute, inside what wraps them."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    while inspect.isfunction(value):
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def stock_method(part: object, value: object, name: str = "forward") -> bool:
+    """Whether value is the class's own method bound to the object, which is left there when something else is removed.
+
+    Hooks do so, and people who take back what they replaced.
+    """
+    found = getattr(type(part), name, None)
+    return getattr(value, "__self__", None) is part and getattr(value, "__func__", value) is found
 
 
 def plain(module: nn.Module | None, *kinds: type) -> str | None:
@@ -84,13 +147,17 @@ def pointwise(conv: nn.Conv2d) -> bool:
 def foreign_processor(module: nn.Module) -> str | None:
     """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
     processor = vars(module).get("processor")
-    if processor is None or type(processor).__module__.startswith("diffusers."):
+    if processor is None or (type(processor).__module__.startswith("diffusers.") and foreign(processor) is None):
         return None
     return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
 
 
 def side_effects(module: nn.Module) -> str | None:
     """Why running the module only to look at it would be noticed: code of the user's inside it."""
+    for one_of_a_kind in {type(child): child for child in module.modules()}.values():
+        reason = foreign(one_of_a_kind)
+        if reason is not None:
+            return reason
     for child in module.modules():
         if child is not module and (vars(child)["_forward_hooks"] or vars(child)["_forward_pre_hooks"]):
             return "forward hooks inside, which examining it would call"

@@ -218,7 +218,7 @@ def described(value, depth: int = 3):
     return type(value).__qualname__
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny():
     """Makers of tiny models and their inputs, and what tests ask about them."""
     from types import SimpleNamespace

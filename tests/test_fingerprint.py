@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from accel.fingerprint import Fingerprint
 
@@ -14,6 +15,11 @@ class Block(nn.Module):
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.scale, self.names, self.options = 0.5, ["a", "b"], {"kind": 1}
         self.table, self.array = torch.ones(1), np.ones(3)
+        self.config = PretrainedConfig(is_causal=False)
+
+
+class OtherBlock(Block):
+    pass
 
 
 CHANGES = {
@@ -32,6 +38,9 @@ CHANGES = {
     "training": lambda b: b.train(),
     "a bias taken away": lambda b: setattr(b.linear, "bias", None),
     "a value that becomes a tensor": lambda b: setattr(b, "options", torch.ones(2)),
+    "its class": lambda b: setattr(b, "__class__", OtherBlock),
+    "the class of a module inside": lambda b: setattr(b.norm, "__class__", nn.BatchNorm2d),
+    "a field of the configuration": lambda b: setattr(b.config, "is_causal", True),
 }
 
 
@@ -43,6 +52,15 @@ def test_a_change_is_seen(change):
     CHANGES[change](block)
     assert not before.holds()
     assert Fingerprint(block).holds()
+
+
+@pytest.mark.parametrize("kind", [Block, nn.Linear, PretrainedConfig])
+def test_another_method_of_a_class_is_seen(kind, monkeypatch):
+    before = Fingerprint(Block().eval())
+    monkeypatch.setattr(kind, "forward", lambda self, x: x, raising=False)
+    assert not before.holds()
+    monkeypatch.undo()
+    assert before.holds()
 
 
 def test_plain_values_may_be_new_objects():

@@ -16,31 +16,35 @@ from accel.patch import Stacked
 from accel.probe import example
 from accel.quant.product import deferred, plain_linear, product
 from accel.quant.rows import Rows
+from accel.reads import Parts
 from accel.rule import Match, Skip
 from accel.structure import all_plain, foreign_processor, holds, meta_weights, untouched
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
+# What makes it the attention of UNets and VAEs; those of other models have some of it.
+ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "rescale_output_factor")
 
 
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(self, module, path, kernels, ledger, processor: type, prompt: JointLinears, stack: bool = True):
+    def __init__(self, module, path, kernels, ledger, prompt: JointLinears, stack: bool = True):
         super().__init__(module, path, kernels, ledger)
-        self.processor = processor  # the type whose formula the probe confirmed
         self.prompt = prompt  # the projections of the prompt in all of the model
         self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
     def unfit(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> str | None:
-        m = self.module
-        if type(m.processor) is not self.processor:
-            return f"processor {type(m.processor).__name__} was set after accel.optimize"
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
         if given:
             return f"arguments for the processor: {', '.join(given)}"
-        return _leaves(m)
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        out, *after = m.to_out
+        return Parts((m, m.processor, *after), (m.group_norm, m.to_q, m.to_k, m.to_v, out))
 
     def fast(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
         m = self.module
@@ -115,20 +119,23 @@ def match_attention(site, context) -> Match | Skip | None:
     for part in PARTS:
         if getattr(m, part, None) is not None:
             return Skip(f"{part}: not handled by the fused attention")
+    missing = [name for name in ASKED if not hasattr(m, name)]
+    if missing or not isinstance(m.to_out, nn.ModuleList):
+        return Skip(f"an attention of another make, without {missing[0] if missing else 'a list to_out'}")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is None:
         plain_kernels, own = context.kernels.plain(), JointLinears(Passes())
-        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, type(m.processor), own, stack=False)
+        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
     prompt = context.share("prompt projections", lambda: JointLinears(context.share("passes", Passes)))
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
     patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    forward = AttentionForward(m, site.path, context.kernels, context.ledger, type(m.processor), prompt)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt)
     return Match(forward, patches)
 
 

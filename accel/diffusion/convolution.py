@@ -5,6 +5,7 @@ from torch import nn
 
 from accel.forward import FastForward
 from accel.layout import convolve, moments_kept, nhwc
+from accel.reads import Parts
 from accel.rule import Match
 from accel.structure import plain
 
@@ -16,6 +17,9 @@ class ConvolutionForward(FastForward):
 
     def unfit(self, input) -> str | None:
         return None if type(input) is torch.Tensor and input.dim() == 4 else "input that is not a batch of images"
+
+    def parts(self) -> Parts:
+        return Parts(live=(self.module,))
 
     def fast(self, input):
         y, bias = convolve(nhwc(input), self.module)

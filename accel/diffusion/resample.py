@@ -7,6 +7,7 @@ from torch import nn
 from accel.forward import FastForward
 from accel.layout import convolve, moments_kept, nhwc
 from accel.probe import example
+from accel.reads import Parts
 from accel.rule import Match, Skip
 from accel.structure import holds, meta_weights, plain
 
@@ -35,7 +36,10 @@ class UpsampleForward(FastForward):
         ours = output_size is None and same_padded(self.module.conv)
         if large and not (ours and hidden_states.is_cuda):
             return "an image too large for torch's channels-last upsampling"
-        return plain(self.module.conv, nn.Conv2d)
+        return None
+
+    def parts(self) -> Parts:
+        return Parts((self.module,), (self.module.conv,))
 
     def fast(self, hidden_states, output_size=None):
         x, conv = nhwc(hidden_states), self.module.conv
@@ -51,7 +55,10 @@ class DownsampleForward(FastForward):
     def unfit(self, hidden_states) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
-        return plain(self.module.conv, nn.Conv2d)
+        return None
+
+    def parts(self) -> Parts:
+        return Parts((self.module,), (self.module.conv,))
 
     def fast(self, hidden_states):
         x = nhwc(hidden_states)

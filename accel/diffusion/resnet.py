@@ -14,6 +14,7 @@ from accel.layout import convolve, moments_kept, nhwc, normalise, project_image
 from accel.passes import Passes
 from accel.probe import example
 from accel.quant.product import plain_linear
+from accel.reads import Parts
 from accel.rule import Match, Skip
 from accel.structure import all_plain, holds, meta_weights, pointwise, untouched
 
@@ -30,7 +31,12 @@ class ResnetForward(FastForward):
             return f"input of type {type(input_tensor).__name__}"
         if self.module.time_emb_proj is not None and temb is None:
             return "no time embedding given"
-        return _leaves(self.module)
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        live = (m.norm1, m.conv1, m.norm2, m.conv2, m.conv_shortcut, m.time_emb_proj)
+        return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), live)
 
     def fast(self, input_tensor, temb=None):
         m, k = self.module, self.kernels

@@ -109,6 +109,9 @@ class StepCacheForward(FastForward):
             self.blocks[path].check()
         except (KeyError, PatchConflict):
             return f"{path} has another forward"
+        reason = self.blocks[path].value.changed()
+        if reason is not None:
+            return f"{path}: {reason}"
         attributes = vars(self.blocks[path].owner)
         return f"forward hooks on {path}" if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] else None
 

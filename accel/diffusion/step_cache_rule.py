@@ -69,7 +69,7 @@ def _inner(site, context, beneath: Sequence[Rule]) -> tuple[FastForward | None, 
     """What the first of the rules that replaces this site's forward would do, and a word on it for the report."""
     told, patches = [], ()
     for rule in beneath:
-        answer = rule.match(site, context)
+        answer = rule.answer(site, context)
         if isinstance(answer, Skip):
             if context.options.strict:
                 return Skip(f"{rule.name}: {answer.reason}")

@@ -14,8 +14,11 @@ from accel.layout import as_image, as_image_like, as_rows, moments_kept, nhwc, n
 from accel.probe import example
 from accel.quant.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
 from accel.quant.rows import Rows
+from accel.reads import Parts, Reads
 from accel.rule import Match, Skip
-from accel.structure import all_plain, holds, meta_weights, plain, pointwise, untouched
+from accel.structure import all_plain, holds, meta_weights, plain, pointwise
+
+NOT_POINTWISE = "a projection that is not 1x1"
 
 
 class Stream:
@@ -47,17 +50,28 @@ class TransformerBlockForward(FastForward):
     What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
     """
 
+    def __init__(self, module, path, kernels, ledger):
+        super().__init__(module, path, kernels, ledger)
+        self.feed_forward = Reads(None, self.feed_forward_parts())
+
     def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
-        m = self.module
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:
             return "input that is not a (batch, length, channels) tensor"
         if args:
             return "arguments given by position"
         if cross_attention_kwargs and "gligen" in cross_attention_kwargs:
             return "GLIGEN conditions"
-        if getattr(m, "_chunk_size", None) is not None:
-            return "chunked feed-forward"
-        return _norms(m)
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        return Parts((m, m.norm1, m.norm2, m.norm3))
+
+    def feed_forward_parts(self) -> Parts:
+        """Of the feed-forward, which may be called as the module it is where an adapter is on it."""
+        ff = self.module.ff
+        up, between, down, *after = ff.net
+        return Parts((ff, up, between, *after), (getattr(up, "proj", None), down))
 
     def fast(
         self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
@@ -115,7 +129,7 @@ class TransformerBlockForward(FastForward):
     def _feed_forward(self, stream, rows) -> None:
         net = self.module.ff.net
         up, down = getattr(net[0], "proj", None), net[2]
-        reason = plain_linear(up) or plain_linear(down) or untouched(self.module.ff, *net)
+        reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
@@ -136,7 +150,12 @@ class TransformerStackForward(FastForward):
             return "arguments given by position"
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
-        return _projections(self.module)
+        layers = (self.module.proj_in, self.module.proj_out)
+        return None if all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers) else NOT_POINTWISE
+
+    def parts(self) -> Parts:
+        m = self.module
+        return Parts((m,), (m.norm, m.proj_in, m.proj_out))
 
     def fast(
         self, hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, class_labels=None,
@@ -188,7 +207,7 @@ def _projections(m: nn.Module) -> str | None:
         if reason is not None:
             return reason
         if isinstance(layer, nn.Conv2d) and not pointwise(layer):
-            return "a projection that is not 1x1"
+            return NOT_POINTWISE
     return plain(m.norm, nn.GroupNorm)
 
 
@@ -202,6 +221,8 @@ def match_transformer_block(site, context) -> Match | Skip | None:
     net = getattr(m.ff, "net", ())
     if len(net) < 3 or plain_linear(getattr(net[0], "proj", None)) or plain_linear(net[2]):
         return Skip("a feed-forward of another make")
+    if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
+        return Skip("attentions of another make")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = _norms(m)

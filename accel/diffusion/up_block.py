@@ -11,11 +11,11 @@ from torch import nn
 from accel.forward import FastForward
 from accel.layout import moments_kept, nhwc
 from accel.probe import example
+from accel.reads import Parts
 from accel.rule import Match, Skip
-from accel.structure import all_plain, holds, meta_weights, untouched
+from accel.structure import all_plain, holds, meta_weights
 
 SKIPS = "res_hidden_states_tuple"
-FREEU = ("s1", "s2", "b1", "b2")  # the scales that Si et al., "FreeU", 2024, sets on a block
 
 
 class UpBlockForward(FastForward):
@@ -25,11 +25,12 @@ class UpBlockForward(FastForward):
         m = self.module
         if args or any(type(x) is not torch.Tensor for x in (hidden_states, *res_hidden_states_tuple)):
             return "arguments given by position, or input that is no tensor"
-        if all(getattr(m, name, None) for name in FREEU):
-            return "FreeU"
         if len(res_hidden_states_tuple) < len(m.resnets):
             return f"{len(res_hidden_states_tuple)} skip connections for {len(m.resnets)} resnets"
-        return untouched(m.resnets, getattr(m, "attentions", None), m.upsamplers)
+        return None
+
+    def parts(self) -> Parts:
+        return Parts((self.module,))
 
     def fast(self, hidden_states, res_hidden_states_tuple, temb=None, upsample_size=None, **kwargs):
         m, x = self.module, hidden_states

@@ -64,7 +64,7 @@ class GraphForward(FastForward):
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
-        if type(prompt) is not torch.Tensor or prompt.is_inference() or next(self.module.parameters()).is_inference():
+        if type(prompt) is not torch.Tensor or prompt.is_inference() or self.prompt.versions() is None:
             return None  # such tensors do not tell when they change
         return Constant(prompt, self.prompt, self.loop.number)
 

@@ -9,6 +9,7 @@ from torch import nn
 from accel.forward import FastForward
 from accel.layout import normalise
 from accel.norm_kind import NormKind, rms_norm_kinds
+from accel.reads import Parts
 from accel.rule import Match
 from accel.settings import settings
 from accel.structure import plain, tampered
@@ -28,6 +29,9 @@ class GroupNormForward(FastForward):
     def unfit(self, input) -> str | None:
         return _unfit(input, self.module.weight)
 
+    def parts(self) -> Parts:
+        return Parts(live=(self.module,))
+
     def fast(self, input):
         return normalise(self.kernels, input, self.module)
 
@@ -37,6 +41,9 @@ class LayerNormForward(FastForward):
 
     def unfit(self, input) -> str | None:
         return _unfit(input, self.module.weight)
+
+    def parts(self) -> Parts:
+        return Parts(live=(self.module,))
 
     def fast(self, input):
         m = self.module
@@ -65,8 +72,15 @@ class RmsNormForward(FastForward):
 
     def __init__(self, module, path, kernels, ledger, kinds: tuple[NormKind | None, NormKind | None]):
         super().__init__(module, path, kernels, ledger)
-        self.kinds, self.settings = kinds, settings(module)[1:]
+        self.kinds = kinds
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
+
+    def parts(self) -> Parts:
+        return Parts(fixed=(self.module,))
+
+    def remember(self) -> None:
+        """Any class will do: what it computes was told by running it, and no row knows of the others."""
+        super().remember()
 
     def _given(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """What is to be normed, and the gate; None for other arguments."""
@@ -84,8 +98,6 @@ class RmsNormForward(FastForward):
         kind, held = self.kinds[gate is not None], vars(self.module)
         if kind is None:
             return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
-        if any(held.get(name, ...) != value for name, value in self.settings):
-            return "its settings were changed after accel.optimize"
         for tensor in given:
             if tensor is not None and type(tensor) is not torch.Tensor:
                 return f"input of type {type(tensor).__name__}"

@@ -15,6 +15,7 @@ from accel.norm_kind import norm_kind, rms_norm_kinds
 from accel.options import Options
 from accel.patch import ForwardPatch
 from accel.plan import Context
+from accel.rule import Rule
 from accel.rules.norms import match_rms_norm
 from accel.site import Site
 
@@ -129,7 +130,7 @@ def fused(norm):
     """The norm with its fast forward in place, its untouched copy, and what made calls run stock so far."""
     stock = copy.deepcopy(norm.eval())
     context = Context.create(Options(), None)
-    ForwardPatch(norm, match_rms_norm(Site("norm", norm), context).forward).apply()
+    ForwardPatch(norm, Rule("norm", match_rms_norm).answer(Site("norm", norm), context).forward).apply()
     return norm, stock, lambda: [reason for _, reason, _ in context.ledger.rows()]
 
 
@@ -155,7 +156,7 @@ def test_settings_changed_later_are_obeyed(name, value):
     for one in (norm, stock):
         setattr(one, name, value)
     torch.testing.assert_close(norm(x), stock(x))
-    assert reasons() == ["its settings were changed after accel.optimize"]
+    assert reasons() == [f"Gated.{name} was changed after accel.optimize"]
 
 
 def promoting() -> dict:
