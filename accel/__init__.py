@@ -6,9 +6,15 @@
 >>> accel.restore(pipe)  # exactly the stock object again
 """
 
-from accel.api import Report, load, optimize, optimized, quantize, report, restore, verify
-from accel.options import Options
-from accel.quality import Quality
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel.api import Report, load, optimize, optimized, quantize, report, restore, verify
+    from accel.options import Options
+    from accel.quality import Quality
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,3 +30,28 @@ __all__ = [
     "restore",
     "verify",
 ]
+
+
+def __getattr__(name: str):
+    """What `import accel` gives, loaded with torch when it is first asked for: the command's help needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"Options": "options", "Quality": "quality"}.get(name, "api")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class Package(ModuleType):
+    """This package. Some functions are called as the module they stand in, such as `report`: Python sets a module it
+    has loaded as an attribute of the package, and the function's name stays the function's."""
+
+    def __setattr__(self, name: str, value) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = Package

@@ -164,7 +164,7 @@ def restore(obj):
 
 
 def report(obj) -> Report:
-    """What `optimize` did to obj and how calls have gone since; an empty report for an object never optimised."""
+    """What `optimize` did to obj and how calls have gone since. Of an object that is not optimised it says so."""
     return Report.of(_plans(obj))
 
 

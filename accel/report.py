@@ -15,12 +15,14 @@ WHOLE = "(whole model)"
 class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
     captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantised weight, with its path, scheme,
-    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original."""
+    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original.
+    optimized: False for an object that is not."""
 
     sites: list[tuple[str, str, str, str]]
     graphs: list[dict]
     fallbacks: list[tuple[str, str, int]]
     weights: list[dict] = field(default_factory=list)
+    optimized: bool = True
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
@@ -38,7 +40,7 @@ class Report:
             for runner in plan.pool.runners:
                 if id(runner.module) in own:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights)
+        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans))
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
@@ -47,7 +49,9 @@ class Report:
         return {"sites": sites, "graphs": list(self.graphs), "fallbacks": fallbacks, "weights": list(self.weights)}
 
     def summary(self) -> str:
-        """One line: sites patched and skipped, graphs, fallbacks."""
+        """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
+        if not self.optimized:
+            return "not optimised"
         count = Counter(status for _, _, status, _ in self.sites)
         captured = [row for row in self.graphs if row["status"] == "graph"]
         memory = sum(row["memory_mb"] for row in captured)
@@ -60,6 +64,9 @@ class Report:
     def __rich_console__(self, console, options):
         from rich.table import Table
 
+        if not self.optimized:
+            yield f"accel: {self.summary()}"
+            return
         table = Table(title=f"accel: {self.summary()}", title_justify="left")
         for heading in ("where", "rule", "sites", "status", "reason"):
             table.add_column(heading, overflow="fold")

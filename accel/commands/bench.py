@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet, wrong_folder
+from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, wrong_folder
 from accel.options import ACTIVATIONS, SCHEMES, check_activations
+from accel.progress import progress_bar
 
 
 def bench(

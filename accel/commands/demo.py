@@ -7,7 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, progress_bar, quiet
+from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet
+from accel.progress import progress_bar
 
 YOUR_CODE = """\
 pipe = DiffusionPipeline.from_pretrained("your/model", dtype=torch.float16).to("cuda")  # or a language model

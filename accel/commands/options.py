@@ -1,4 +1,4 @@
-"""What several commands take: a device, a dtype, a folder with a saved model; and how they show they are at work."""
+"""What several commands take: a device, a dtype, a folder with a saved model."""
 
 import json
 from importlib import import_module
@@ -6,17 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DEVICE_HELP = "cuda, cuda:1, cpu ...; a GPU if there is one"
 DTYPE_HELP = "fp16, bf16 or fp32; fp16 on a GPU, fp32 elsewhere"
 JSON_HELP = "print JSON instead of tables"
 
 
-def progress_bar(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+def parse_folder(folder: Path) -> Path:
+    """Asked before anything is loaded, which takes seconds."""
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is not a folder", param_hint="FOLDER")
+    return folder
 
 
 def parse_device(name: str | None):
@@ -68,8 +68,7 @@ def load_folder(folder: Path, dtype, device):
     import accel
     from accel import saved
 
-    if not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is not a folder", param_hint="FOLDER")
+    parse_folder(folder)
     quiet()
     try:
         loaded = accel.load(folder, dtype, device) if quantised(folder) else saved.load(folder, dtype, device)

@@ -12,10 +12,10 @@ from accel.commands.options import (
     JSON_HELP,
     parse_device,
     parse_dtype,
-    progress_bar,
     quiet,
     wrong_folder,
 )
+from accel.progress import progress_bar
 
 
 def profile(

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, JSON_HELP, has_tokenizer, load_folder, parse_device, parse_dtype
+from accel.commands.options import (
+    DEVICE_HELP,
+    JSON_HELP,
+    has_tokenizer,
+    load_folder,
+    parse_device,
+    parse_dtype,
+    parse_folder,
+)
 from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES, STATIC
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
@@ -40,6 +48,7 @@ def quantize(
 
     Exit code 2 for what cannot be done, with the reason, and 130 where it was interrupted.
     """
+    parse_folder(folder)
     import torch
 
     from accel.llm.family import is_causal_lm

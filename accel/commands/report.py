@@ -15,9 +15,10 @@ from accel.commands.options import (
     load_folder,
     parse_device,
     parse_dtype,
-    progress_bar,
+    parse_folder,
     wrong_folder,
 )
+from accel.progress import progress_bar
 
 
 def report(
@@ -30,6 +31,7 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """List every site of a saved model: sped up or skipped, by which rule, and why."""
+    parse_folder(folder)
     import accel
 
     place = parse_device(device)

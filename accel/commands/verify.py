@@ -15,9 +15,10 @@ from accel.commands.options import (
     load_folder,
     parse_device,
     parse_dtype,
-    progress_bar,
+    parse_folder,
     wrong_folder,
 )
+from accel.progress import progress_bar
 
 
 def verify(
@@ -36,6 +37,7 @@ def verify(
     A model passes where it is no more than twice as far from itself in full precision as stock is. Of a language model
     that is asked of the logits of a prompt and of decode steps; KL divergence and tokens are shown beside.
     """
+    parse_folder(folder)
     import accel
 
     place = parse_device(device)

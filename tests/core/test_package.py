@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import accel
+
 ROOT = Path(__file__).parents[2]
 ACCEL = ROOT / "accel"
 KERNELS = ROOT / "kernels" / "accel_kernels"
@@ -101,8 +103,6 @@ def test_the_core_imports_only_downward(path):
 
 
 def test_public_names_are_frozen():
-    import accel
-
     assert set(accel.__all__) == NAMES
     assert all(hasattr(accel, name) for name in NAMES)
 
@@ -127,12 +127,29 @@ def test_importing_accel_is_light():
             "import json, sys, torch\n"
             "before = set(sys.modules)\n"
             "import accel\n"
+            "accel.optimize\n"
             "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
             "print(json.dumps([sorted(new), torch.cuda.is_initialized()]))"
         )
     )
     assert not set(loaded) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
     assert not cuda
+
+
+def test_functions_keep_their_names_beside_modules_called_the_same():
+    code = (
+        "import accel.report, accel.verify, accel; from accel.report import Report; from accel import report, verify\n"
+    )
+    code += "print(all(map(callable, (accel.report, accel.verify, report, verify))), accel.Report is Report)"
+    assert python(code) == "True True"
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        accel.optimise  # noqa: B018
+
+
+def test_all_that_is_public_can_be_listed_and_is_typed():
+    assert set(accel.__all__) <= set(dir(accel))
+    (block,) = (node for node in ast.parse((ACCEL / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    assert {name.name for node in block.body for name in node.names} | {"__version__"} == NAMES
 
 
 def test_a_wheel_holds_two_packages(tmp_path):
