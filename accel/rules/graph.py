@@ -14,7 +14,7 @@ from accel.joint import JointLinears
 from accel.passes import Passes
 from accel.patch import ChannelsLast
 from accel.rule import Match, Skip
-from accel.structure import foreign_hooks, foreign_processor, stock_method
+from accel.structure import foreign, foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"
 LAYOUT = "layout"  # the name under which the sites of a model share the patch of its convolutions
@@ -30,7 +30,7 @@ class GraphForward(FastForward):
         self.passes = passes
         self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
         passes.tracked = True
-        self.runner = GraphRunner(module, path, pool, ledger, obstacle, keep)
+        self.runner = GraphRunner(module, path, pool, ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args, **kwargs):
@@ -100,6 +100,16 @@ def obstacle(root: nn.Module) -> str | None:
     if len({tensor.device for tensor in root.parameters()}) > 1:
         return "weights on several devices"
     return None
+
+
+def own_code(root: nn.Module) -> str | None:
+    """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
+    reason = obstacle(root)
+    if reason is None:
+        kinds = {type(module): name for name, module in root.named_modules()}
+        reasons = ((foreign(root.get_submodule(name)), name) for name in kinds.values())
+        reason = next((f"{why}, and may keep state ({name})" for why, name in reasons if why is not None), None)
+    return reason
 
 
 def match_graph(site, context) -> Match | Skip | None:

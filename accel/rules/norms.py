@@ -43,7 +43,7 @@ class LayerNormForward(FastForward):
         return _unfit(input, self.module.weight)
 
     def parts(self) -> Parts:
-        return Parts(live=(self.module,))
+        return Parts(fixed=(self.module,))
 
     def fast(self, input):
         m = self.module

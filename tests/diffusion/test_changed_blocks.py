@@ -15,6 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 import accel
+from accel.rules.graph import own_code
 
 
 def find(model, kind):
@@ -184,6 +185,8 @@ def test_a_block_of_another_make_stays_stock_and_is_not_tried(tiny):
     wanted = run(twin, inputs)
     assert float((wanted - plain).abs().max()) > 1e-3
     torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
+    assert "Counting.forward is not the library's own, and may keep state" in own_code(model)  # no graph on a GPU
+    assert own_code(tiny.unet()) is None and own_code(tiny.vae()) is None
     assert fallbacks(model) == 0 and any(row[1:3] == ("attention", "patched") for row in accel.report(model).sites)
     accel.restore(model)
     assert torch.equal(run(model, inputs), wanted)

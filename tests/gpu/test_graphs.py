@@ -88,7 +88,17 @@ def test_numbers_as_timesteps_share_one_graph(pair, tiny):
     assert len(graphs(model)) == 2  # integers and floats
 
 
-@pytest.mark.parametrize("change", ["in place", "new data", "lora", "processor", "freeu", "dtype", "hook"])
+def doubled(kind):
+    class Doubled(kind):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    return Doubled
+
+
+@pytest.mark.parametrize(
+    "change", ["in place", "new data", "lora", "processor", "freeu", "dtype", "hook", "class", "part"]
+)
 def test_a_changed_model_never_replays_the_old_graph(pair, tiny, change):
     model, twin = pair
     inputs = on_gpu(tiny.inputs(model))
@@ -111,6 +121,10 @@ def test_a_changed_model_never_replays_the_old_graph(pair, tiny, change):
             unet.enable_freeu(0.9, 0.2, 1.3, 1.4)
         elif change == "dtype":
             unet.to(torch.bfloat16)
+        elif change == "class":
+            block.__class__ = doubled(type(block))
+        elif change == "part":
+            unet.mid_block.resnets[0].nonlinearity = torch.nn.GELU()
         else:
             unet.mid_block.register_forward_hook(lambda module, args, output: 2 * output)
     if change == "dtype":
