@@ -31,6 +31,7 @@ from accel.failure import fatal, told
 from accel.ledger import Ledger
 from accel.reads import Parts, Reads
 from accel.structure import foreign, hooked
+from accel.transformation import transformation
 
 STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
 
@@ -86,6 +87,11 @@ class FastForward(ABC):
     def __signature__(self) -> inspect.Signature:
         stock = inspect.signature(type(self.module).forward)
         return stock.replace(parameters=list(stock.parameters.values())[1:])
+
+    @property
+    def __code__(self):
+        """The stock function's, by whose file and line torch.export names inputs."""
+        return type(self.module).forward.__code__
 
     def stock(self, *args, **kwargs):
         # The compiler cannot look a method up on a class that diffusers allows in its graphs; it can call a function.
@@ -153,7 +159,7 @@ class FastForward(ABC):
         return None
 
     def mode(self) -> str | None:
-        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast."""
+        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast, transforms."""
         reason = self.changed()
         if reason is not None:
             return reason
@@ -163,7 +169,7 @@ class FastForward(ABC):
             return "gradients are on (call it under torch.no_grad or torch.inference_mode)"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        return None
+        return transformation()
 
     def unfit(self, *args, **kwargs) -> str | None:
         return None

@@ -88,6 +88,8 @@ class DecoderForward(FastForward):
             raise Unfit("inputs of another form")
         if embeds is not None and (ids is not None or embeds.shape[-1] != self.width()):
             raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
+            raise Unfit("embeddings of another dtype than the model's")
         if cache is None:
             if not use_cache:
                 raise Unfit("no cache")

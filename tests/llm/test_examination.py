@@ -174,3 +174,14 @@ def test_models_of_too_few_positions_are_left_alone(name):
     status, reason = whole(model)
     assert status == "skipped" and "too few positions" in reason
     assert torch.equal(model(prompt(2, 4)).logits, stock(prompt(2, 4)).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_embeddings_of_another_dtype_are_promoted_as_stock_does(dtype):
+    model = make("llama")
+    stock = copy.deepcopy(model)
+    accel.optimize(model)
+    embeds = model.get_input_embeddings()(prompt(2, 5)).to(dtype)
+    assert torch.equal(model(inputs_embeds=embeds).logits, stock(inputs_embeds=embeds).logits)
+    ((path, reason, _),) = accel.report(model).fallbacks
+    assert (path, reason) == ("", "embeddings of another dtype than the model's")
