@@ -6,6 +6,7 @@ import time
 from torch import nn
 
 from accel.ledger import Ledger
+from accel.llm.inputs import table_of_positions
 from accel.llm.recorder import example_ids, resting, side_effects
 from accel.llm.understanding import NotUnderstood
 
@@ -23,7 +24,8 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
     reason = side_effects(model)
     if reason is not None:
         raise NotUnderstood(reason)
-    ids = example_ids(model, PROMPT + MOST, seed=2)[:1]
+    most = min(PROMPT + MOST, table_of_positions(model) or PROMPT + MOST)
+    ids = example_ids(model, most, seed=2)[:1]
     caches, times = {}, {False: [], True: []}
 
     def step(stock: bool, start: int, end: int) -> None:
@@ -40,7 +42,7 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
             for stock in times:
                 step(stock, 0, PROMPT)
             until = time.perf_counter() + SECONDS
-            for at in range(PROMPT, PROMPT + MOST):
+            for at in range(PROMPT, most):
                 for stock in sorted(times, reverse=bool(at % 2)):  # who comes first takes turns too
                     step(stock, at, at + 1)
                 if time.perf_counter() > until:
