@@ -25,7 +25,7 @@ from accel.bench.machine import commit, machine, now
 
 LAYERS, HIDDEN, INNER, QKV, WORDS = 32, 4096, 14336, 6144, 128256
 ROWS = (1, 2, 8, 16, 32, 64)
-FORMATS = {"int8": (INT8, 1), "int4": (INT4, 128), "fp8": (FP8, 1)}
+FORMATS = {"int8": (INT8, 1), "int4": (INT4, 128), "fp8": (FP8, 1)}  # and columns to a scale; 1: all of them
 SIZES = {"qkv": (QKV, HIDDEN), "out": (HIDDEN, HIDDEN), "gate": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
@@ -40,11 +40,11 @@ def weight(name: str, n: int, k: int, zeros: bool = False, dtype: torch.dtype = 
         return rand(n, k, spread=k**-0.5)
     kind, group = FORMATS[name]
     groups = k // group if group > 1 else 1
-    spread = {"int8": 74.0, "int4": 4.6, "fp8": 1.0}[name]
+    spread = {INT8: 74.0, INT4: 4.6, FP8: 1.0}[kind]
     scales = (0.5 + torch.rand(n, groups, device=DEVICE)) * (k**-0.5 / spread)
-    if name == "fp8":
+    if kind == FP8:
         data = rand(n, k).to(FP8)
-    elif name == "int8":
+    elif kind == INT8:
         data = torch.randint(-127, 128, (n, k), device=DEVICE, dtype=torch.int8)
     else:
         data = torch.randint(-(2**31), 2**31, (n, k // 8), device=DEVICE, dtype=torch.int32)

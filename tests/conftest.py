@@ -290,6 +290,7 @@ load("llm/live_bytes")
 load("diffusion/denoisers")
 load("gpu/device_memory")
 load("kernels/warpgroups")
+load("kernels/quantised_words")
 if importlib.util.find_spec("triton"):
     load("kernels/code_kernel")
 

@@ -23,37 +23,9 @@ from accel_kernels.triton_kernels import (  # noqa: E402
     warpgroup_factor,
     wide_tile,
 )
+from quantised_words import FORMATS, numbers_of, spread  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
-
-FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
-
-
-def numbers_of(format, neighbours, middle):
-    """`pairs` as its text has it: which number of a word is which of the results."""
-    order = (0, 4, 1, 5, 2, 6, 3, 7) if format == "int4" else (0, 1, 2, 3) if neighbours else (0, 2, 1, 3)
-
-    def pairs(words, scales, zeros, *flags):
-        words = words.data.astype(np.int64)
-        found = []
-        for place in order:
-            if format == "int4":
-                number = (words >> 4 * place & 15) - 8.0
-            else:
-                one = torch.from_numpy((words >> 8 * place & 255).astype(np.uint8))
-                number = one.view(FORMATS[format]).double().numpy()
-            if isinstance(zeros, Array):
-                number = number + middle + zeros.data
-            elif flags[-1]:  # raw
-                number = number + middle
-            found.append(Array(number * scales.data if isinstance(scales, Array) else number))
-        return found
-
-    return pairs
-
-
-def spread(values, repeats, given):
-    return Array(np.repeat(values.data, repeats, axis=2)) if given else values
 
 
 def words(weight):

@@ -13,6 +13,8 @@ import numpy as np
 class Array:
     """A block of values as Gluon has it: operators broadcast, methods have Gluon's names."""
 
+    dtype = "dtype"
+
     def __init__(self, data):
         self.data = np.asarray(data)
 
@@ -48,7 +50,8 @@ def _operator(name):
     return apply
 
 
-for _name in "add sub mul floordiv mod and or rshift lt le gt ge eq radd rsub rmul rfloordiv rmod rand ror".split():
+_OPERATORS = "add sub mul floordiv mod and or rshift lt le gt ge eq radd rsub rmul rfloordiv rmod rand ror truediv"
+for _name in _OPERATORS.split():
     setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
 Array.__neg__ = lambda self: Array(-self.data)
 Array.__invert__ = lambda self: Array(~self.data)
@@ -82,6 +85,9 @@ class Ring:
 
     def load(self, layout):
         return Array(self.data.copy())
+
+    def store(self, values):
+        self.data[...] = values.data
 
 
 class Barriers:
@@ -126,11 +132,15 @@ class Gluon:
     expand_dims = staticmethod(lambda a, axis: Array(np.expand_dims(a.data, axis)))
     arange = staticmethod(lambda start, end, layout=None: Array(np.arange(start, end)))
     zeros = staticmethod(lambda shape, dtype, layout: Array(np.zeros(shape)))
+    full = staticmethod(lambda shape, value, dtype, layout: Array(np.full(shape, value)))
+    sum = staticmethod(lambda a, axis: Array(a.data.sum(axis)))
+    rsqrt = staticmethod(lambda a: Array(a.data**-0.5))
+    mma_v2 = staticmethod(lambda left, right, acc: Array(acc.data + left.data @ right.data))
     convert_layout = staticmethod(lambda value, layout, assert_trivial=False: value)
     static_range = staticmethod(range)
 
     def __init__(self, at_once):
-        self.at_once, self.program, self.pending = at_once, 0, []
+        self.at_once, self.program, self.programs, self.pending = at_once, 0, 1, []
 
     def __getattr__(self, name):  # layouts
         return lambda *args, **more: None
@@ -138,7 +148,10 @@ class Gluon:
     def program_id(self, axis):
         return Array(self.program)
 
-    def load(self, pointer, mask=True, other=0.0, cache_modifier=None):
+    def num_programs(self, axis):
+        return Array(self.programs)
+
+    def load(self, pointer, mask=True, other=0.0, cache_modifier=None, eviction_policy=None):
         mask = np.broadcast_to(plain(mask), np.broadcast_shapes(np.shape(plain(mask)), pointer.offsets.shape))
         at = np.where(mask, pointer.offsets, 0)
         return Array(np.where(mask, pointer.memory[at].astype(float), other))

@@ -9,6 +9,13 @@ from accel_kernels.rehearsal import launch
 from accel_kernels.triton_kernels.dependents import programmatic
 from accel_kernels.triton_kernels.launch import power_of_two
 from accel_kernels.triton_kernels.projection import Shape, apply_norm, both_biases
+from accel_kernels.triton_kernels.quantised_diagonal import (
+    DiagonalTile,
+    diagonal_tile,
+    quantised_diagonal,
+    takes,
+)
+from accel_kernels.triton_kernels.quantised_diagonal import refusal as diagonal_refusal
 from accel_kernels.triton_kernels.quantised_few_rows import few_rows_kernel
 from accel_kernels.triton_kernels.quantised_mma import Tile, columns, quantised_mma
 from accel_kernels.triton_kernels.quantised_one_row import one_row_kernel
@@ -27,7 +34,8 @@ FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 def quantised_projection(
     x, weight, bias=None, *, norm=None, up=None, up_bias=None, activation=None, residual=None, scale=1.0, shape=None
 ):  # fmt: skip
-    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, a Tile or a WideTile, else chosen.
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, a Tile, a WideTile or a DiagonalTile,
+    else chosen.
 
     One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
     """
@@ -39,6 +47,10 @@ def quantised_projection(
     if gate and bias is None and up_bias is not None:
         bias = torch.zeros_like(up_bias)
     format = FORMATS[weight.data.dtype]
+    diagonal = shape if isinstance(shape, DiagonalTile) else on_diagonal(x, weight, norm, up) if shape is None else None
+    if diagonal is not None:
+        quantised_diagonal(x, weight, bias, norm, up, up_bias, activation, residual, scale, diagonal, y)
+        return y
     if isinstance(shape, WideTile) or (shape is None and by_warpgroups(x, weight, up, format)):
         shape = shape or wide_tile(rows, format, gate)
         quantised_wgmma(x, weight, bias, norm, up, up_bias, activation, residual, scale, format, shape, y)
@@ -93,6 +105,16 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
     if not x.is_cuda or capability(x.device) != (9, 0) or rows == 1 or refusal(x, weight, up) is not None:
         return False
     return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS or (up is not None and k <= SHORT)
+
+
+def on_diagonal(x, weight, norm, up) -> DiagonalTile | None:
+    """The tile in which `quantised_diagonal` takes these, where it does and is faster; as measured, H200."""
+    n, k = weight.shape
+    if not x.is_cuda or capability(x.device) < (9, 0) or n * k <= SMALL or weight.group < 64:
+        return None
+    if diagonal_refusal(x, weight, up) is not None or not (norm is None or takes(norm, x.dtype)):
+        return None
+    return diagonal_tile(n, k, weight.group, up is not None, multiprocessors(x.device))
 
 
 def in_registers(x, weight, up, format: str) -> bool:
