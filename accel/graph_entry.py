@@ -25,6 +25,8 @@ class Entry:
     device: torch.device | None = None
     constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
     source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
+    open: tuple = ()  # trials of its kernels that still waited after its last call
+    waited: int = 0  # calls that have run eagerly so far
 
 
 class Replayed(NamedTuple):

@@ -1,7 +1,8 @@
 """CUDA graphs of whole forwards: one per input shape, captured lazily, bounded in memory, never aliased.
 
 A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first call of a
-shape runs eagerly, the second captures. What cannot be captured, or gains nothing, runs eagerly and says why.
+shape runs eagerly, and so do those after it while its kernels are being chosen, a little at a time; then one captures.
+What cannot be captured, or gains nothing, runs eagerly and says why.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch
 from accel_kernels.capture import capture
 from accel_kernels.rehearsal import rehearsal
+from accel_kernels.trials import Trials
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -23,6 +25,8 @@ from accel.ledger import Ledger
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
 LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
+SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
+PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
 
 
@@ -53,6 +57,7 @@ class GraphRunner:
         self.reason: str | None = None
         self.changes = 0
         self.rehearsed = False
+        self.trials = Trials()
         self.pool.runners.append(self)
 
     def __call__(
@@ -99,18 +104,34 @@ class GraphRunner:
             if reason is None:
                 entry = self.entries.get(key)
                 if entry is None:
-                    self._remember(key)
-                elif entry.reason is None:
+                    entry = self._remember(key)
+                elif entry.reason is None and not self._unsettled(entry):
                     self._capture(entry, eager, leaves, spec, device, constant, instead)
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
-        if reason is None:
-            self._rehearse(eager, leaves, spec)
-        else:
+        cold = reason is None and self._rehearse(eager, leaves, spec)
+        if reason is not None:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
         if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
             return instead()
-        return eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
+        with self.trials.noting() as asked:
+            outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
+        self._settle(entry, asked, device, cold)
+        return outputs
+
+    def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
+        """Measures what the call has asked for: all where it was the first of all, else for a short time.
+
+        Nothing after the first call of a shape, in which libraries get ready for that.
+        """
+        if asked and (cold or entry is None or entry.waited):
+            torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count
+            asked = self.trials.work(asked, float("inf") if cold else SETTLING)
+        if entry is not None:
+            entry.open, entry.waited = tuple(asked), entry.waited + 1
+
+    def _unsettled(self, entry: Entry) -> bool:
+        return entry.waited < PATIENCE and bool(self.trials.open(entry.open))
 
     def _stands(self, begun: Replayed, variant: tuple) -> bool:
         """Whether a call now would replay the same graph, over the weights that it has read."""
@@ -140,16 +161,18 @@ class GraphRunner:
                 return None
             return Replayed(key, self.fingerprint, versions, self._replay(entry, leaves, entry.device, None))
 
-    def _rehearse(self, eager: Callable, leaves: list, spec) -> None:
-        """Before the first call: compiles its kernels side by side. An error shows again in the call itself.
+    def _rehearse(self, eager: Callable, leaves: list, spec) -> bool:
+        """Before the first call: compiles its kernels side by side, and says so. An error shows again in the call.
 
         Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
         """
-        if not self.rehearsed:
-            self.rehearsed = True
-            with contextlib.suppress(Exception), rehearsal():
-                args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
-                eager(*args, **kwargs)
+        if self.rehearsed:
+            return False
+        self.rehearsed = True
+        with contextlib.suppress(Exception), rehearsal():
+            args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
+            eager(*args, **kwargs)
+        return True
 
     def _renew(self) -> None:
         """Forgets all graphs: the module is not the one they were captured from."""
@@ -163,14 +186,15 @@ class GraphRunner:
         if self.changes >= RESTLESS:
             self.reason = "the module changes between any two calls"
 
-    def _remember(self, key: tuple) -> None:
+    def _remember(self, key: tuple) -> Entry:
         if len(self.entries) >= MOST_SHAPES:
             del self.entries[next(iter(self.entries))]
         self.entries[key] = Entry()
+        return self.entries[key]
 
     def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant, instead) -> None:
         try:
-            with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), self.trials.noting():
                 self._capture_on_device(entry, eager, leaves, spec, device, constant, None if self.keep else instead)
         except Exception as error:  # whatever a forward may raise under capture: this shape stays eager
             entry.graph = entry.inputs = entry.outputs = None
@@ -241,6 +265,11 @@ class GraphRunner:
             done.record(stream)
         return pytree.tree_unflatten(outputs, entry.spec)
 
+    def _awaited(self, entry: Entry) -> str:
+        if self._unsettled(entry):
+            return "its kernels are being chosen, a little in each call; then it is captured"
+        return "seen once; captured at the next call"
+
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
         return [
@@ -248,7 +277,7 @@ class GraphRunner:
                 "path": self.path,
                 "inputs": key[0],
                 "status": "graph" if entry.graph else "eager",
-                "reason": entry.reason or ("" if entry.graph else "seen once; captured at the next call"),
+                "reason": entry.reason or ("" if entry.graph else self._awaited(entry)),
                 "eager_ms": round(entry.eager_ms, 3),
                 "graph_ms": round(entry.graph_ms, 3),
                 "memory_mb": round(entry.memory_mb, 1),

@@ -22,7 +22,8 @@ DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 class Options:
     """Options of `accel.optimize`; unknown names and wrong values raise TypeError or ValueError naming the valid ones.
 
-    attention: "auto" measures the backends on this GPU once per shape and remembers the choice; or a backend's name.
+    attention: "auto" measures the backends on this GPU beside the first calls of a shape and remembers the choice; or
+        a backend's name.
     layout: "auto" stores convolution weights channels-last while the model is on a GPU; "channels_last" does on a CPU
         too, where torch's own group norm over such images, in code that is not fused, is wrong far from zero; "keep"
         leaves the layout alone.

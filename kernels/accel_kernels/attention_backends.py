@@ -1,9 +1,11 @@
 """Which attention implementation to run: measured on this card, for this shape, once, and remembered on disk.
 
-The best one differs from card to card and from shape to shape: kernels/README.md has the table of one card.
+The best one differs from card to card and from shape to shape: kernels/README.md has the table of one card. Until it is
+measured, one runs that needs nothing made for the shape: cuDNN makes a plan for each, 45 to 70 ms on an H200.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention import attention
-from accel_kernels.choices import Choices, milliseconds
+from accel_kernels.choices import Choices, Form, Place, race
 from accel_kernels.matmul_attention import matmul_attention
 from accel_kernels.matmul_attention import refuses as refuses_matmul
-from accel_kernels.rehearsal import rehearsing
+from accel_kernels.rehearsal import alongside, rehearsing
 
 
 class Backend(NamedTuple):
@@ -87,24 +89,32 @@ BACKENDS = {
 }
 
 
+FEW = 128  # keys of a prompt
+LONG = 1024  # tokens: more than few, by far
+NEEDS_PLAN = "cudnn"
+REACH = 4.0  # factor between the sizes of two shapes up to which the best for one is taken to be the best for the other
+
+
 def worth_trying(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a backend wins anywhere near this shape: those that do not are not worth compiling and timing."""
     dim, keys = q.shape[-1], k.shape[2]
     if name == "triton":  # a prompt's few keys, where vendor kernels fill half a tile
-        return keys <= 128 and dim <= 128
+        return keys <= FEW and dim <= 128
+    if name == NEEDS_PLAN:  # with few keys it saves microseconds, which its plans never win back
+        return keys > FEW
     return name != "matmul" or dim > 256  # materialised scores: where no vendor kernel keeps a block in registers
 
 
-def _possible(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    return worth_trying(name, q, k) and BACKENDS[name].refuses(q, k, v) is None
+def _possible(name: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return name in BACKENDS and worth_trying(name, q, k) and BACKENDS[name].refuses(q, k, v) is None
 
 
 class AttentionChooser(Choices):
     """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
 
-    preference: "auto" measures the candidates on the first call of a shape; a backend's name always takes that one and
-    raises ValueError where it cannot run. cache: a JSON file that keeps the choices, or None.
-    Choices are made on the caller's own tensors; a candidate that errs, or disagrees with torch, is dropped.
+    preference: "auto" measures the candidates on tensors like the caller's, or takes what was measured for a shape near
+    by; a backend's name always takes that one and raises ValueError where it cannot run. cache: see `Choices`.
+    A candidate that errs, or disagrees with the others, is dropped.
     """
 
     def __init__(self, preference: str = "auto", cache: Path | None = None):
@@ -112,14 +122,14 @@ class AttentionChooser(Choices):
             raise ValueError(f"attention {preference!r} is not one of auto, {', '.join(BACKENDS)}")
         super().__init__(cache)
         self.preference = preference
+        self.loaded: set[tuple] = set()  # heads that cuDNN has loaded its kernels for
 
     def __getstate__(self):
-        return {"preference": self.preference, "cache": self.cache}
-
-    def __setstate__(self, state):
-        self.__init__(**state)
+        return {"preference": self.preference, **super().__getstate__()}
 
     def __call__(self, q, k, v, scale=None):
+        if rehearsing() and q.is_cuda:
+            return self._rehearse(q, k, v)
         return BACKENDS[self.choose(q, k, v)].run(q, k, v, scale)
 
     def choose(self, q, k, v) -> str:
@@ -131,31 +141,85 @@ class AttentionChooser(Choices):
             return self.preference
         if not q.is_cuda or v.shape != k.shape:
             return "sdpa"
-        packed = "packed" if q.stride(2) != q.shape[1] * q.shape[3] else "dense"
-        key = f"{tuple(q.shape)}x{k.shape[2]} {str(q.dtype)[6:]} {packed}"
+        batch, heads, queries, dim = q.shape
+        packed = "packed" if q.stride(2) != heads * dim else "dense"
+        key = f"{batch}x{heads}x{queries}x{k.shape[2]}x{dim} {str(q.dtype)[6:]} {packed}"
         choice = self.choices.get(key)
         if choice is not None:
             return choice
-        if rehearsing():  # values are garbage: compile what could be chosen, measure later
-            return next((name for name in ("triton", "matmul") if _possible(name, q, k, v)), "sdpa")
+        possible = [name for name in BACKENDS if name != "sdpa" and _possible(name, q, k, v)]  # it picks one of them
+        otherwise = self._otherwise(key, possible)
         if torch.cuda.is_current_stream_capturing():
-            return "sdpa"  # nothing can be measured inside a capture; correct, and known by the next one
-        return self.decide(key, lambda stored: self._holds(stored, q, k, v), lambda: self._measure(q, k, v))
+            return otherwise  # nothing can be measured inside a capture
+        forms = [Form.of(t) for t in (q, k, v)]
+        return self.decide(key, partial(self._trial, key, possible, otherwise, forms), otherwise)
 
-    def _holds(self, stored: str, q, k, v) -> bool:
-        return stored in BACKENDS and BACKENDS[stored].refuses(q, k, v) is None
+    def place(self, key: str) -> Place:
+        shape, *kind = key.split(" ")
+        batch, heads, queries, keys, dim = map(int, shape.split("x"))
+        return Place((dim, keys <= FEW, *kind), (batch * heads * queries, keys))
 
-    def _measure(self, q, k, v) -> str:
-        wanted = _sdpa(q, k, v, None).float()
-        limit = 0.02 * wanted.abs().max().clamp_min(1e-6)
-        times = {}
-        for name, backend in BACKENDS.items():
-            if name == "sdpa" or not _possible(name, q, k, v):
-                continue  # sdpa picks one of the others
-            try:
-                agrees = bool((backend.run(q, k, v, None).float() - wanted).abs().max() <= limit)
-                if agrees:
-                    times[name] = milliseconds(lambda run=backend.run: run(q, k, v, None))
-            except Exception:  # this card or build has no kernel for it, each library saying so in its own way
-                continue
-        return min(times, key=times.get) if times else "sdpa"
+    def _otherwise(self, key: str, possible: list[str]) -> str:
+        """What runs until it is decided: what is best near by, or else the first of these; cuDNN would need a plan."""
+        near = self.neighbour(key, REACH)
+        names = (None if near == NEEDS_PLAN else near, "triton", "matmul", "flash", "efficient")
+        return next((name for name in names if name in possible), "sdpa")
+
+    def _trial(self, key: str, possible: list[str], otherwise: str, forms: list[Form]) -> Iterator[str | None]:
+        """A step runs a candidate for the first time, or lets all race; it leaves no tensors behind."""
+        stored, near = self.stored(key), self.neighbour(key, REACH)
+        if stored in possible and _agrees(stored, otherwise, forms):
+            self.learn(key, stored)
+            return
+        if near in possible and _agrees(near, otherwise, forms):
+            self.adopt(key, near)
+            return
+        names = []
+        for name in possible:
+            yield None
+            if _agrees(name, otherwise, forms):
+                names.append(name)
+        if len(names) > 1:
+            yield None
+            with torch.cuda.device(forms[0].device):
+                given = [form.filled() for form in forms]
+                times = race([partial(BACKENDS[name].run, *given, None) for name in names])
+            names = [min(zip(times, names, strict=True))[1]]
+        yield from names
+
+    def _rehearse(self, q, k, v) -> torch.Tensor:
+        """Compiles and loads what is chosen from, for this size and others; nothing of shape q's."""
+        if v.shape != k.shape:
+            return _sdpa(q, k, v, None)
+        few = [t[:, :, :FEW] for t in (q, k, v)]
+        for name in ("triton", "matmul"):
+            if self.preference == name:
+                BACKENDS[name].run(q, k, v, None)
+            if self.preference == name or (self.preference == "auto" and _possible(name, *few)):
+                BACKENDS[name].run(*few, None)
+        batch, heads, _, dim = q.shape
+        kind = (heads, dim, q.dtype, q.device)
+        if self.preference in ("auto", NEEDS_PLAN) and kind not in self.loaded:
+            self.loaded.add(kind)
+            longer = torch.empty((batch, max(q.shape[2], LONG), heads, dim), dtype=q.dtype, device=q.device)
+            if BACKENDS[NEEDS_PLAN].refuses(q, k, v) is None:
+                alongside(partial(_load, longer.transpose(1, 2)))
+        return torch.empty((batch, q.shape[2], heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+
+
+def _agrees(name: str, other: str, forms: list[Form]) -> bool:
+    """Whether one backend computes what another does, on tensors of these forms."""
+    with torch.cuda.device(forms[0].device):
+        given = [form.filled() for form in forms]
+        wanted = BACKENDS[other].run(*given, None).float()
+        try:
+            off = (BACKENDS[name].run(*given, None).float() - wanted).abs().max()
+        except Exception:  # this card or build has no kernel for it, each library saying so in its own way
+            return False
+        return bool(off <= 0.02 * wanted.abs().max().clamp_min(1e-6))
+
+
+def _load(x: torch.Tensor) -> None:
+    """Lets cuDNN load, or the driver compile, its kernels for such heads: up to a second, once for all lengths."""
+    with torch.cuda.device(x.device), torch.no_grad():
+        _cudnn(x, x, x, None)

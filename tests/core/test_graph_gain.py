@@ -1,9 +1,11 @@
 """Whether a graph is kept, by times as they are told; what is captured is tested on GPUs."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accel_kernels.trials import put_off
 from torch import nn
 
 from accel import graphs
@@ -121,3 +123,65 @@ def test_a_step_begun_before_weights_were_written_is_not_taken(runner_of):
     with torch.no_grad():
         runner.module.bias.mul_(2)
     assert not runner._stands(begun, ())
+
+
+class Kernels:
+    """A forward that asks for trials of so many parts, each of so many seconds of a clock that runs for them alone."""
+
+    def __init__(self, runner, monkeypatch, rehearses=False):
+        self.runner, self.now, self.left = runner, 0.0, {}
+        monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr(GraphRunner, "_rehearse", lambda *args: rehearses)
+
+    def trial(self, key):
+        while self.left[key] > 0:
+            self.left[key] -= 1
+            self.now += 0.06
+            yield
+
+    def call(self, size, parts=0):
+        """What this call of an input of that size was, and the seconds that were measured in it."""
+        self.left.setdefault(size, parts)
+        before = self.now
+
+        def eager(x):
+            graphs._milliseconds.run.append("eager")
+            if self.left[size] > 0:
+                put_off(size, lambda: self.trial(size))
+            return "eager"
+
+        result = self.runner(eager, (torch.zeros(size),), {})
+        return result, round(self.now - before, 2)
+
+
+def test_a_size_is_captured_once_its_kernels_are_chosen_a_little_in_each_call(runner_of, monkeypatch):
+    runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
+    kernels = Kernels(runner, monkeypatch)
+    seconds = [kernels.call(2, parts=5) for _ in range(4)]
+    assert seconds == [("eager", 0.0), ("eager", 0.12), ("eager", 0.12), ("eager", 0.06)]
+    assert "being chosen" not in runner.rows()[0]["reason"]
+    assert kernels.call(2) == ("graph", 0.0)
+    assert kernels.call(3, parts=3) == ("eager", 0.0) and "being chosen" in runner.rows()[1]["reason"]
+    assert kernels.call(4) == ("eager", 0.0) and kernels.call(4) == ("graph", 0.0)  # is not kept waiting by another
+    assert [kernels.call(3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("graph", 0.0)]
+
+
+def test_the_first_call_of_all_measures_everything(runner_of, monkeypatch):
+    runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
+    kernels = Kernels(runner, monkeypatch, rehearses=True)
+    assert kernels.call(2, parts=20) == ("eager", 1.2) and kernels.call(2) == ("graph", 0.0)
+
+
+def test_a_size_does_not_wait_for_ever(runner_of, monkeypatch):
+    runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
+    kernels = Kernels(runner, monkeypatch)
+    assert {kernels.call(2, parts=1000)[0] for _ in range(graphs.PATIENCE)} == {"eager"}
+    assert kernels.call(2) == ("graph", 0.0)
+
+
+def test_what_cannot_be_captured_is_settled_too(runner_of, monkeypatch):
+    runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
+    runner.obstacle = lambda module: "hooks"
+    kernels = Kernels(runner, monkeypatch)
+    assert [kernels.call(2, parts=3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("eager", 0.0)]

@@ -1,12 +1,16 @@
 """The chooser of attention backends, as far as it goes without a GPU."""
 
+import contextlib
 import copy
 import json
 import pickle
 
 import pytest
 import torch
+from accel_kernels import attention_backends as module
 from accel_kernels.attention_backends import BACKENDS, AttentionChooser
+from accel_kernels.choices import Form
+from accel_kernels.trials import Trials
 
 
 def qkv(dim=8):
@@ -47,42 +51,108 @@ def test_copies_start_without_choices_and_keep_the_preference(tmp_path):
 class OnGpu:
     """What the chooser reads of a CUDA tensor, without a GPU."""
 
-    is_cuda, dtype, shape = True, torch.float16, (2, 3, 5, 8)
+    is_cuda, dtype, device = True, torch.float16, torch.device("cuda", 0)
 
-    def stride(self, axis):
-        return 24
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def stride(self, axis=None):
+        whole = torch.empty(self.shape[0], self.shape[2], self.shape[1], self.shape[3], device="meta").transpose(1, 2)
+        return whole.stride() if axis is None else whole.stride(axis)
+
+    def __getitem__(self, index):
+        return self
+
+
+IMAGE = (2, 3, 500, 8)
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Choosers that believe in a GPU, and measure `flash` as the fastest; the shapes measured so far."""
-    shapes = []
+    """Choosers that believe in a GPU, on which cuDNN is the fastest; the names that raced or were tried so far."""
+    found = []
+
+    def agrees(name, other, forms):
+        found.append(name)
+        return name != "efficient"
+
+    def race(runs):
+        names = [name for run in runs for name, backend in BACKENDS.items() if run.func is backend.run]
+        found.append(tuple(names))
+        return [float(name != "cudnn") for name in names]
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(AttentionChooser, "_measure", lambda self, q, k, v: shapes.append(q.shape) or "flash")
-    return shapes
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(module, "_agrees", agrees)
+    monkeypatch.setattr(module, "race", race)
+    monkeypatch.setattr(Form, "filled", lambda form: None)
+    for name in ("triton", "xformers"):
+        monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(refuses=lambda q, k, v: "not here"))
+    return found
+
+
+def choose(chooser, *shape, keys=None):
+    q = OnGpu(*shape)
+    k = q if keys is None else OnGpu(*shape[:2], keys, shape[3])
+    return chooser.choose(q, k, k)
 
 
 def test_a_choice_is_measured_once_and_kept_on_disk(tmp_path, measured):
-    path, t = tmp_path / "deep" / "choices.json", OnGpu()
+    path = tmp_path / "deep" / "choices.json"
     first = AttentionChooser("auto", path)
-    assert [first.choose(t, t, t) for _ in range(2)] == ["flash", "flash"]
-    assert AttentionChooser("auto", path).choose(t, t, t) == "flash"
-    assert len(measured) == 1
+    assert [choose(first, *IMAGE) for _ in range(2)] == ["cudnn", "cudnn"]
+    assert measured == ["cudnn", "flash", "efficient", ("cudnn", "flash")]  # what disagrees does not race
+    measured.clear()
+    assert choose(AttentionChooser("auto", path), *IMAGE) == "cudnn"
+    assert measured == ["cudnn"]
 
 
-@pytest.mark.parametrize("content", ["{ damaged", "no such backend", "a backend that cannot run any more"])
-def test_what_is_on_disk_is_not_trusted(tmp_path, measured, monkeypatch, content):
-    path, t = tmp_path / "choices.json", OnGpu()
-    AttentionChooser("auto", path).choose(t, t, t)
+def test_what_one_size_taught_serves_its_neighbours(tmp_path, measured):
+    path = tmp_path / "choices.json"
+    chooser = AttentionChooser("auto", path)
+    choose(chooser, *IMAGE)
+    for shape in ((2, 3, 1000, 8), (4, 3, 300, 8), (1, 3, 500, 8)):
+        measured.clear()
+        assert choose(chooser, *shape) == "cudnn" and measured == ["cudnn"]  # tried, as it is new, and nothing raced
+    measured.clear()
+    for shape, keys in (((2, 3, 500, 16), None), ((2, 3, 5000, 8), None), ((2, 3, 500, 8), 77)):
+        choose(chooser, *shape, keys=keys)  # another dimension, far away, or a prompt's few keys
+    assert sum(type(entry) is tuple for entry in measured) == 2 and chooser.choices != chooser.measured
+    assert len(json.loads(path.read_text())) == len(chooser.measured) == 4  # what was only taken over is not kept
+    measured.clear()
+    assert choose(AttentionChooser("auto", path), 2, 3, 600, 8) == "cudnn" and measured == ["cudnn"]
+
+
+def test_measuring_is_put_off_where_somebody_collects_it(measured):
+    chooser, trials = AttentionChooser(), Trials()
+    with trials.noting() as asked:
+        assert choose(chooser, *IMAGE) == "flash" and not measured  # needs no plan, so it runs until that is known
+        choose(chooser, *IMAGE)
+    assert len(asked) == 1 and trials.work(asked) == []
+    assert choose(chooser, *IMAGE) == "cudnn"
+
+
+def test_what_fails_leaves_what_ran_so_far(measured, monkeypatch, tmp_path):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory for it")
+
+    monkeypatch.setattr(module, "race", fail)
+    chooser = AttentionChooser("auto", tmp_path / "choices.json")
+    assert choose(chooser, *IMAGE) == "flash" and not chooser.measured and not chooser.cache.exists()
+
+
+@pytest.mark.parametrize("content", ["{ damaged", "[]", "no such backend", "a backend that cannot run any more"])
+def test_what_is_on_disk_is_not_trusted(tmp_path, measured, content):
+    path = tmp_path / "choices.json"
+    choose(AttentionChooser("auto", path), *IMAGE)
     (key,) = json.loads(path.read_text())
-    if content == "{ damaged":
+    if content in ("{ damaged", "[]"):
         path.write_text(content)
     elif content == "no such backend":
-        path.write_text(json.dumps({key: content}))
+        path.write_text(json.dumps({key: content, "another form": 3}))
     else:
-        path.write_text(json.dumps({key: "xformers", "another shape": "cudnn"}))
-        monkeypatch.setitem(BACKENDS, "xformers", BACKENDS["xformers"]._replace(refuses=lambda q, k, v: "uninstalled"))
-    assert AttentionChooser("auto", path).choose(t, t, t) == "flash"
-    assert len(measured) == 2
-    assert json.loads(path.read_text())[key] == "flash"
-    assert ("another shape" in path.read_text()) == content.startswith("a backend that")
+        path.write_text(json.dumps({key: "xformers", "another form": "cudnn"}))
+    assert choose(AttentionChooser("auto", path), *IMAGE) == "cudnn"
+    assert sum(type(entry) is tuple for entry in measured) == 2
+    assert json.loads(path.read_text())[key] == "cudnn"
+    assert ("another form" in path.read_text()) == content.startswith("a backend that")

@@ -71,7 +71,7 @@ def _attend(
     return new_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("q_length", "k_length"))
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,

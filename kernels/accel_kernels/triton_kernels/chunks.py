@@ -6,10 +6,12 @@ import torch
 import triton
 
 from accel_kernels.op import multiprocessors
+from accel_kernels.rehearsal import rehearsing
 from accel_kernels.triton_kernels.launch import power_of_two
 
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program normalises it whole, without moments
 LARGE_ROWS = 65536  # from here on, memory and not latency decides: wider rows, loads ahead (measured on an H200)
+GROWTH = 16  # times the pixels of an image, for which a rehearsal over it compiles too
 
 
 class Chunks(NamedTuple):
@@ -24,11 +26,18 @@ class Chunks(NamedTuple):
     def of(cls, batch: int, channels: int, rows: int, device: torch.device, block: int, tile: int, programs: int):
         """Blocks of up to `block` channels, `tile` elements at once, about `programs` programs a multiprocessor."""
         block_c = block_channels(channels, block)
-        block_r = max(1, min(tile // block_c, power_of_two(rows)))
+        block_r = max(1, tile // block_c)  # whatever the number of rows: one kernel for images of all sizes
         tiles = triton.cdiv(rows, block_r)
         wanted = programs * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
         chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
         return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
+
+
+def large(rows: int) -> tuple[bool, ...]:
+    """Whether an image has LARGE_ROWS; in a rehearsal, whether images that may come after it have them or not."""
+    if rehearsing():
+        return (False, True) if rows * GROWTH >= LARGE_ROWS else (False,)
+    return (rows >= LARGE_ROWS,)
 
 
 def block_channels(channels: int, most: int) -> int:

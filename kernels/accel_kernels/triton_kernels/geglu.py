@@ -9,7 +9,7 @@ from accel_kernels.rehearsal import launch
 BLOCK_R, BLOCK_D, WARPS = 4, 512, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def geglu_kernel(x_ptr, y_ptr, rows, width, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d_idx = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.chunks import LARGE_ROWS, SINGLE_LIMIT, Chunks, block_channels
+from accel_kernels.rehearsal import launch, rehearsing
+from accel_kernels.triton_kernels.chunks import SINGLE_LIMIT, Chunks, block_channels, large
 from accel_kernels.triton_kernels.launch import power_of_two
 
 TILE = 4096  # elements a program loads at once
@@ -103,20 +103,10 @@ def group_norm_moments(
     tl.store(moments_ptr + slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
 
 
-@triton.jit
-def _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows):
-    """Means with what is added to the image, sums of squared deviations, and rows, of some chunks."""
-    place = moments_ptr + k[:, None] * 2 * channels + c_idx[None, :]
-    means = tl.load(place, mask=mask, other=0.0) + extra[None, :]
-    m2s = tl.load(place + channels, mask=mask, other=0.0)
-    return means, m2s, tl.minimum(rows - k * chunk_rows, chunk_rows).to(tl.float32)[:, None]
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "CPG"))
 def group_norm_merge(
     moments_ptr, table_ptr, w_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride,
-    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     c = tl.arange(0, BLOCK_C)
@@ -125,26 +115,24 @@ def group_norm_merge(
     extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
     moments_ptr += n * chunks * 2 * channels
     total = rows.to(tl.float32) * CPG
-    if WHOLE:  # all chunks at once: one trip to memory
-        k = tl.arange(0, BLOCK_K)
+    # A lane merges every BLOCK_K-th chunk of its channel, most often one: one trip to memory.
+    counts = tl.zeros((BLOCK_K, 1), tl.float32)
+    means = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+    for first in range(0, chunks, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
         mask = (k < chunks)[:, None] & c_mask[None, :]
-        means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
-        mean = tl.sum(tl.sum(tl.where(mask, means * counts, 0.0), axis=1), axis=0) / total
-        squares = tl.where(mask, m2s + counts * (means - mean) * (means - mean), 0.0)
-    else:
-        sums = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
-        for first in range(0, chunks, BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            mask = (k < chunks)[:, None] & c_mask[None, :]
-            means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
-            sums += tl.where(mask, means * counts, 0.0)
-        mean = tl.sum(tl.sum(sums, axis=1), axis=0) / total
-        squares = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
-        for first in range(0, chunks, BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            mask = (k < chunks)[:, None] & c_mask[None, :]
-            means, m2s, counts = _chunks(moments_ptr, k, c_idx, mask, extra, rows, channels, chunk_rows)
-            squares += tl.where(mask, m2s + counts * (means - mean) * (means - mean), 0.0)
+        place = moments_ptr + k[:, None] * 2 * channels + c_idx[None, :]
+        off = tl.load(place, mask=mask, other=0.0) - means
+        m2 = tl.load(place + channels, mask=mask, other=0.0)
+        more = tl.where(k < chunks, tl.minimum(rows - k * chunk_rows, chunk_rows), 0).to(tl.float32)[:, None]
+        share = more / tl.maximum(counts + more, 1.0)
+        squares += tl.where(mask, m2 + off * off * counts * share, 0.0)
+        means += tl.where(mask, off * share, 0.0)
+        counts += more
+    means += extra[None, :]
+    mean = tl.sum(tl.sum(tl.where(c_mask[None, :], means * counts, 0.0), axis=1), axis=0) / total
+    squares += tl.where(c_mask[None, :], counts * (means - mean) * (means - mean), 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / total + eps)
     scale = extra * 0.0 + rstd
     if AFFINE:
@@ -176,7 +164,10 @@ def group_norm_apply(
 
 
 def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, moments=None):
-    """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, moments in fp32."""
+    """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, moments in fp32.
+
+    A rehearsal compiles what images of every size take.
+    """
     batch, channels, height, width = x.shape
     rows, cpg = height * width, channels // num_groups
     y = torch.empty_like(x)
@@ -185,42 +176,46 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     flags = (add is not None, shift is not None, 0 if add is None else add.stride(0))
     affine = weight is not None
 
-    whole = power_of_two(rows) * power_of_two(cpg)
-    if whole <= SINGLE_LIMIT:
+    every = rehearsing()
+    block_c = power_of_two(cpg)
+    single = power_of_two(rows) * block_c <= SINGLE_LIMIT
+    if single or every:
         launch(
             group_norm_single, (num_groups, batch),
             x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg, affine,
-            BLOCK_C=power_of_two(cpg), BLOCK_R=power_of_two(rows), num_warps=max(1, min(16, whole // 512)),
+            BLOCK_C=block_c, BLOCK_R=SINGLE_LIMIT // block_c, num_warps=16,
         )  # fmt: skip
+    if single and not every:
         return y
 
-    if moments is not None:
+    if moments is not None and not every:
         moments, chunk_rows = moments
     else:
         cut = Chunks.of(batch, channels, rows, x.device, block=64, tile=TILE, programs=4)
         chunk_rows = cut.rows
         moments = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
-        launch(
-            group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
-            x, moments, rows, channels, cut.number, cut.rows,
-            EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
-            STAGES=3 if rows >= LARGE_ROWS else 1, num_warps=4,
-        )  # fmt: skip
+        for ahead in large(rows):
+            launch(
+                group_norm_moments, (cut.number, triton.cdiv(channels, cut.block_c), batch),
+                x, moments, rows, channels, cut.number, cut.rows,
+                EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
+                STAGES=3 if ahead else 1, num_warps=4,
+            )  # fmt: skip
     table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
-    block_c = power_of_two(cpg)
     block_k, chunks = max(1, min(64, TILE // block_c)), moments.shape[1]
     launch(
         group_norm_merge, (num_groups, batch),
         moments, table, weight, *addends, *flags, rows, channels, chunks, chunk_rows, eps, cpg, affine,
-        WHOLE=chunks <= block_k, BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
+        BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
-    block_c = block_channels(channels, 256 if rows >= LARGE_ROWS else 64)
-    block_r = max(1, TILE // block_c)
-    launch(
-        group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
-        x, y, table, bias, silu, rows, channels,
-        AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
-    )  # fmt: skip
+    for wide in large(rows):
+        block_c = block_channels(channels, 256 if wide else 64)
+        block_r = max(1, TILE // block_c)
+        launch(
+            group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
+            x, y, table, bias, silu, rows, channels,
+            AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
+        )  # fmt: skip
     return y
 
 
@@ -241,7 +236,7 @@ SPECIMENS = tuple(
     for specimen in (
         _specimen(group_norm_single, dtype, 8, CPG=40, AFFINE=True, BLOCK_C=64, BLOCK_R=256),
         _specimen(group_norm_moments, dtype, 4, EVEN=True, BLOCK_C=64, BLOCK_R=64, STAGES=3),
-        _specimen(group_norm_merge, dtype, 4, AFFINE=True, WHOLE=True, BLOCK_C=16, BLOCK_K=64),
+        _specimen(group_norm_merge, dtype, 4, AFFINE=True, BLOCK_C=16, BLOCK_K=64),
         _specimen(group_norm_apply, dtype, 8, AFFINE=True, EVEN=True, BLOCK_C=64, BLOCK_R=64),
     )
 )

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.rehearsal import launch
-from accel_kernels.triton_kernels.chunks import LARGE_ROWS, SINGLE_LIMIT, Chunks
+from accel_kernels.rehearsal import launch, rehearsing
+from accel_kernels.triton_kernels.chunks import SINGLE_LIMIT, Chunks, large
 from accel_kernels.triton_kernels.launch import power_of_two
 
 WARPS = 4
@@ -93,13 +93,25 @@ def image_concat(x, other):
 
 
 def _launch(x, other, bias, y, split, inverse_scale, with_moments, concat):
-    """Returns the moments, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm would want them."""
+    """Returns the moments, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm would want them.
+
+    A rehearsal compiles what images of every size take.
+    """
+    rows = y.shape[2] * y.shape[3]
+    small = rows * power_of_two(triton.cdiv(y.shape[1], GROUPS)) <= SINGLE_LIMIT  # and so normalised without them
+    kinds = [(with_moments and (rehearsing() or not small), wide) for wide in large(rows)]
+    if rehearsing():
+        kinds.append((False, False))
+    for kind in kinds:
+        moments = _pass(x, other, bias, y, split, inverse_scale, concat, *kind)
+    return moments
+
+
+def _pass(x, other, bias, y, split, inverse_scale, concat, with_moments, wide):
     n, channels, height, width = y.shape
     rows = height * width
-    with_moments = with_moments and rows * power_of_two(triton.cdiv(channels, GROUPS)) > SINGLE_LIMIT
-    large = rows >= LARGE_ROWS
-    shape = {"block": 128 if large or not with_moments else 64, "tile": 4096 if large else 2048}
-    cut = Chunks.of(n, channels, rows, y.device, **shape, programs=(8 if large else 2) if with_moments else rows)
+    shape = {"block": 128, "tile": 4096} if wide else {"block": 64, "tile": 2048}
+    cut = Chunks.of(n, channels, rows, y.device, **shape, programs=(8 if wide else 2) if with_moments else rows)
     moments = y  # a pointer never written
     if with_moments:
         moments = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)

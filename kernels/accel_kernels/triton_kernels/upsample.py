@@ -10,7 +10,7 @@ from accel_kernels.triton_kernels.launch import power_of_two
 TILE, WARPS = 4096, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("width",))
 def upsample_kernel(x_ptr, y_ptr, width, channels, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # of all rows of all images
     w_idx = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -31,7 +31,7 @@ def upsample(x):
     n, c, h, w = x.shape
     y = torch.empty((n, c, 2 * h, 2 * w), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(c))
-    block_w = min(max(1, TILE // block_c), power_of_two(w))
+    block_w = TILE // block_c  # of narrow images too: one kernel for all sizes
     grid = (n * h, triton.cdiv(w, block_w), triton.cdiv(c, block_c))
     launch(upsample_kernel, grid, x, y, w, c, block_w, block_c, num_warps=WARPS)
     return y

@@ -1,0 +1,120 @@
+"""A rehearsal at one size compiles the kernels of the others: no call of a new size waits for a compiler."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from accel_kernels import rehearsal
+from accel_kernels.triton_kernels import attention, geglu, group_norm, image_sum, layer_norm, softmax, upsample
+from accel_kernels.triton_kernels import upsample_convolve as convolve
+from accel_kernels.triton_kernels.chunks import GROWTH
+from triton.runtime.jit import JITFunction
+
+MODULES = (attention, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve)
+SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
+
+
+def specialised(parameter, value):
+    """What of an argument Triton compiles a kernel of its own for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if parameter.is_constexpr or value is None:
+        return value
+    if type(value) is not int:
+        return type(value)
+    wide = abs(value) >= 2**31
+    return wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels that were launched so far, each as what it is compiled for."""
+    seen = set()
+
+    def launch(kernel, grid, *args, **meta):
+        source = JITFunction(kernel.fn, **kernel.kwargs)
+        assert not any(p.is_constexpr and p.do_not_specialize for p in source.params)  # it would compile at every call
+        given = dict(zip(source.arg_names, args, strict=False)) | meta
+        key = [(p.name, specialised(p, given.pop(p.name))) for p in source.params]
+        seen.add((source.fn.__name__, tuple(key), tuple(sorted(given.items()))))
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", launch)
+    return seen
+
+
+@contextmanager
+def rehearsed():
+    token = rehearsal._REHEARSAL.set(rehearsal._Rehearsal(None, []))
+    try:
+        yield
+    finally:
+        rehearsal._REHEARSAL.reset(token)
+
+
+def image(channels, n, h, w, dtype=torch.float16):
+    return torch.empty((n, channels, h, w), device="meta", dtype=dtype, memory_format=torch.channels_last)
+
+
+def norms(channels, n, h, w):
+    weight = torch.empty(channels, device="meta", dtype=torch.float16)
+    x, add = image(channels, n, h, w), torch.empty(n, channels, device="meta", dtype=torch.float16)
+    group_norm.group_norm(x, 32, weight, weight, 1e-5, add=add, shift=weight, silu=True)
+    group_norm.group_norm(x, 32, weight, weight, 1e-5, moments=image_sum.image_sum(x, x, weight)[1])
+    layer_norm.layer_norm(x.permute(0, 2, 3, 1).contiguous(), weight, weight, 1e-5)
+
+
+def sums(channels, n, h, w):
+    x = image(channels, n, h, w)
+    for residual, moments in ((x, True), (None, True), (x, False)):
+        image_sum.image_sum(x, residual, moments=moments)
+    image_sum.image_concat(x, x)
+
+
+def upsampled(channels, n, h, w):
+    x = image(channels, n, h, w)
+    upsample.upsample(x)
+    geglu.geglu(torch.empty((n, h * w, 2 * channels), device="meta", dtype=torch.float16))
+    weight = image(channels, channels, 3, 3)
+    convolve.upsample_convolve(x, weight)
+
+
+@pytest.mark.parametrize("work", [norms, sums, upsampled], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("first", [(2, 64, 64), (2, 8, 8), (1, 512, 512)], ids=str)
+def test_images(launched, work, first):
+    for channels in (320, 96):
+        with rehearsed():
+            work(channels, *first)
+    known = set(launched)
+    assert known
+    for size in [size for size in SIZES if size[1] * size[2] <= GROWTH * first[1] * first[2]]:
+        for channels in (320, 96):
+            work(channels, *size)
+    assert launched == known
+
+
+@pytest.mark.parametrize("first", [16, 4096, 20000])
+def test_scores(launched, first):
+    with rehearsed():
+        softmax.softmax(torch.empty(8, first, device="meta"), 0.5, torch.float16)
+    known = set(launched)
+    for columns in (16, 1024, 4096, 9216, 16384, 65536):
+        softmax.softmax(torch.empty(8, columns, device="meta"), 0.5, torch.float16)
+    assert launched == known
+
+
+def test_prompts(launched):
+    """Cross-attention: any number of pixels, a prompt of up to 128 tokens."""
+
+    def attend(batch, queries, keys):
+        q, kv = (torch.empty((batch, n, 8, 40), device="meta", dtype=torch.float16) for n in (queries, keys))
+        attention.attention(q.transpose(1, 2), *(kv.transpose(1, 2),) * 2)
+
+    attend(2, 4096, 77)
+    known = set(launched)
+    for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
+        attend(*shape)
+    assert launched == known
