@@ -33,8 +33,8 @@ class Place(NamedTuple):
 class Code:
     """Follows functions to those they name, within some packages: those of the classes, and of transformers' own code.
 
-    places: what was found; tables: of registries. chosen: the names under which functions are looked up in those, of
-    attention functions for one.
+    places: what was found. chosen: the names under which functions are looked up in registries, of attention functions
+    for one.
     """
 
     def __init__(self, kinds: Iterable[type], chosen: Iterable[str] = ()):
@@ -42,7 +42,6 @@ class Code:
         self.chosen = tuple(chosen)
         self.packages = {_package(kind.__module__) for kind in kinds} - {"torch"}
         self._places: dict[tuple[object, str], Place] = {}
-        self.tables: list[dict] = []
         self._visited: set[tuple] = set()
         for kind in kinds:
             for name in CALLED:
@@ -51,10 +50,6 @@ class Code:
     @property
     def places(self) -> list[Place]:
         return list(self._places.values())
-
-    def own(self, function: object) -> bool:
-        """Whether a function is of one of the packages."""
-        return _package(getattr(getattr(function, "func", function), "__module__", None) or "") in self.packages
 
     def _note(self, owner: object, label: str, mapping: Mapping, name: str) -> object:
         owner = id(mapping) if owner is None else owner
@@ -103,7 +98,6 @@ class Code:
         for table in TABLES:
             found = getattr(value, table, None)
             if isinstance(found, dict):
-                self.tables.append(found)
                 for key in self.chosen:
                     self._follow(self._note(None, type(value).__name__, found, key))
 

@@ -32,11 +32,11 @@ class Fingerprint:
     and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
     by identity and then equality, tensors by identity alone.
 
-    kept: attributes that are no matter, as (path of the module, name). beside: what else it is to see, each something
-    that gives its present values whenever it is iterated over.
+    kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
+    of objects that modules hold, each something that gives its present values whenever it is iterated over.
     """
 
-    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] = ()):
+    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] | None = None):
         passed = {}
         for path, name in kept:
             passed.setdefault(root.get_submodule(path), set()).add(name)
@@ -50,7 +50,8 @@ class Fingerprint:
             self._watch(_Others(attributes, passed[module]) if module in passed else attributes.values())
             for name, value in attributes.items():
                 if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
-                    self._look_into(value)
+                    if beside is None:
+                        self._look_into(value)
                     continue
                 if len(value):
                     self._watch(value.values() if isinstance(value, dict) else value)
@@ -60,7 +61,7 @@ class Fingerprint:
         for base in dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in self._objects.values())):
             self._watch(vars(base).values())
         self._kinds = list(map(type, self._objects.values()))
-        for view in beside:
+        for view in beside or ():
             self._watch(view)
         self._values = list(chain.from_iterable(self._views))
         self._exact_values = list(chain.from_iterable(self._exact))

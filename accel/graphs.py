@@ -180,7 +180,7 @@ class GraphRunner:
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
         self.entries.clear()
-        beside = () if self.beside is None else self.beside.views()
+        beside = None if self.beside is None else self.beside.views()
         self.fingerprint = Fingerprint(self.module, self.passed, beside)
         self.reason = self.obstacle(self.module)
         if self.changes >= RESTLESS:

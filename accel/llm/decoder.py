@@ -241,7 +241,7 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack)
-                beside = () if self.relied is None else self.relied.views()
+                beside = None if self.relied is None else self.relied.views()
                 self.seen = Fingerprint(self.module, self.manner.passed, beside)
         if self.reason is not None:
             raise Unfit(self.reason)

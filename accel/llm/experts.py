@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from accel.forward import FastForward
+from accel.llm.implementation import foreign_experts
 from accel.llm.mlp_spec import activation_name
 from accel.probe import example
 from accel.rule import Match, Skip
@@ -34,6 +35,9 @@ class ExpertsForward(FastForward):
     def unfit(self, x, index, weights, *more, **others) -> str | None:
         if more or others:
             return "other arguments"
+        config = vars(self.module).get("config")
+        if config is not None and foreign_experts([config]):
+            return "an implementation of the user's"
         if _settings(self.module) != self.known or any(tampered(child) for child in self.module.children()):
             return "changed since it was optimised"
         return self.kernels.experts.supports(x, index, weights, *self._weights(), self.activation)

@@ -1,16 +1,17 @@
 """The attention implementation that a model's configurations name."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-FIELD = "_attn_implementation_internal"
+FIELD, EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
 
 
 def foreign_attention(modules: list[nn.Module]) -> str | None:
@@ -28,6 +29,14 @@ def foreign_attention(modules: list[nn.Module]) -> str | None:
         if not all(_of_transformers(function) for function in functions):
             return f"the attention {name!r} is not one of transformers' own"
     return None
+
+
+def foreign_experts(configs: Iterable[PretrainedConfig]) -> list[Callable]:
+    """The functions that these configurations have experts computed by, but for transformers' own, which give equal
+    results: generate() itself takes another one for steps than for prompts.
+    """
+    functions = [ALL_EXPERTS_FUNCTIONS.get(vars(config).get(EXPERTS)) for config in configs]
+    return [function for function in functions if function is not None and not _of_transformers(function)]
 
 
 def _of_transformers(function: Callable) -> bool:

@@ -15,11 +15,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from accel.code import Code
-from accel.llm.implementation import lent_configs
+from accel.llm.implementation import EXPERTS, foreign_experts, lent_configs
 
 ATTENTION = "_attn_implementation"
-# Chosen among functions of equal results: generate() itself takes another one for steps than for prompts.
-EXPERTS = {"_experts_implementation", "_experts_implementation_internal"}
+CHOICES = {EXPERTS, EXPERTS.removesuffix("_internal")}  # among functions of equal results, or of the user's
 ABSENT = "absent"
 TOKEN = re.compile(r"_token_(id|index)$")
 
@@ -37,7 +36,7 @@ class Relied:
             (config, name, _kept(getattr(config, name, ABSENT))) for config, names in read for name in sorted(names)
         ]
         self.configurations = configurations(model)
-        self.known = self.experts()
+        self.experts = foreign_experts(self.configurations)
 
     def __getstate__(self):
         # The code cannot be pickled; whether it is another by now is what a copy has to know.
@@ -63,7 +62,7 @@ class Relied:
         place = next((place for place in self.code.places if place.changed), None)
         if place is not None:
             return f"{place.label} was replaced after accel.optimize"
-        if self.experts() != self.known:
+        if foreign_experts(self.configurations) != self.experts:
             return "the implementation of experts was changed after accel.optimize"
         return None
 
@@ -74,17 +73,11 @@ class Relied:
             mappings.setdefault(place.owner, (place.mapping, []))[1].append(place.name)
         for config in self.configurations:
             fields = vars(config)
-            mappings[id(config)] = fields, [name for name in fields if name not in EXPERTS]
+            mappings[id(config)] = fields, [name for name in fields if name not in CHOICES]
             yield from map(_live, filter(_several, fields.values()))
             yield from (_live(v) for value in fields.values() if _several(value) for v in _live(value) if _several(v))
         yield _Names(self, list(mappings.values()))
         yield _Held([vars(self.model.get_submodule(path)) for path in self.held])
-
-    def experts(self) -> list[object]:
-        """Implementations of experts that are not transformers' own."""
-        named = [vars(config)[name] for config in self.configurations for name in EXPERTS & vars(config).keys()]
-        functions = (table[name] for name in named for table in self.code.tables if name in table)
-        return [function for function in functions if not self.code.own(function)]
 
 
 class _Names:
@@ -96,7 +89,11 @@ class _Names:
     def __iter__(self):
         relied = self.relied
         named = (map(get, names) for get, names in self.mappings)
-        return chain(map(len, map(vars, relied.configurations)), relied.experts(), chain.from_iterable(named))
+        return chain(
+            map(len, map(vars, relied.configurations)),
+            foreign_experts(relied.configurations),
+            chain.from_iterable(named),
+        )
 
 
 class _Held:
@@ -165,7 +162,7 @@ def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTra
 
 def _counting(kind: type, counter: Counter) -> type:
     def read(self, name):
-        if not name.startswith("__") and name not in EXPERTS:
+        if not name.startswith("__") and name not in CHOICES:
             counter[name] += 1
         return kind.__getattribute__(self, name)
 
