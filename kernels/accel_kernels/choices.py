@@ -33,7 +33,8 @@ class Place(NamedTuple):
 class Choices(ABC):
     """Names by key. cache: a JSON file, or None. Copies and pickles keep the file and none of the choices.
 
-    A shape is measured when it is first asked for, or later where `Trials` collect what there is to measure.
+    A shape is measured when it is first asked for, or later where `Trials` collect what there is to measure, unless
+    torch is told to be deterministic.
     """
 
     def __init__(self, cache: Path | None = None):
@@ -62,7 +63,9 @@ class Choices(ABC):
         choice = self.choices.get(key)
         if choice is not None:
             return choice
-        if put_off((self, key), lambda: self._settle(key, trial, otherwise)):
+        # Where equal calls must give equal bits, none runs by another choice than those after it.
+        alike = torch.are_deterministic_algorithms_enabled()
+        if not alike and put_off((self, key), lambda: self._settle(key, trial, otherwise)):
             return otherwise
         for _ in self._settle(key, trial, otherwise):
             pass

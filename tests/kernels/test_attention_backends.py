@@ -132,6 +132,12 @@ def test_measuring_is_put_off_where_somebody_collects_it(measured):
     assert choose(chooser, *IMAGE) == "cudnn"
 
 
+def test_nothing_is_put_off_where_equal_calls_must_give_equal_bits(measured, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with Trials().noting() as asked:
+        assert choose(AttentionChooser(), *IMAGE) == "cudnn" and not asked
+
+
 def test_what_fails_leaves_what_ran_so_far(measured, monkeypatch, tmp_path):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory for it")
