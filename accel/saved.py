@@ -28,7 +28,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device):
         return DiffusionPipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True, **models).to(device)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has neither a {INDEX} nor a config.json")
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     if "_class_name" in config:
         import diffusers
 
@@ -85,7 +85,7 @@ def _few(names: Iterable[str]) -> str:
 def _models(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The models of a pipeline by name, of those classes that can be found; the pipeline loads the rest by itself."""
     models = {}
-    for name, said in _read(folder / INDEX).items():
+    for name, said in read_json(folder / INDEX).items():
         kind = _class(*said) if isinstance(said, list) and len(said) == 2 and all(said) else None
         if kind is not None and (folder / name / "config.json").is_file():
             models[name] = whole(kind, folder / name, dtype=dtype)
@@ -101,7 +101,8 @@ def _class(library: str, name: str) -> type | None:
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
 
 
-def _read(file: Path) -> dict:
+def read_json(file: Path) -> dict:
+    """The object in a file. Raises ValueError, naming it, where it holds none."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:

@@ -8,7 +8,6 @@ activations in 16 bits; it takes "int-quantized" only with activations in 8 bits
 compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
 """
 
-import re
 from collections.abc import Collection, Mapping
 
 import torch
@@ -19,9 +18,9 @@ from accel.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
 PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+ORDER = "weight_g_idx"  # the group of each column, where a group's do not lie side by side
+NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", ORDER)
 WORD = 32
-PATTERN = "re:"  # in front of a regular expression among paths
 BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -72,6 +71,23 @@ def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quanti
     if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
         raise ValueError(f"zero points {tuple(zeros.shape)} of {zeros.dtype} for scales {tuple(scales.shape)}")
     return Quantised(data, scales, zeros)
+
+
+def by_order(quantised: Quantised, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (N, K) in dtype whose columns are of the groups that order (K,) says. Raises ValueError for another.
+
+    "Activation order" of GPTQ, see compressed-tensors 0.20 (actorder "group"): columns stay where they are.
+    """
+    columns, groups = quantised.shape[1], quantised.scales.shape[1]
+    if order.dtype.is_floating_point or order.shape != (columns,):
+        raise ValueError(f"an order of columns {tuple(order.shape)} of {order.dtype} for {columns} inputs")
+    order = order.long()
+    if bool((order.sort().values != torch.arange(columns, device=order.device) // quantised.group).any()):
+        raise ValueError(f"an order of columns that does not give each of {groups} groups {quantised.group} of them")
+    numbers = quantised.numbers().float()
+    if quantised.zeros is not None:
+        numbers -= quantised.zeros.float()[:, order]
+    return (numbers * quantised.scales.float()[:, order]).to(dtype)
 
 
 def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
@@ -163,20 +179,12 @@ def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[
     }
 
 
-def activations_of(said: Mapping, path: str) -> str | None:
-    """How a `quantization_config` has the inputs of a linear rounded: a value of `Options.activations`.
+def rounding_of(found: Mapping) -> str | None:
+    """How `input_activations` has inputs rounded: a value of `Options.activations`.
 
     None for inputs that stay as they are, and for what is not understood: scales that go neither by token nor, fixed,
     by tensor.
     """
-    for group in (said.get("config_groups") or {}).values():
-        if any(_meant(target, path) for target in group.get("targets") or ()):
-            return rounding_of(group.get("input_activations") or {})
-    return None
-
-
-def rounding_of(found: Mapping) -> str | None:
-    """The same of `input_activations` alone."""
     kind = {"int": "int8", "float": "fp8"}.get(found.get("type"))
     if kind is None or found.get("num_bits") != 8 or not found.get("symmetric", True):
         return None
@@ -193,12 +201,6 @@ def input_scale(held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
     if not 0 < scale.item() < float("inf"):
         raise ValueError(f"{scale.item()} as the scale of its inputs")
     return scale
-
-
-def _meant(target: str, path: str) -> bool:
-    if target.startswith(PATTERN):
-        return re.match(target.removeprefix(PATTERN), path) is not None
-    return target in ("Linear", path)
 
 
 def _rounded(scheme: Scheme) -> dict | None:

@@ -1,32 +1,43 @@
 """A folder in the layout of compressed-tensors, loaded straight into quantised linears: no weight is ever whole."""
 
+import copy
 import json
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accel_kernels.quantised import Quantised
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    AutoQuantizationConfig,
+)
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accel.llm.quant import compressed
+from accel.llm.quant.compressed_config import NAMES, SAID, Said
 from accel.llm.quant.linears import head_path
 from accel.llm.quant.saving import SAVE, Saving, untie
 from accel.quant.activations import SCALE, is_static
 from accel.quant.module import QuantisedLinear
 from accel.quant.swap import exchange
-from accel.saved import refuse_pickles
+from accel.saved import read_json, refuse_pickles, whole
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
+# What `quantization_config` holds in the layouts of other libraries, and of what kind it is.
+FIELDS = dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), int)
+FIELDS |= dict.fromkeys(("desc_act", "sym", "zero_point"), bool)
 
 
 def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | None) -> nn.Module:
@@ -34,28 +45,92 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json")
     refuse_pickles(folder)
-    config = AutoConfig.from_pretrained(folder)
-    said = getattr(config, "quantization_config", None)
-    given = {"dtype": dtype, "use_safetensors": True} | ({} if device is None else {"device_map": device})
-    if said is None or said.get("quant_method") != compressed.METHOD:
-        return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+    config, told = _config(folder)
+    _files(folder)
+    given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
+    if told is None or told.get("quant_method") != compressed.METHOD:
+        return _loaded(folder, config=config, **given)
+    with _of(folder / "config.json"):
+        said = Said(told)
     linears = _linears(folder)
     for path, parts in linears.items():
-        try:
-            compressed.read(parts)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {path}: {error}") from None
+        with _of(folder, path):
+            _compare(said, path, parts)
     with _entered(linears, said) as method:
         config.quantization_config = {"quant_method": method}
+        return _loaded(folder, config=config, **given)
+
+
+def _config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
+    """The configuration and its `quantization_config`. Raises ValueError for what no library could read."""
+    file = folder / "config.json"
+    _check_said(file, read_json(file).get(SAID))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever classes of configurations raise for values of other kinds
+        raise ValueError(f"{file}: {_line(error)}") from error
+    said = getattr(config, SAID, None)
+    if said is None:
+        return config, None
+    _check_said(file, said)
+    if said.get("quant_method") != compressed.METHOD:
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, output_loading_info=True, **given
-            )
-        except (RuntimeError, SafetensorError) as error:
-            raise ValueError(f"{folder}: {str(error).strip().splitlines()[0]}") from error
-    if found["missing_keys"]:
-        raise ValueError(f"{folder} lacks {min(found['missing_keys'])}, which the model needs")
-    return model.eval()
+            AutoQuantizationConfig.from_dict(copy.deepcopy(said))
+        except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            raise ValueError(f"{file}: {SAID} of {said.get('quant_method')}: {_line(error)}") from error
+    return config, said
+
+
+def _check_said(file: Path, said: object) -> None:
+    if said is None:
+        return
+    # bitsandbytes once wrote no method.
+    named = isinstance(said, dict) and (
+        said.get("load_in_8bit") or said.get("load_in_4bit") or said.get("quant_method")
+    )
+    if not named or not isinstance(said.get("quant_method", ""), str):
+        raise ValueError(f"{file}: {SAID} is {said!r}, not an object with a text as quant_method")
+    for name, kind in FIELDS.items():
+        value = said.get(name)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
+
+
+def _loaded(folder: Path, **given) -> nn.Module:
+    try:
+        return whole(AutoModelForCausalLM, folder, **given).eval()
+    except (RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The first line of what it says, with its kind where that says nothing by itself."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ValueError | RuntimeError) and line else f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def _of(*places: object) -> Iterator[None]:
+    """Inside, a ValueError says where."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(": ".join(map(str, (*places, error)))) from None
+
+
+def _compare(said: Said, path: str, parts: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError for parts that do not fit one another, or what the configuration says of them."""
+    weight = compressed.read(parts)
+    if said.leaves(path):
+        raise ValueError(f"{SAID}.ignore names it, and the file holds it quantised")
+    group = said.group(path)
+    if group is None:
+        raise ValueError(f"no group of {SAID}.config_groups names it, and the file holds it quantised")
+    ordered = compressed.ORDER in parts
+    if reason := group.contradicts(weight, parts["weight_scale"], ordered):
+        raise ValueError(reason)
+    if ordered and group.activations:
+        raise ValueError("its columns are in an order of their own, and its inputs rounded: not read together")
 
 
 def _linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -114,7 +189,7 @@ class Held(nn.Module):
 
 
 @contextmanager
-def _entered(linears: dict[str, dict[str, torch.Tensor]], said: dict) -> Iterator[str]:
+def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterator[str]:
     """Inside, transformers knows a way of loading under the name it gives, and calls it for these linears."""
     name = f"accel-{uuid.uuid4().hex}"
 
@@ -161,8 +236,8 @@ def _replace(model: nn.Module, path: str, parts: dict[str, torch.Tensor]) -> Non
     model.set_submodule(path, Held(parts, module.bias))
 
 
-def _finish(model: nn.Module, said: dict) -> None:
-    pairs, head = [], model.get_output_embeddings()
+def _finish(model: nn.Module, said: Said) -> None:
+    pairs, head, ordered = [], model.get_output_embeddings(), []
     for path, module in model.named_modules():
         if type(module) is Held:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
@@ -170,17 +245,37 @@ def _finish(model: nn.Module, said: dict) -> None:
             module._parameters.clear()  # what became another tensor is gone before the next does
             if not bool(quantised.scales.isfinite().all()):
                 raise ValueError(f"{path}: NaN or Inf among its scales")
-            scheme = compressed.scheme_of(quantised)
-            activations = None if module is head else compressed.activations_of(said, path)
-            scale = None
-            if is_static(activations):
-                try:
-                    scale = compressed.input_scale(held)
-                except ValueError as error:
-                    raise ValueError(f"{path}: {error}") from None
-            rounding = scheme if activations is None else scheme.rounding(activations, scale is not None)
-            scheme = scheme if isinstance(rounding, str) else rounding
-            pairs.append((module, QuantisedLinear(quantised, bias, model.dtype, scheme, input_scale=scale)))
+            with _of(path):
+                if compressed.ORDER in held:
+                    ordered.append(path)
+                    made = _plain(compressed.by_order(quantised, held[compressed.ORDER], model.dtype), bias)
+                else:
+                    activations = None if module is head else said.group(path).activations
+                    made = _quantised(quantised, bias, model.dtype, held, compressed.rounding_of(activations or {}))
+            pairs.append((module, made))
     exchange(model, pairs)
-    if pairs:
+    if len(pairs) > len(ordered):
         vars(model)[SAVE] = Saving(model)
+    if ordered:
+        warnings.warn(
+            f"{len(ordered)} linear layers, {ordered[0]} the first, have columns in an order of their own "
+            f"(actorder 'group'): they are loaded in {model.dtype}, not in fewer bits",
+            stacklevel=2,
+        )
+
+
+def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), bias
+    return linear
+
+
+def _quantised(
+    quantised: Quantised, bias: nn.Parameter | None, dtype: torch.dtype, held: dict, activations: str | None
+) -> QuantisedLinear:
+    """held: the parts of the file. activations: as it says; they stay as they are where the numbers are no match."""
+    scheme = compressed.scheme_of(quantised)
+    scale = compressed.input_scale(held) if is_static(activations) else None
+    rounding = scheme if activations is None else scheme.rounding(activations, scale is not None)
+    scheme = scheme if isinstance(rounding, str) else rounding
+    return QuantisedLinear(quantised, bias, dtype, scheme, input_scale=scale)

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from accel.llm.quant import compressed
+from accel.llm.quant.compressed_config import PATTERN
 from accel.patch import Patch
 from accel.quant.activations import COLUMNS, FIXED, SCALE
 from accel.quant.linears import BASE
@@ -57,7 +58,7 @@ class Saving:
         if schemes:
             others = ignored(model, schemes)
             twin.config.quantization_config = compressed.config(schemes, others, heads & schemes.keys())
-            if any(name.startswith(compressed.PATTERN) for name in others):
+            if any(name.startswith(PATTERN) for name in others):
                 # Taken apart, transformers would read experts as quantised ones, and find none.
                 kwargs.setdefault("save_original_format", False)
         own(twin, save_directory, *args, state_dict=written, **kwargs)
@@ -130,5 +131,5 @@ def ignored(model: nn.Module, schemes: dict) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D):
             found.append(path)
         elif path and any(p is not None and p.dim() == 3 for p in module._parameters.values()):
-            found.append(rf"{compressed.PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
+            found.append(rf"{PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
     return list(dict.fromkeys(found))
