@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.agreement import Agreement, distributions, first_differences, perplexity
 from accel.call import seeded
-from accel.llm.inputs import KNOWN, causal, example_inputs
+from accel.llm.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
 from accel.llm.routed import Layers, far, median_rms
 from accel.plan import Plan
 from accel.quality import Quality, compare
@@ -99,13 +99,26 @@ def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict, bo
             given = dict(inspect.signature(obj.forward).bind_partial(*args, **kwargs).arguments)
         except TypeError:
             return None  # the call itself says what is wrong with it
-        return (obj, given or example_inputs(obj), "input_ids" in given) if set(given) <= KNOWN else None
+        return (obj, given or _example(obj), "input_ids" in given) if set(given) <= KNOWN else None
     model, tokenizer = getattr(obj, "model", None), getattr(obj, "tokenizer", None)
     if tokenizer is None or not causal(model) or kwargs or len(args) > 1:
         return None
     if not args:
-        return model, example_inputs(model), False
+        return model, _example(model), False
     return (model, tokenized(model, tokenizer, args[0]), True) if _texts(args[0]) else None
+
+
+def _example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Random prompts, which leave room for the text that is written on."""
+    most = table_of_positions(model)
+    return example_inputs(model) if most is None else example_inputs(model, tokens=max(1, min(TOKENS, most // 2)))
+
+
+def _new(model: nn.Module, inputs: dict) -> int:
+    """Tokens to be written: NEW, or as many as the model has positions for. The last one needs none."""
+    most = table_of_positions(model)
+    read = next(inputs[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in inputs)
+    return NEW if most is None else max(1, min(NEW, most - read + 1))
 
 
 def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
@@ -210,9 +223,10 @@ def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) 
 
 
 def _greedy(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (rows, NEW) and the logits they were chosen by, (rows, NEW, vocabulary)."""
-    written = model.generate(**inputs, min_new_tokens=NEW, max_new_tokens=NEW, **GREEDY)
-    return written.sequences[:, -NEW:], torch.stack(written.logits, dim=1)
+    """Tokens (rows, `_new`) and the logits they were chosen by, (rows, `_new`, vocabulary)."""
+    new = _new(model, inputs)
+    written = model.generate(**inputs, min_new_tokens=new, max_new_tokens=new, **GREEDY)
+    return written.sequences[:, -new:], torch.stack(written.logits, dim=1)
 
 
 def _written(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> torch.Tensor:

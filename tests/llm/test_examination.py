@@ -164,6 +164,12 @@ def test_models_of_few_positions_are_fused(name, positions):
     assert not accel.report(model).fallbacks
 
 
+@pytest.mark.parametrize("positions", [8, 50])
+def test_verify_writes_no_more_than_there_are_positions(positions):
+    quality = accel.verify(accel.optimize(make("gpt2", n_positions=positions)))
+    assert quality.passed and quality.agreement.tokens == 2 * min(16, positions - positions // 2 + 1)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_models_of_too_few_positions_are_left_alone(name):
     if not available(BY_NAME[name].kind):
