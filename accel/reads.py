@@ -4,13 +4,14 @@ A fused block does the work of modules that it does not call. Whatever their cod
 not, must be as it was: classes, the methods found on them, settings, and which submodules there are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from types import ModuleType
 from typing import NamedTuple
 
 from torch import nn
 
-from accel.structure import mentioned, methods, overridden, own_classes, stock_method, tampered
+from accel.structure import mentioned, methods, overridden, own_classes, stock_method, tampered, torch_functions
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these `Reads` looks at hooks and submodules
 # Read with gradients alone, with which no fused forward runs.
@@ -44,14 +45,14 @@ class Reads:
 
     def __getstate__(self):
         # Functions are looked up anew in a copy: those that were replaced since could not be pickled.
-        replaced = [record.kind.__name__ for record in self.matched if _replaced(record, methods(record.kind))]
+        replaced = [record.kind.__name__ for record in self.matched if _replaced(record, _methods(record.kind))]
         stale = f"{replaced[0]} was changed after accel.optimize" if replaced else None
         bare = tuple(record._replace(methods={}) for record in self.matched)
         return {"matched": bare, "stale": self.stale or stale}
 
     def __setstate__(self, state):
         self.stale, self.seen = state["stale"], None
-        self.matched = tuple(record._replace(methods=methods(record.kind)) for record in state["matched"])
+        self.matched = tuple(record._replace(methods=_methods(record.kind)) for record in state["matched"])
 
     def changed(self, own: nn.Module | None, parts: Callable[[], Parts]) -> str | None:
         """Why the parts are not what was matched. A few microseconds, unless something changed since the last call."""
@@ -124,11 +125,17 @@ class Record(NamedTuple):
 
 def _records(own: nn.Module | None, parts: Parts) -> Iterator[Record]:
     members = {id(part) for part in chain(*parts) if part is not None}
-    found = {kind: methods(kind) for kind in set(map(type, chain(*parts)))}
+    found = {kind: _methods(kind) for kind in set(map(type, chain(*parts)))}
     for part in parts.fixed:
         yield Record(type(part), found[type(part)], overridden(part), _settings(part, members))
     for part in parts.live:
         yield Record(type(part), found[type(part)], overridden(part), None)
+
+
+def _methods(kind: type) -> dict[str, object]:
+    """By name, the methods of a class, and the functions of torch that these would call."""
+    functions = {f"{module.__name__}.{name}": vars(module).get(name) for module, name in torch_functions(kind)}
+    return methods(kind) | functions
 
 
 def _settings(part: object, members: set[int]) -> dict:
@@ -170,3 +177,14 @@ def _views(own: nn.Module | None, parts: list, kinds: list[type]) -> Iterator:
                 yield attributes["_forward_pre_hooks"].values()
     for base in dict.fromkeys(chain.from_iterable(map(own_classes, kinds))):
         yield vars(base).values()
+    yield Looked(chain.from_iterable(map(torch_functions, dict.fromkeys(kinds))))
+
+
+class Looked:
+    """What lies in these places, (module, name), whenever it is asked."""
+
+    def __init__(self, places: Iterable[tuple[ModuleType, str]]):
+        self.places = [(vars(module), name) for module, name in dict.fromkeys(places)]
+
+    def __iter__(self) -> Iterator:
+        return iter([attributes.get(name) for attributes, name in self.places])

@@ -3,7 +3,9 @@
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -76,11 +78,26 @@ def foreign(part: object) -> str | None:
     """Why this is not the library's own: code of its class comes from elsewhere, and may do what no probe would show,
     such as something else for larger inputs.
     """
-    for name, value in methods(type(part)).items():
+    kind = type(part)
+    places = ((name, vars(module).get(name)) for module, name in torch_functions(kind))
+    for name, value in (*methods(kind).items(), *places):
         for function in _functions(value):
             if function.__globals__.get("__name__", "").partition(".")[0] not in LIBRARIES:
                 return f"{type(part).__name__}.{name} is not the library's own"
     return None
+
+
+@lru_cache(maxsize=256)  # a model has a few dozen classes, and hundreds of blocks of them
+def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
+    """Where code of this class, as it was when first asked, looks for functions of torch: (torch or a part, name)."""
+    found = {}
+    for function in chain.from_iterable(map(_functions, methods(kind).values())):
+        names = set(function.__code__.co_names)
+        modules = [function.__globals__[name] for name in names & function.__globals__.keys()]
+        for module in modules:
+            if isinstance(module, ModuleType) and module.__name__.partition(".")[0] == "torch":
+                found |= dict.fromkeys((module, name) for name in sorted(names & vars(module).keys()))
+    return tuple(found)
 
 
 def mentioned(kind: type) -> set[str]:

@@ -50,6 +50,10 @@ def double(function):
     return lambda *args, **kwargs: 2 * function(*args, **kwargs)
 
 
+def sharper(attention):
+    return lambda q, k, v, **more: attention(5 * q, k, v, **more)
+
+
 # By name: (what is changed in the model, the attribute, its new value as a function of the owner).
 CHANGES = {
     "the class of a block": (lambda m: find(m, BasicTransformerBlock), "__class__", lambda b: Merging),
@@ -75,6 +79,11 @@ CHANGES = {
     "a leaf's forward, on its class": (lambda m: nn.GroupNorm, "forward", lambda c: double(c.forward)),
     "convolutions, on their class": (lambda m: nn.Conv2d, "_conv_forward", lambda c: double(c._conv_forward)),
     "a gate, on its class": (lambda m: GEGLU, "gelu", lambda c: lambda self, x: torch.tanh(x)),
+    "a function of torch": (
+        lambda m: F,
+        "scaled_dot_product_attention",
+        lambda f: sharper(F.scaled_dot_product_attention),
+    ),
     "a processor, on its class": (lambda m: AttnProcessor2_0, "__call__", lambda c: double(c.__call__)),
 }
 
@@ -192,10 +201,11 @@ def test_a_block_of_another_make_stays_stock_and_is_not_tried(tiny):
     assert torch.equal(run(model, inputs), wanted)
 
 
-def test_a_method_replaced_before_is_used(tiny):
+@pytest.mark.parametrize(("owner", "name"), [(AttnProcessor2_0, "__call__"), (F, "scaled_dot_product_attention")])
+def test_what_was_replaced_before_is_used(tiny, owner, name):
     model = tiny.unet()
     inputs = tiny.inputs(model)
-    with changed(AttnProcessor2_0, "__call__", double(AttnProcessor2_0.__call__)):
+    with changed(owner, name, double(getattr(owner, name))):
         wanted = run(model, inputs)
         accel.optimize(model)
         torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
