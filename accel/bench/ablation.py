@@ -47,7 +47,7 @@ def _no_moments(kernels):
 
 
 def _no_loop(context: Context) -> None:
-    context.loop.number = 0
+    context.loop.forget()
 
 
 def _each_alone(context: Context) -> None:

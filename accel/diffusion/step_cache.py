@@ -23,13 +23,14 @@ from accel.forward import FastForward
 from accel.patch import ForwardPatch, PatchConflict
 
 NAME = "step cache"  # of the rule
-MOST_FEATURES = 16  # kept at a time, by shape of the sample and lane
+MOST_FEATURES = 16  # kept at a time, by thread, shape of the sample and lane
 
 
 class StepCacheState:
     """What the forwards of one UNet share: interval, tracks, features, and the call in progress.
 
-    Calls of several threads run one after the other; threads whose loops interleave gain nothing, and lose nothing.
+    Calls of several threads run one after the other. Each thread has tracks and features of its own: what it computes
+    does not depend on what the others do meanwhile.
     """
 
     def __init__(self, loop, interval: int):
@@ -42,11 +43,18 @@ class StepCacheState:
     def __setstate__(self, state):
         vars(self).update(state)
         self.lock = threading.RLock()
-        self.tracks = Tracks(self.loop)
+        self._local = threading.local()
         self.features: OrderedDict[tuple, Features] = OrderedDict()
         self.numbers = itertools.count()
         self.current: Call | None = None
         self.stream = None
+
+    @property
+    def tracks(self) -> Tracks:
+        """This thread's."""
+        if not hasattr(self._local, "tracks"):
+            self._local.tracks = Tracks(self.loop)
+        return self._local.tracks
 
     def variant(self) -> tuple:
         """What the CUDA graph of the call in progress depends on besides its inputs; the report shows it."""
@@ -55,7 +63,7 @@ class StepCacheState:
         return "whole" if self.current.whole else "between whole ones", f"features {self.current.features.number}"
 
     def kept(self, lane: int, sample: torch.Tensor) -> Features:
-        key = lane, sample.shape, sample.dtype, sample.device
+        key = threading.get_ident(), lane, sample.shape, sample.dtype, sample.device
         if key not in self.features:
             if len(self.features) >= MOST_FEATURES:
                 self.features.popitem(last=False)

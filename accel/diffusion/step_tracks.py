@@ -5,7 +5,6 @@ free. Within it, a track is the calls that see the same conditions in step after
 apart with and without the prompt has two.
 """
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class Track:
 
 
 class Tracks:
-    """The tracks of the loop that a UNet is in; every doubt starts a new one.
+    """The tracks of the loop that a UNet is in, as one thread calls it; every doubt starts a new one.
 
     `find(arguments)` gives the track of a call, or None where there are too many; `reason` then says why the call gains
     nothing. Tracks of a loop have lanes of their own, numbered from 0, which those of the next loop take over.
@@ -137,4 +136,4 @@ def _conditions(arguments: dict) -> tuple[tuple, tuple[torch.Tensor, ...]]:
     leaves = pytree.tree_leaves([arguments.get(name) for name in CONDITIONS])
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     identities = tuple((id(tensor), version(tensor)) for tensor in tensors)
-    return (threading.get_ident(), sample.shape, sample.dtype, sample.device, identities), tensors
+    return (sample.shape, sample.dtype, sample.device, identities), tensors
