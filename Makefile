@@ -24,7 +24,7 @@ TRITON := triton>=3.6,<=3.9.0
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format bench plots clean
+.PHONY: help demo test test-all compatibility test-gpu lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -46,6 +46,12 @@ demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel
 # to: without it each of the many processes that tests start would compile torch anew, for 4 to 13 seconds.
 test: $(READY)  ## every test that needs no GPU
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: $(READY)  ## test, with every product of families and modes, and docs/compatibility.md written anew
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimised
+	OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/compatibility $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/gpu $(ARGS)

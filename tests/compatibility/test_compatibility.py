@@ -1,0 +1,71 @@
+"""docs/compatibility.md holds: every model there is has a row, and the rows say what happens.
+
+`make test` runs one row of every third kind; ACCEL_TEST_EVERYTHING=1 (`make compatibility`, `make test-all`) runs all
+and writes the file anew.
+"""
+
+import os
+
+import compatibility_table as table
+import pytest
+from comparison import Row, compare, told
+
+LIKE_A_GPU = {"layout": "channels_last", "cpu": "fuse"}
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+WRITTEN, ROWS = table.read()
+CURRENT = table.versions() == WRITTEN
+
+
+def kinds() -> list:
+    """A row of each outcome and reason, and of these every third."""
+    found = {}
+    for section, rows in ROWS.items():
+        for row in rows:
+            if row.outcome != "not built":
+                found.setdefault((section, row.outcome, row.why), pytest.param(section, row, id=row.model))
+    return list(found.values())[::3]
+
+
+def run(section: str, name: str, tiny) -> Row:
+    import diffusers_calls
+    import tiny_diffusers_models
+    import tiny_language_models
+
+    try:
+        if section == "diffusion":
+            model = tiny_diffusers_models.build(name)
+            calls = diffusers_calls.calls(model)
+        else:
+            model = tiny_language_models.build(name, section)
+            calls = tiny_language_models.calls(model)
+    except Exception as error:
+        return Row(name, "", "not built", why=told(error))
+    return compare(name, model, calls, tiny.differences, **LIKE_A_GPU)
+
+
+@pytest.mark.skipif(EVERYTHING, reason="all of them are run")
+@pytest.mark.parametrize(("section", "pinned"), kinds())
+def test_rows(section, pinned, tiny):
+    if pinned.model not in table.models()[section]:
+        pytest.skip("these versions do not have it")
+    row = run(section, pinned.model, tiny)
+    assert not row.wrong, row.why
+    if CURRENT:
+        assert (row.kind, row.outcome) == (pinned.kind, pinned.outcome), f"{row.why}: {table.AGAIN}"
+
+
+@pytest.mark.skipif(EVERYTHING, reason="the file is written anew")
+@pytest.mark.skipif(not CURRENT, reason=f"the table is of {WRITTEN}")
+def test_every_model_there_is_has_a_row():
+    for section, names in table.models().items():
+        listed = {row.model for row in ROWS[section]}
+        assert listed == set(names), f"{section}: {sorted(listed ^ set(names))}: {table.AGAIN}"
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="ACCEL_TEST_EVERYTHING=1 runs all rows and writes the file")
+def test_every_row(tiny):
+    rows = {section: [run(section, name, tiny) for name in names] for section, names in table.models().items()}
+    table.write(rows)
+    assert not [row for found in rows.values() for row in found if row.wrong]
+    assert sum(row.outcome != "not built" for row in rows["language"]) >= 100
+    assert sum(row.outcome != "not built" for row in rows["diffusion"]) >= 0.8 * len(rows["diffusion"])
