@@ -27,7 +27,7 @@ TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynam
 .PHONY: help demo test test-all compatibility test-gpu lint format bench plots clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 $(READY): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
