@@ -16,7 +16,7 @@ from accel.ledger import Ledger
 from accel.objects import is_scheduler, models_in, parts_in
 from accel.options import parse
 from accel.parts import WeakList, forget, former, kept_by, remember
-from accel.plan import PLAN, Context, Plan
+from accel.plan import PLAN, Context, Plan, Row
 from accel.quality import Quality
 from accel.report import Report
 from accel.verify import against_stock
@@ -59,7 +59,7 @@ def optimize(obj, **options):
         for name in applied:
             on_cpu.decide(vars(parts[name])[PLAN])
         if chosen.step_cache is not None:
-            _settle_step_cache(obj, chosen.step_cache)
+            _settle_step_cache(obj, context)
     except BaseException:
         for name in reversed(applied):
             vars(parts[name]).pop(PLAN).undo()
@@ -239,10 +239,22 @@ def _takes_weights(part: object) -> bool:
     return _is_language_model(part) or denoises(part)
 
 
-def _settle_step_cache(obj, wanted: int | str) -> None:
+def _settle_step_cache(obj, context: Context) -> None:
+    """Finds the interval; a model whose images keep the quality with none is planned anew, without a step cache."""
+    from accel.diffusion.step_cache import NAME
     from accel.diffusion.step_cache_budget import settle
 
-    settle(obj, _plans(obj).values(), wanted)
+    for plan, reason in settle(obj, _plans(obj).values(), context.options.step_cache):
+        plan.undo()
+        try:
+            whole = _plan(plan.root, replace(context, options=replace(context.options, step_cache=None)))
+            whole.apply()
+        except BaseException:
+            plan.apply()
+            raise
+        whole.rows.append(Row("", NAME, "skipped", reason))
+        vars(plan.root)[PLAN] = whole
+        on_cpu.decide(whole)
 
 
 def _models(obj) -> dict[str, nn.Module]:

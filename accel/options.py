@@ -15,6 +15,7 @@ KV_CACHE = ("int8", "fp8")
 ACTIVATIONS = ("int8", "int8-outliers", "fp8")
 STATIC = ("int8-static", "int8-outliers-static", "fp8-static")  # what only calibration gives, see `accel.quantize`
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
+MOST_DECIBELS = 100  # of PSNR; as far from each other are images of a loop that only rounds otherwise, in float32
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 
@@ -31,8 +32,8 @@ class Options:
         False never captures.
     graph_memory_gb: bound on the memory that captured graphs may hold, in GiB; None is a quarter of the GPU.
     step_cache: lossy. The deep layers of UNets run in every n-th call of a denoising loop only; give n, 2 or more, or
-        a quality such as "35dB": the largest n whose images keep that PSNR, measured when a text-to-image pipeline is
-        optimised. None: every call is computed whole.
+        a quality such as "35dB", up to 100: the largest n whose images keep that PSNR, measured when a text-to-image
+        pipeline is optimised; where none does, every call is computed whole, as the report says, and as with None.
     weights: lossy, for causal language models and denoisers. The linear layers inside the decoder layers, or inside the
         blocks and embeddings of a UNet or diffusion transformer, are stored in fewer bits, rounded to nearest: "int8"
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
@@ -133,15 +134,15 @@ def _one_of(name: str, value: object, valid: tuple) -> None:
 
 
 def decibels(quality: str) -> float:
-    """35.0 of "35dB". Raises ValueError for another form, or for 0."""
+    """35.0 of "35dB". Raises ValueError for another form, for 0, and for more than rounding leaves of an image."""
     found = DECIBELS.fullmatch(quality)
-    if found is None or not float(found[1]) > 0:
+    if found is None or not 0 < float(found[1]) <= MOST_DECIBELS:
         raise ValueError(f"{quality!r} is no quality in decibels, such as '35dB'")
     return float(found[1])
 
 
 def _step_cache(value: object) -> None:
-    valid = "give None, an interval of 2 calls or more, or a quality such as '35dB'"
+    valid = f"give None, an interval of 2 calls or more, or a quality above 0 and up to {MOST_DECIBELS} dB, as '35dB'"
     if value is None:
         return
     if isinstance(value, str):

@@ -16,30 +16,31 @@ SEEDS = (0, 1)  # the worse image counts
 BLANK = 1e-3  # standard deviation, over its pixels in 0..1, of an image that shows nothing
 
 
-def settle(obj, plans: Iterable[Plan], wanted: int | str) -> None:
+def settle(obj, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, str]]:
     """Once obj is patched with step_cache=wanted: sets the interval that keeps a quality, and tells it in the report.
 
     The pipeline draws two images with its default number of steps, every call whole, then with intervals of 2, 3 and
-    so on until one is worse than wanted. Raises ValueError where obj has no UNet; for a quality also where obj does not
-    draw from a text alone, or draws blank images; with strict=True also where no interval keeps the quality.
+    so on until one is worse than wanted. Returns the plans to be made anew without a step cache, and why: no interval
+    keeps the quality. Raises ValueError where obj has no UNet; for a quality also where obj does not draw from a text
+    alone, or draws blank images; with strict=True also where no interval keeps the quality.
     """
     plans = [plan for plan in plans if any(row.rule == NAME for row in plan.rows)]
     if not plans:
         raise ValueError(f"step_cache={wanted!r}: there is no UNet in this {type(obj).__name__}")
     cached = [(plan, forward) for plan in plans if (forward := _forward(plan)) is not None]
     if isinstance(wanted, int) or not cached:
-        return
+        return []
     interval, quality, beyond = _search(obj, [forward for _, forward in cached], wanted)
+    if interval == 1:
+        reason = f"no interval keeps {wanted}: 2 gives {_told(beyond)}; every call is computed whole"
+        if any(plan.options.strict for plan, _ in cached):
+            raise ValueError(f"strict=True: {NAME}: {reason}")
+        return [(plan, reason) for plan, _ in cached]
     for plan, forward in cached:
         forward.state.interval = interval
-        if interval == 1:
-            status, reason = "skipped", f"no interval keeps {wanted}: 2 gives {_told(beyond)}"
-            if plan.options.strict:
-                raise ValueError(f"strict=True: {NAME}: {reason}")
-        else:
-            status, reason = "patched", f"{forward.note()}; measured {_told(quality)}"
-        told = {(forward.path, NAME): {"status": status, "reason": reason}}
+        told = {(forward.path, NAME): {"reason": f"{forward.note()}; measured {_told(quality)}"}}
         plan.rows = [replace(row, **told.get((row.path, row.rule), {})) for row in plan.rows]
+    return []
 
 
 def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Quality | None, Quality | None]:

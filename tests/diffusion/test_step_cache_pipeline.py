@@ -241,6 +241,9 @@ def test_a_quality_that_no_interval_keeps(pipe, monkeypatch):
     accel.optimize(pipe, step_cache="90 dB")
     assert row(pipe)[2] == "skipped" and "no interval keeps 90 dB: 2 gives PSNR" in row(pipe)[3]
     assert np.array_equal(draw(pipe), without)
+    report = accel.report(pipe)
+    assert len([rule for _, rule, _, _ in report.sites if rule == "step cache"]) == 1  # and no block of it
+    assert any(rule == "upward block" and status == "patched" for _, rule, status, _ in report.sites)
     with pytest.raises(ValueError, match="strict=True: .*no interval keeps 90 dB"):
         accel.optimize(pipe, step_cache="90 dB", strict=True, graphs="auto")
 
@@ -257,6 +260,8 @@ def test_a_quality_that_no_interval_keeps(pipe, monkeypatch):
         ("35", ValueError),
         ("0dB", ValueError),
         ("-4 dB", ValueError),
+        ("100.5dB", ValueError),
+        ("200dB", ValueError),
         ((3, 0), TypeError),
     ],
 )
