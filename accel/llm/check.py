@@ -1,6 +1,7 @@
 """The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,7 +102,11 @@ def _own_positions(
     for positions in (IN_ORDER, BY_MASK):
         forward.manner = Manner(output, mask, positions)
         ids, padding, _ = _inputs(forward, _short(lengths))
-        got = forward.fast(input_ids=ids, attention_mask=padding, use_cache=True).logits
+        try:
+            got = forward.fast(input_ids=ids, attention_mask=padding, use_cache=True).logits
+        except Exception as error:  # a model that wants positions of every row
+            raised(error)
+            continue
         if _off(got[:, PADDING:], wanted, _chooses(forward)) <= LIMITS.get(wanted.dtype, 1e-4):
             return positions
     return None
@@ -203,11 +208,13 @@ def _written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
     return torch.cat(found, dim=1)
 
 
-def relied_on(forward: DecoderForward) -> Relied:
-    """What stock reads in a prompt and a step, of which the fused forward does not ask."""
+def relied_on(forward: DecoderForward) -> tuple[Relied, frozenset[str]]:
+    """What stock reads in a prompt and a step, of which the fused forward does not ask; and the paths of the modules
+    around the layers that a text goes through.
+    """
     pieces = list(_pieces(forward, within_positions(forward.module, (PROMPT, 1))))
     with resting(forward.module):
-        with reading(forward.module) as stock:
+        with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache()
             for piece in pieces:
                 forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
@@ -216,7 +223,25 @@ def relied_on(forward: DecoderForward) -> Relied:
             with reading(forward.module) as fused:
                 _written(forward, pieces)
     forward.seen = None
-    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO)))
+    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
+
+
+@contextmanager
+def _calling(forward: DecoderForward) -> Iterator[set[str]]:
+    """Inside, notes the paths of modules that are called, but for those inside layers."""
+    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    found: set[str] = set()
+    with contextlib.ExitStack() as undo:
+        for path, module in forward.module.named_modules():
+            if module not in inside:
+                note = partial(_note, found, path, threading.get_ident())
+                undo.callback(module.register_forward_pre_hook(note).remove)
+        yield found
+
+
+def _note(found: set[str], path: str, thread: int, *_) -> None:
+    if threading.get_ident() == thread:
+        found.add(path)
 
 
 def rehearse(forward: DecoderForward) -> None:

@@ -43,6 +43,7 @@ class DecoderForward(FastForward):
         self.stack, self.layers, self.steps = stack, layers, steps
         self.manner: Manner | None = None
         self.relied: Relied | None = None  # once the model has been tried
+        self.around: frozenset[str] = frozenset()  # paths of the modules around the layers that a text goes through
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
@@ -265,9 +266,8 @@ class DecoderForward(FastForward):
         """Why a hook would be shown what only we have: an empty cache, a mask made up. Those of transformers look at
         neither; and whoever takes one tensor and no more is not given them.
         """
-        inside = {module for layer in self.layers for module in layer.module.modules() if module is not layer.module}
         for path, module in self.module.named_modules():
-            if path and module not in inside and foreign_hooks(module) and not _takes_one(module):
+            if path and path in self.around and foreign_hooks(module) and not _takes_one(module):
                 return f"forward hooks on {path}, which would be shown an empty cache"
         return None
 

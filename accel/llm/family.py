@@ -111,7 +111,7 @@ def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]])
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.manner = find_manner(forward)
-    forward.relied = relied_on(forward)
+    forward.relied, forward.around = relied_on(forward)
     note = ""
     if context.options.kv_cache is not None:
         note = _round(forward, specs, context.options)

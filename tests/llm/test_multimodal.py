@@ -130,6 +130,19 @@ def test_what_generate_leaves_in_the_model_changes_nothing():
     assert forward.seen is not seen
 
 
+def test_a_hook_on_the_tower_that_sees_leaves_the_other_fast():
+    """As users look at features of images: it is called by the prompt alone, which runs stock."""
+    ours, stock, text, image = pair("llava")
+    shown = []
+    for model in (ours, stock):
+        layer = next(m for path, m in model.named_modules() if path.endswith("layers.0") and "vision" in path)
+        layer.register_forward_hook(lambda _, args, output: shown.append(args[0]))
+    same(written(ours, image), written(stock, image))
+    assert len(shown) == 2 and torch.equal(*shown) and sum(fallbacks(ours).values()) == 1
+    same(written(ours, text), written(stock, text))
+    assert sum(fallbacks(ours).values()) == 1
+
+
 def test_the_tower_that_writes_is_found_wherever_it_is():
     """The first list of the right length is another, or the last is."""
     from families import SIZES, TOKENS
