@@ -87,14 +87,11 @@ class Reads:
         return None if name is None else f"{before.kind.__name__}.{name} was changed after accel.optimize"
 
     def _otherwise(self, before: dict, now: dict) -> Iterator[str]:
-        """Names whose values differ. A new one counts only where code mentions it: other people leave marks."""
-        for name, value in before.items():
-            if not _same(value, now.get(name)):
-                yield name
-        new = [name for name, value in now.items() if name not in before and value is not None]
-        if new:
-            known = set().union(*(mentioned(record.kind) for record in self.matched))
-            yield from (name for name in new if name in known)
+        """Names whose values differ and that the code mentions: what it does not read is others' mark, or a note."""
+        other = [name for name in before | now if not _same(before.get(name), now.get(name))]
+        if other:
+            known = mentioned([record.kind for record in self.matched])
+            yield from (name for name in other if name in known)
 
 
 class Seen:

@@ -2,10 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
+
+CALLED = ("forward", "__call__")
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -100,10 +102,27 @@ def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
     return tuple(found)
 
 
-def mentioned(kind: type) -> set[str]:
-    """Names that code of this class mentions: attributes, variables, strings."""
-    codes = (function.__code__ for value in methods(kind).values() for function in _functions(value))
-    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+def mentioned(kinds: Iterable[type]) -> set[str]:
+    """Names that calling objects of these classes may read: those in the code that runs, and in what it names in turn.
+
+    Followed are methods of any of the classes, and functions that lie beside them.
+    """
+    found = [methods(kind) for kind in kinds]
+    names: set[str] = set()
+    waiting = [function for of_one in found for name in CALLED for function in _functions(of_one.get(name))]
+    while waiting:
+        function = waiting.pop()
+        for name in _names(function.__code__) - names:
+            names.add(name)
+            values = [of_one[name] for of_one in found if name in of_one] + [function.__globals__.get(name)]
+            waiting += chain.from_iterable(map(_functions, values))
+    return names
+
+
+def _names(code: CodeType) -> set[str]:
+    """Attributes, variables and strings, also of functions written inside."""
+    names = {name for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+    return names.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _functions(value: object) -> Iterator:
