@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 import accel
 from accel import api
+from accel.bench import timing
 from accel.bench.llm import cases, configs, models, profile, ready, runner, stalls, turns
 from accel.bench.llm.traffic import Traffic, copy_bandwidth, layers_of
 from accel.cli import app
@@ -128,17 +128,20 @@ def test_bytes_of_other_makes():
 def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
     """A model whose calls cost 30 ms, and 1 ms a token."""
     work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (2,), (16,), 40, 0)
+    now = [0.0]
+    for module in (turns, timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def generate(input_ids, attention_mask, max_new_tokens, do_sample):
-        time.sleep(0.03 + 0.001 * max_new_tokens)
+        now[0] += 0.03 + 0.001 * max_new_tokens
         return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
 
     (case,) = cases.decode(work)
     variant = turns.Variant("slow", SimpleNamespace(generate=generate))
     found = turns.take_turns(case, [variant], CPU, 0.3, lambda name, error: pytest.fail(str(error)))["slow"]
-    assert 0.9 < found["ms_step"] < 1.6
+    assert found["ms_step"] == pytest.approx(1.0)
     assert found["tok_s"] == pytest.approx(2e3 / found["ms_step"], rel=1e-2)
-    assert found["call_ms"] > 30 + 45 and found["first_s"] > 0.03 and found["rounds"] >= 2
+    assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
 
 
 def test_stopping_early_is_no_time():

@@ -47,10 +47,8 @@ def test_an_interrupted_run_leaves_what_it_has(peers, monkeypatch, tmp_path):
 
 
 def test_a_limit_of_time_is_kept(peers):
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.05 s"), peers.within(0.05):
-        time.sleep(5)
-    assert time.monotonic() - started < 2
+        time.sleep(60)  # which nothing but the limit ends with this error
     with peers.within(0.05):
         pass
     time.sleep(0.1)  # nothing is left to go off

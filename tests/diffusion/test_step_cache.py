@@ -123,7 +123,13 @@ def test_other_modes_are_computed_whole(cached, tiny, how):
     model.train(how == "training")
     with torch.set_grad_enabled(how == "gradients"), torch.autocast("cpu", torch.bfloat16, how == "autocast"):
         got, wanted = model(**calls[2]).sample, oracle.unet(**calls[2]).sample
-    torch.testing.assert_close(got, wanted)
+    if how == "autocast":  # how bfloat16 rounds hangs on the processor; stock's own error there is the measure
+        oracle.restart()
+        exact = run(oracle.unet, calls[2])
+        errors = [float((output.detach() - exact).abs().max()) for output in (got, wanted)]
+        assert errors[0] <= 2 * errors[1]
+    else:
+        torch.testing.assert_close(got, wanted)
     assert got.requires_grad == (how == "gradients")
     assert any("computed whole" in reason for reason in reasons(model))
     model.eval()

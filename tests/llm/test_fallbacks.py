@@ -91,7 +91,12 @@ def test_a_call_that_runs_stock(name, call, pair):
     before = generate(ours, ids, mask)
     without = reasons(ours) == ""
     theirs, mine = run(stock, ids, mask), run(ours, ids, mask)
-    same(mine, theirs, 1e-4 if call in ("gradients", "training") else 1e-5)
+    if call == "autocast":  # how bfloat16 rounds hangs on the processor; stock's own error there is the measure
+        exact = stock(ids, attention_mask=mask).logits
+        errors = [float((x["logits"] - exact)[mask.bool()].abs().max()) for x in (mine, theirs)]
+        assert errors[0] <= 2 * errors[1]
+    else:
+        same(mine, theirs, 1e-4 if call in ("gradients", "training") else 1e-5)
     assert not reason or reason in reasons(ours), reasons(ours)
     counted = accel.report(ours).fallbacks
     same(generate(ours, ids, mask), before)
