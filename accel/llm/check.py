@@ -1,7 +1,6 @@
 """The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +13,12 @@ from transformers import DynamicCache
 from accel.llm.arguments import find_arguments
 from accel.llm.cache import adopt
 from accel.llm.compare import off
-from accel.llm.decoder import ALSO, UNDERSTOOD, DecoderForward, Unfit
+from accel.llm.decoder import DecoderForward, Unfit
 from accel.llm.inputs import table_of_positions, within_positions
 from accel.llm.layer import LayerForward
 from accel.llm.manner import BY_MASK, IN_ORDER, Manner
 from accel.llm.prompt import STEP, filled, room_for
 from accel.llm.recorder import example_ids, resting
-from accel.llm.relied import Relied, reading, relevant
 from accel.llm.store import Shape, Store
 from accel.llm.understanding import NotUnderstood, raised
 from accel.patch import ForwardPatch
@@ -77,7 +75,7 @@ def _manner(forward: DecoderForward, lengths: tuple, wanted, alone, output: type
     for mask in (True, False):
         forward.manner = Manner(output, mask, None)
         try:
-            with _layers(forward):
+            with fused_layers(forward):
                 _rehearse(forward, lengths)
                 got, prompt = _fast(forward, lengths), lengths[0] - PADDING
                 if _alike(_chooses(forward), got, wanted):
@@ -132,7 +130,7 @@ def _fills(forward: DecoderForward, lengths: tuple) -> bool:
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
     store = adopt(DynamicCache(), forward.shapes())
-    prompt, step = (tuple(piece.values()) for piece in _pieces(forward, (_short(lengths), 1)))
+    prompt, step = (tuple(piece.values()) for piece in pieces_of(forward, (_short(lengths), 1)))
     tokens, mask, positions = prompt
     if fill:
         first = _filled(forward, store, tokens, positions, mask)
@@ -161,7 +159,7 @@ def _inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.T
     return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
 
 
-def _pieces(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
+def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
     ids, mask, positions = _inputs(forward, sum(lengths))
     end = 0
     for length in lengths:
@@ -175,7 +173,7 @@ def _pieces(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
 def _stock(forward: DecoderForward, lengths: tuple) -> tuple[torch.Tensor, type]:
     """The logits of all pieces but the padding's, and the class they came in."""
     cache, found = DynamicCache(config=forward.module.config), []
-    for piece in _pieces(forward, lengths):
+    for piece in pieces_of(forward, lengths):
         output = forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
         extra = [name for name, value in output.items() if name not in ("logits", "past_key_values")]
         if extra:
@@ -194,10 +192,10 @@ def _alone(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 def _fast(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
     forward.ready(stack=False)
-    return _written(forward, _pieces(forward, lengths))[:, PADDING:]
+    return written(forward, pieces_of(forward, lengths))[:, PADDING:]
 
 
-def _written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
+def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
     """The logits of all pieces, one after another."""
     cache, found = DynamicCache(), []
     for piece in pieces:
@@ -208,45 +206,9 @@ def _written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
     return torch.cat(found, dim=1)
 
 
-def relied_on(forward: DecoderForward) -> tuple[Relied, frozenset[str]]:
-    """What stock reads in a prompt and a step, of which the fused forward does not ask; and the paths of the modules
-    around the layers that a text goes through.
-    """
-    pieces = list(_pieces(forward, within_positions(forward.module, (PROMPT, 1))))
-    with resting(forward.module):
-        with reading(forward.module) as stock, _calling(forward) as around:
-            cache = DynamicCache()
-            for piece in pieces:
-                forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
-        with _layers(forward):
-            forward.ready(stack=False)
-            with reading(forward.module) as fused:
-                _written(forward, pieces)
-    forward.seen = None
-    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
-
-
-@contextmanager
-def _calling(forward: DecoderForward) -> Iterator[set[str]]:
-    """Inside, notes the paths of modules that are called, but for those inside layers."""
-    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
-    found: set[str] = set()
-    with contextlib.ExitStack() as undo:
-        for path, module in forward.module.named_modules():
-            if module not in inside:
-                note = partial(_note, found, path, threading.get_ident())
-                undo.callback(module.register_forward_pre_hook(note).remove)
-        yield found
-
-
-def _note(found: set[str], path: str, thread: int, *_) -> None:
-    if threading.get_ident() == thread:
-        found.add(path)
-
-
 def rehearse(forward: DecoderForward) -> None:
     """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
-    with resting(forward.module), _layers(forward):
+    with resting(forward.module), fused_layers(forward):
         _rehearse(forward, _lengths(forward), TILED if rounding(forward.module) else ())
     forward.seen = None
 
@@ -315,7 +277,7 @@ def _passed_on(kernels, step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
 
 
 @contextmanager
-def _layers(forward: DecoderForward) -> Iterator[None]:
+def fused_layers(forward: DecoderForward) -> Iterator[None]:
     """Inside, the layers have their fused forwards."""
     patches = [ForwardPatch(layer.module, layer) for layer in forward.layers]
     done = []

@@ -8,7 +8,7 @@ from torch import nn
 
 from accel.graphs import GraphRunner
 from accel.llm.cache_rounding import choose, described
-from accel.llm.check import find_manner, rehearse, relied_on
+from accel.llm.check import find_manner, rehearse
 from accel.llm.decoder import DecoderForward
 from accel.llm.experts import match_experts
 from accel.llm.formulas import formulas
@@ -21,6 +21,7 @@ from accel.llm.record import LayerRecord
 from accel.llm.recorder import decoder_layers, side_effects
 from accel.llm.request import seams
 from accel.llm.step import Steps
+from accel.llm.surroundings import relied_on
 from accel.llm.understanding import NotUnderstood
 from accel.patch import ForwardPatch, Stacked
 from accel.quant.row_rounding import rounding

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import layers, padded
+from families import in_turn, layers, padded
 from modes import flat, generate, same
 
 import accel
@@ -67,9 +67,9 @@ def seen(model, find, before: bool) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value.shape[:2] != ids.shape}
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize(("name", "place", "fast"), PLACES)
-def test_a_hook_is_shown_what_stock_shows(name, place, fast, before, pair):
+@pytest.mark.parametrize(("case", "before"), in_turn(PLACES, [True, False]), ids=str)
+def test_a_hook_is_shown_what_stock_shows(case, before, pair):
+    name, place, fast = case
     ours, stock = pair(name)
     ids, mask = padded()
     generate(ours, ids, mask)  # bound, and fast

@@ -1,0 +1,50 @@
+"""What is found out about a language model beside its layers, once they are tried: by stock runs that are looked at."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from transformers import DynamicCache
+
+from accel.llm.check import PROMPT, fused_layers, pieces_of, written
+from accel.llm.decoder import ALSO, UNDERSTOOD, DecoderForward
+from accel.llm.inputs import within_positions
+from accel.llm.recorder import resting
+from accel.llm.relied import Relied, reading, relevant
+
+
+def relied_on(forward: DecoderForward) -> tuple[Relied, frozenset[str]]:
+    """What stock reads in a prompt and a step, of which the fused forward does not ask; and the paths of the modules
+    around the layers that a text goes through.
+    """
+    pieces = list(pieces_of(forward, within_positions(forward.module, (PROMPT, 1))))
+    with resting(forward.module):
+        with reading(forward.module) as stock, _calling(forward) as around:
+            cache = DynamicCache()
+            for piece in pieces:
+                forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        with fused_layers(forward):
+            forward.ready(stack=False)
+            with reading(forward.module) as fused:
+                written(forward, pieces)
+    forward.seen = None
+    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
+
+
+@contextmanager
+def _calling(forward: DecoderForward) -> Iterator[set[str]]:
+    """Inside, notes the paths of modules that are called, but for those inside layers."""
+    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    found: set[str] = set()
+    with ExitStack() as undo:
+        for path, module in forward.module.named_modules():
+            if module not in inside:
+                note = partial(_note, found, path, threading.get_ident())
+                undo.callback(module.register_forward_pre_hook(note).remove)
+        yield found
+
+
+def _note(found: set[str], path: str, thread: int, *_) -> None:
+    if threading.get_ident() == thread:
+        found.add(path)
