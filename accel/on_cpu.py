@@ -1,9 +1,11 @@
 """What a model runs on a CPU: stock, wherever fused passes do not pay there.
 
 What is fused saves launches and passes over a GPU's memory. A CPU has neither to save, and for a small model the Python
-around each pass takes longer than the pass. So calls on a CPU run stock unless a measurement speaks against it.
+around each pass takes longer than the pass. So calls on a CPU run stock unless a measurement speaks against it: by a
+word to the forwards where there is a GPU that the model may be moved to, else by taking them out again.
 """
 
+import torch
 from torch import nn
 
 from accel.failure import fatal, told
@@ -28,19 +30,32 @@ def decide(plan: Plan) -> None:
     plan.ledger.stock_on_cpu = True
     if placement(plan.root)[0].type != "cpu":
         return
-    reason = "runs stock there, where fused passes save nothing; fused once it is on a GPU"
-    if plan.pace is not None:
-        try:
-            fused, stock = plan.pace()
-        except Exception as error:  # a call of another form than any model here takes
-            if fatal(error):
-                raise
-            reason = f"runs stock there, not timed: {told(error)}; fused once it is on a GPU"
-        else:
-            times = f"{fused * 1e3:.2f} ms a token fused, {stock * 1e3:.2f} stock"
-            reason = f"runs stock there: {times}; fused once it is on a GPU"
-            if fused < GAIN * stock:
-                plan.ledger.stock_on_cpu = False
-                reason = f"runs fused: {times}"
-    status = "skipped" if plan.ledger.stock_on_cpu else "patched"
-    plan.rows.append(Row("", RULE, status, reason))
+    reason = _reason(plan)
+    stays = plan.ledger.stock_on_cpu and not gpu_here() and not plan.arrived
+    if plan.ledger.stock_on_cpu:
+        reason += "; fused where there is a GPU" if stays else "; fused once it is on a GPU"
+    plan.rows.append(Row("", RULE, "skipped" if plan.ledger.stock_on_cpu else "patched", reason))
+    if stays:
+        # There is nowhere to move it to. Even forwards that only hand a call on cost a small model a few percent.
+        plan.undo()
+        plan.patches = []
+
+
+def _reason(plan: Plan) -> str:
+    """What calls on a CPU run, and why, once that is decided in the plan's ledger."""
+    if plan.pace is None:
+        return "runs stock there, where fused passes save nothing"
+    try:
+        fused, stock = plan.pace()
+    except Exception as error:  # a call of another form than any model here takes
+        if fatal(error):
+            raise
+        return f"runs stock there, not timed: {told(error)}"
+    plan.ledger.stock_on_cpu = not fused < GAIN * stock
+    kind = "stock" if plan.ledger.stock_on_cpu else "fused"
+    return f"runs {kind} there: {fused * 1e3:.2f} ms a token fused, {stock * 1e3:.2f} stock"
+
+
+def gpu_here() -> bool:
+    """Whether this process could move a model to a GPU."""
+    return torch.cuda.is_available()

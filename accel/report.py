@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from accel.on_cpu import RULE as ON_CPU
 from accel.plan import Plan
 
 FALLBACK_LINES = 12
@@ -56,9 +57,11 @@ class Report:
         captured = [row for row in self.graphs if row["status"] == "graph"]
         memory = sum(row["memory_mb"] for row in captured)
         calls = sum(calls for _, _, calls in self.fallbacks)
+        waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
         return (
             f"{count['patched']} sites patched, {count['skipped']} skipped, {len(captured)} graphs "
             f"({memory:.0f} MB), {calls} calls fell back to stock"
+            f"{'; what is patched is for a GPU, on this CPU it runs stock' if waits else ''}"
         )
 
     def __rich_console__(self, console, options):

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import accel
 from accel.diffusion.resnet import ResnetForward
+from accel.forward import FastForward
 from accel.ledger import Ledger
 from accel.llm import pace as pacing
 from accel.llm.decoder import DecoderForward
@@ -46,15 +47,28 @@ def timed(monkeypatch):
     return lambda *seconds: monkeypatch.setattr("accel.llm.plan.pace", lambda model, ledger: seconds)
 
 
+@pytest.fixture(params=[False, True], ids=["no GPU here", "a GPU here"])
+def gpu(request, monkeypatch):
+    """Whether the model could be moved to a GPU, as far as the decision knows."""
+    monkeypatch.setattr("accel.on_cpu.gpu_here", lambda: request.param)
+    return request.param
+
+
+def patched(model):
+    return sum(isinstance(vars(module).get("forward"), FastForward) for module in model.modules())
+
+
 def generate(model):
     with torch.no_grad():
         return model.generate(IDS, max_new_tokens=5, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
 
 
-def test_image_models_run_stock(tiny, fused):
+def test_image_models_run_stock(tiny, fused, gpu):
     model = tiny.unet()
     twin, before, inputs = copy.deepcopy(model), tiny.snapshot(model), tiny.inputs(model)
     accel.optimize(model, cpu="auto")
+    assert bool(patched(model)) is gpu
+    assert "on this CPU it runs stock" in accel.report(model).summary()
     fused.clear()
     for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         with torch.no_grad():
@@ -75,7 +89,7 @@ def test_they_run_fused_where_that_was_asked_for(tiny, fused, option):
     assert fused and told(model) == []
 
 
-def test_a_language_model_runs_stock_where_a_token_takes_longer_fused(fused, timed):
+def test_a_language_model_runs_stock_where_a_token_takes_longer_fused(fused, timed, gpu):
     model = make("llama")
     twin = copy.deepcopy(model)
     timed(2.0, 1.0)
@@ -84,10 +98,9 @@ def test_a_language_model_runs_stock_where_a_token_takes_longer_fused(fused, tim
     mine, stock = generate(model), generate(twin)
     assert torch.equal(mine.sequences, stock.sequences)
     assert type(mine.past_key_values.layers[0]) is type(stock.past_key_values.layers[0])  # nobody adopted it
-    assert not fused and accel.report(model).fallbacks == []
-    assert told(model) == [
-        ("skipped", "runs stock there: 2000.00 ms a token fused, 1000.00 stock; fused once it is on a GPU")
-    ]
+    assert not fused and accel.report(model).fallbacks == [] and bool(patched(model)) is gpu
+    after = "fused once it is on a GPU" if gpu else "fused where there is a GPU"
+    assert told(model) == [("skipped", f"runs stock there: 2000.00 ms a token fused, 1000.00 stock; {after}")]
 
 
 @pytest.mark.parametrize("stock", [1.0, 0.91], ids=["gain", "noise"])
