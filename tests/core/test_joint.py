@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from accel.graph_entry import Constant
 from accel.joint import JointLinears, together
 from accel.passes import Passes
+from accel.patch import stacked_rows
 
 
 @pytest.fixture
@@ -89,3 +91,37 @@ def test_a_bias_on_some_alone(joint):
     x = torch.randn(2, 6)
     for layer, output in zip((bare, joint[1][0]), together((bare, joint[1][0]), x), strict=True):
         close(output, layer, x)
+
+
+@pytest.mark.parametrize("moved", [lambda layer: layer.double(), lambda layer: layer.to(torch.float64), copy.deepcopy])
+def test_after_a_move_they_lie_in_one_storage_again(joint, moved):
+    group, layers = joint
+    for layer in layers:
+        layer.weight.data = moved(layer).weight.data.clone()
+        layer.bias.data = layer.bias.data.to(layer.weight.dtype).clone()
+    assert stacked_rows([layer.weight for layer in layers]) is None
+    x = torch.randn(2, 6, dtype=layers[0].weight.dtype)
+    outputs = [group.of(layer, x) for layer in layers]
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+    assert stacked_rows([layer.weight for layer in layers]) is not None
+    for output, layer in zip(outputs, layers, strict=True):
+        close(output, layer, x)
+
+
+def test_a_prompt_that_is_kept_is_another_after_each_change(joint):
+    """Of it, of a weight, of a bias; and in another loop: what is kept of it is then computed again."""
+    group, layers = joint
+    prompt = torch.randn(2, 6)
+
+    def source(loop=1):
+        held, *rest = Constant(prompt, group, loop).source()
+        assert held is prompt
+        return rest
+
+    first = source()
+    assert source() == first and source(2) != first
+    changes = (lambda: prompt.mul_(2), lambda: layers[1].weight.mul_(2), lambda: layers[2].bias.add_(1))
+    for change in changes:
+        before = source()
+        change()
+        assert source() != before

@@ -215,6 +215,30 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
 
 
 @interpreted
+@pytest.mark.parametrize("norm", [name for name in NORMS if name != "none"])
+@pytest.mark.parametrize("outliers", [None, torch.tensor([66, 3, 40])], ids=["threshold", "columns"])
+def test_outliers_behind_a_norm_are_what_the_norm_makes_of_them(norm, outliers, poisoned):
+    """Its mean taken off, its weight and its bias in: against the formula in float64."""
+    norm, x = NORMS[norm], torch.randn(6, 80) * 0.3 + 2.0
+    x[:, [3, 40, 66]] += torch.tensor([[60.0, -45.0, 50.0]])
+    norm = norm._replace(weight=None if norm.weight is None else norm.weight.sign() + norm.weight / 2)
+    if norm.bias is not None:  # of one column an outlier by itself
+        norm = norm._replace(bias=norm.bias.index_fill(0, torch.tensor([20]), 40.0))
+    h = norms.reference(x.double(), cast(norm, torch.float64))
+    sizes, columns = h.abs().amax(0).sort(descending=True)
+    if outliers is None:  # a threshold between the third column and the fourth
+        outliers, wanted = float(sizes[2:4].mean()), columns[:3].sort().values
+    else:
+        wanted = outliers.sort().values
+    ours = quantise_rows.triton(x, norm=norm, outliers=outliers)
+    count = ours.count.item()
+    assert torch.equal(ours.columns[:count], wanted)
+    torch.testing.assert_close(ours.outliers[:, :count].double(), h[:, wanted], rtol=1e-5, atol=1e-5)
+    rest = h.index_fill(1, wanted, 0)
+    assert float(((ours.data.double() * ours.scales.double() - rest).abs() / ours.scales.double()).max()) < 0.501
+
+
+@interpreted
 @pytest.mark.parametrize("norm", [None, Norm(torch.ones(96), None, 1e-5)], ids=["none", "rms"])
 @pytest.mark.parametrize(("planted", "count"), [(6, 6), (7, 96)])
 def test_where_more_than_one_column_in_sixteen_has_outliers_all_stay_in_16_bits(planted, count, norm, poisoned):

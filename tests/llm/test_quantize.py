@@ -164,9 +164,13 @@ def stopped(tmp_path, interrupted, method_with_data):
 def test_another_run_is_refused_and_the_difference_named(stopped, tiny):
     other = make("llama")
     other.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    one_token_changed = IDS[2].clone()
+    one_token_changed[1, 11] += 1
     others = [
         (make("llama"), "int4-g32", IDS, "gptq", "another scheme: int8, now int4-g32"),
         (make("llama"), "int8", IDS[:2], "gptq", "another calibration: "),
+        (make("llama"), "int8", [IDS[0], IDS[1], one_token_changed], "gptq", "another calibration: "),
+        (make("llama"), "int8", [IDS[1], IDS[0], IDS[2]], "gptq", "another calibration: "),
         (make("llama"), "int8", IDS, "awq", "another method: gptq, now awq"),
         (other, "int8", IDS, "gptq", "another model: "),
         (make("llama", rms_norm_eps=1e-3), "int8", IDS, "gptq", "another model: "),
