@@ -8,9 +8,15 @@ LOG = logging.getLogger("accel")
 CUDA = ("CUDA error", "CUDA driver error", "CUDA out of memory", "[CUDA]", "CUBLAS_STATUS", "device-side assert")
 
 
+class Refused(ValueError):
+    """What the user asked for cannot be: no reason to leave a part out, but an error of his own call."""
+
+
 def fatal(error: BaseException) -> bool:
-    """Whether nothing else should be tried: memory is short, or the GPU has failed, and stock would fail too."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+    """Whether nothing else should be tried: memory is short, or the GPU has failed, and stock would fail too; or it is
+    for the user to decide.
+    """
+    if isinstance(error, Refused | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in CUDA)
 

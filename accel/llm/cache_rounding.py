@@ -13,6 +13,7 @@ from accel_kernels.attend import FLOAT8
 from accel_kernels.op import capability
 from accel_kernels.rounding import restored, rounded
 
+from accel.failure import Refused
 from accel.llm.attention_spec import AttentionSpec
 from accel.llm.record import LayerRecord
 
@@ -28,7 +29,7 @@ def codes_for(kind: str, device: torch.device) -> torch.dtype:
     """The dtype of kv_cache=kind. Raises ValueError where the device cannot convert it."""
     if kind == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
         major, minor = capability(device)
-        raise ValueError(
+        raise Refused(
             f"kv_cache='fp8' needs a GPU of compute capability {'.'.join(map(str, FLOAT8))} or later, this one has "
             f"{major}.{minor}; give 'int8' or None"
         )

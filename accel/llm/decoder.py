@@ -58,6 +58,7 @@ class DecoderForward(FastForward):
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
+        self.apart = False  # while it is tried: no weights are moved beside others
         self.reason: str | None = None
         self.lock = threading.Lock()
 
@@ -241,7 +242,7 @@ class DecoderForward(FastForward):
         """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
-                self.reason = self._bind(stack)
+                self.reason = self._bind(stack and not self.apart)
                 beside = None if self.relied is None else self.relied.views()
                 self.seen = Fingerprint(self.module, self.manner.passed, beside)
         if self.reason is not None:

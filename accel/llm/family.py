@@ -6,6 +6,7 @@ import torch
 from accel_kernels.rehearsal import prepare
 from torch import nn
 
+from accel.failure import Refused
 from accel.graphs import GraphRunner
 from accel.llm.cache_rounding import choose, described
 from accel.llm.check import find_manner, rehearse
@@ -140,7 +141,7 @@ def _round(forward: DecoderForward, specs: list, options) -> str:
     forward.round(codes)
     note = described(kind, forward.shapes(), told)
     if told and options.strict:
-        raise ValueError(f"strict=True: kv_cache={kind!r}: {note}")
+        raise Refused(f"strict=True: kv_cache={kind!r}: {note}")
     rehearse(forward)
     return note
 

@@ -25,9 +25,13 @@ def relied_on(forward: DecoderForward) -> tuple[Relied, frozenset[str]]:
             for piece in pieces:
                 forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
         with fused_layers(forward):
-            forward.ready(stack=False)
-            with reading(forward.module) as fused:
-                written(forward, pieces)
+            forward.apart = True
+            try:
+                forward.ready()
+                with reading(forward.module) as fused:
+                    written(forward, pieces)
+            finally:
+                forward.apart = False
     forward.seen = None
     return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
 

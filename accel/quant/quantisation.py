@@ -7,6 +7,7 @@ import torch
 from accel_kernels import Quantised
 from torch import nn
 
+from accel.failure import Refused
 from accel.options import Options
 from accel.patch import Patch
 from accel.quant.linears import nothing
@@ -57,7 +58,7 @@ class Quantisation:
     def skip(self, reasons: Mapping[str, str]) -> None:
         for path, reason in reasons.items():
             if self.options.strict:
-                raise ValueError(f"strict=True: {path or 'the model'} ({RULE}): {reason}")
+                raise Refused(f"strict=True: {path or 'the model'} ({RULE}): {reason}")
             self.rows.append((path, "skipped", reason))
 
     def warn(self, reasons: Mapping[str, str]) -> None:
@@ -79,7 +80,7 @@ class Quantisation:
         try:
             quantised = quantise(weight, scheme)
         except ValueError as error:
-            raise ValueError(f"weights={self.options.weights!r}: {path}: {error}") from None
+            raise Refused(f"weights={self.options.weights!r}: {path}: {error}") from None
         other, kept = self.tied.get(id(module.weight)), self.options.keep_original
         self.records.append(record(path, scheme, weight, quantised, other, sqnr_db(weight, quantised), kept))
         notes = [str(scheme)]

@@ -95,9 +95,9 @@ def test_a_unet_computes_the_formula(family, kind, unet, tiny, in_double):
             module.weight.data[5] *= 10
     ours = copy.deepcopy(stock)
     before = tiny.snapshot(ours)
+    in_double()
     accel.optimize(ours, **options(kind))
     twin, plain = oracle(stock, ours), rounded(stock, ours)
-    in_double()
     close(run(ours, inputs), run(twin, inputs))
     assert error(run(ours, inputs), run(plain, inputs)) > 1e-4  # or nothing was rounded
     assert accel.report(ours).fallbacks == []

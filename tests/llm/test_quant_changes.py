@@ -4,7 +4,7 @@ import pytest
 import torch
 from changes import CHANGES, lora
 from families import make, padded
-from modes import generate, same
+from modes import generate, ran_fast, same
 from quantised import held_by, logits, rounded
 from torch import nn
 
@@ -49,7 +49,7 @@ def test_a_plain_linear_put_among_quantised_ones(name):
         torch.manual_seed(3)
         setattr(parent, last, nn.Linear(old.in_features, old.out_features, bias=False))
     same(generate(ours, ids, mask), generate(theirs, ids, mask))
-    assert accel.report(ours).fallbacks == []
+    ran_fast(ours)
 
 
 def test_looking_at_a_model_copies_no_quantised_weight(monkeypatch):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from families import in_turn, make, padded
-from modes import generate, same
+from modes import generate, ran_fast, same
 from quantised import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -65,6 +65,7 @@ def test_the_same_model(name, scheme, saved, monkeypatch):
     assert (logits(loaded)["logits"] - logits(model)["logits"]).abs().max() < 1e-5
     ids, mask = padded((9, 9))
     same(generate(accel.optimize(loaded), ids, mask), generate(model, ids, mask))
+    ran_fast(loaded)
 
 
 def test_in_the_dtype_asked_for(saved):

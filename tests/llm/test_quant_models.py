@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from families import BY_NAME, EVERYTHING, FAMILIES, available, in_turn, layers, make, padded, prompt
-from modes import MODES, generate, same
+from modes import MODES, generate, ran_fast, same
 from quantised import rounded
 
 import accel
@@ -72,7 +72,7 @@ def test_every_fast_family(name, mode, monkeypatch):
     if not any("shared_expert" in path for path in linears(reference)):  # which a mixture's own code calls
         monkeypatch.setattr(QuantisedLinear, "forward", None)  # the others are part of fused operations
     same(BY_MODE[mode](ours, *inputs), BY_MODE[mode](reference, *inputs))
-    assert accel.report(ours).fallbacks == []
+    ran_fast(ours)
 
 
 @pytest.mark.parametrize("mode", USED)

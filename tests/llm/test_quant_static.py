@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from families import make, padded, prompt
-from modes import generate
+from modes import generate, ran_fast
 from quantised import by_token, held_by
 from transformers import AutoModelForCausalLM
 
@@ -70,13 +70,13 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     ours = quantized(name, kind, torch.float64)
     wanted = oracle(make(name, torch.float64), ours, kind)
-    accel.optimize(ours)
     double()
+    accel.optimize(ours)
     for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
         assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
     ids, mask = padded((70, 41))
     assert torch.equal(*(generate(model, ids, mask)["sequences"] for model in (ours, wanted)))
-    assert accel.report(ours).fallbacks == []
+    ran_fast(ours)
 
 
 @pytest.mark.parametrize("kind", KINDS)
