@@ -91,12 +91,12 @@ def test_a_long_padded_prompt_is_continued_as_by_the_formula(name, kind, double)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_an_adapter_on_top_is_added_to_rounded_products(kind, double):
+    double()
     ours, wanted, _ = pair("llama", kind)
     for model in (ours, wanted):
         model.family = "llama"
         lora("first")(model)
         model.to(torch.float64)
-    double()
     ids = prompt(1, 80)
     assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
     ran_fast(ours)
