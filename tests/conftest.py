@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch  # noqa: F401 (before a test takes float64 for float32, which its tables would keep)
 import torch
 
 import accel.api
