@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,22 @@ def seeded():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
+GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
+
+
+def pytest_collection_modifyitems(config, items):
+    numbers, left = Counter(), []
+    for item in items if not os.environ.get("ACCEL_TEST_EVERYTHING") else ():
+        share = item.get_closest_marker("share")
+        if share is not None:
+            test = item.nodeid.partition("[")[0]
+            if numbers[test] * GOLDEN % 1 >= 1 / share.args[0]:
+                left.append(item)
+            numbers[test] += 1
+    if left:
+        config.hook.pytest_deselected(items=left)
+        deselected = set(left)
+        items[:] = [item for item in items if item not in deselected]
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

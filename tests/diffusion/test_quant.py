@@ -55,6 +55,7 @@ def unet(tiny):
     return lambda family="sd15": tiny.unet(family, cross_attention_dim=16)
 
 
+@pytest.mark.share(2)
 def test_a_unet_equals_stock_over_the_same_weights(family, tiny, unet):
     model, weights = unet(family), WEIGHTS[FAMILIES.index(family) % 3]
     stock, inputs = copy.deepcopy(model), tiny.inputs(model)
@@ -339,6 +340,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
 
 # docs/quantisation.md says so.
 @pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
+@pytest.mark.share(3)
 def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
     from diffusers.image_processor import VaeImageProcessor
 

@@ -88,6 +88,7 @@ def in_double(monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "kind"), [(f, KINDS[i % 3]) for i, f in enumerate(FAMILIES)] + [("sd15", "fp8")])
+@pytest.mark.share(2)
 def test_a_unet_computes_the_formula(family, kind, unet, tiny, in_double):
     stock, inputs = unet(family)
     for module in stock.modules():  # channels of large values behind a norm
@@ -285,6 +286,7 @@ def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet):
 
 # docs/quantisation.md says so.
 @pytest.mark.parametrize(("kind", "told"), [("int8", 48.4), ("int8-outliers", 49.3), ("fp8", 38.7)])
+@pytest.mark.share(3)
 def test_digits_stay_the_same(kind, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 

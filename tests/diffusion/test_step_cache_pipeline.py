@@ -84,6 +84,7 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
 
 
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
+@pytest.mark.share(2)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
     scheduled(pipe, scheduler)
     oracle = Oracle(copy.deepcopy(pipe.unet), 3)

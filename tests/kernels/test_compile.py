@@ -1,8 +1,8 @@
 """Every kernel compiles for the GPUs we name, on a machine without one.
 
 For compute capability 9.0 the first specimen of a kernel, the dtypes in turn where specimens differ by dtype alone.
-Each kernel that holds what is compiled by generation, products of matrices and instructions written out, once more for
-one of the others, in turn: its last specimen. ACCEL_TEST_EVERYTHING=1 compiles all for all.
+Of the kernels that hold what is compiled by generation, products of matrices and instructions written out, every second
+once more for one of the others, in turn: its last specimen. ACCEL_TEST_EVERYTHING=1 compiles all for all.
 """
 
 import os
@@ -60,7 +60,7 @@ for arch in (90, 80, 100):
         specimens = (*getattr(module, "SPECIMENS", ()), *float8)
         for specimen in specimens if everything else chosen(specimens, 0 if arch == 90 else -1):
             name = specimen[0].__name__
-            turn = name in by_generation and sorted(by_generation).index(name) % 2 == (arch == 100)
+            turn = name in by_generation and sorted(by_generation).index(name) % 4 == (0 if arch == 80 else 2)
             if everything or arch == 90 or (turn and name not in seen):
                 build(GPUTarget("cuda", arch, 32), *specimen)
                 seen.add(name)
@@ -78,4 +78,4 @@ def test_kernels_compile(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     kernels = {int(line[-1]): int(line[3]) for line in lines}
-    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 29 and min(kernels.values()) >= 4
+    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 29 and min(kernels.values()) >= 2

@@ -170,6 +170,7 @@ def test_the_reference_of_group_norm_is_as_exact_in_every_layout(shape, layout):
     ],
     ids=str,
 )
+@pytest.mark.share(3)
 def test_moments_taken_while_writing_serve_the_norm(name, height, dtype):
     """Just large enough for moments to be taken."""
     ops = {op.name: op for op in OPS}
@@ -208,7 +209,7 @@ ATTEND = [case for op in OPS if op.name == "attend" for case in op.cases if case
 PREFILLS = [case for case in ATTEND if case.name.startswith("prefill")]
 # Long in the interpreter: without ACCEL_TEST_EVERYTHING=1 each is stored one way, through the table or by address.
 BY_ADDRESS = [case for case in PREFILLS if EVERYTHING or case.name in ("prefill", "prefill-valid", "prefill-window")]
-BY_TABLE = [case for case in ATTEND if EVERYTHING or case not in BY_ADDRESS]
+BY_TABLE = [c for n, c in enumerate(ATTEND) if EVERYTHING or (c not in BY_ADDRESS and (n % 2 or "full" in c.name))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")

@@ -28,7 +28,7 @@ class Mode:
     name: str
     call: Callable | dict = field(default_factory=dict)
     lengths: tuple[int, ...] = (9,)
-    share: int = 20
+    share: int = 30
 
     def __str__(self) -> str:
         return self.name
@@ -355,7 +355,7 @@ ENDS = {"eos_token_id": list(range(3, VOCAB, 5)), "max_new_tokens": 14}
 SAMPLED = {"do_sample": True}
 
 MODES = (
-    Mode("greedy", LOGITS, share=2),
+    Mode("greedy", LOGITS, share=4),
     Mode("greedy-padded", LOGITS, PAIR, share=1),
     Mode("greedy-rows", LOGITS, (7, 7, 7)),
     Mode("greedy-bare", lambda model, ids, mask: generate(model, ids, None)),
@@ -384,11 +384,11 @@ MODES = (
     Mode("guided", guided),
     Mode("constrained", constrained, PAIR),
     Mode("constrained-beam", functools.partial(constrained, num_beams=3), PAIR),
-    Mode("beam", {"num_beams": 4, "num_return_sequences": 2} | LOGITS, PAIR, share=2),
+    Mode("beam", {"num_beams": 4, "num_return_sequences": 2} | LOGITS, PAIR, share=4),
     Mode("beam-ends", {"num_beams": 3, "early_stopping": True, "length_penalty": 0.6} | ENDS, PAIR),
     Mode("beam-one-row", {"num_beams": 2}),
     Mode("beam-sample", SAMPLED | {"num_beams": 3, "top_k": 20}, PAIR),
-    Mode("assisted", assistant, share=2),
+    Mode("assisted", assistant, share=4),
     Mode("assisted-by-its-like", functools.partial(assistant, noise=0.1, **LOGITS)),
     Mode("assisted-by-itself", functools.partial(assistant, noise=0.0)),
     Mode("assisted-sample", functools.partial(assistant, noise=0.1, **SAMPLED)),

@@ -39,7 +39,7 @@ def pair(name: str, kind: str, **changes):
 APART = {"no-cache", "no-cache-beam", "static", "static-object", "early-exit", "hidden-states", "attentions"}
 ALL_MODES = [mode for mode in MODES if mode.name not in APART]
 BESIDES = ("chunked-prefill-padded", "continued-padded", "cropped", "fanned-out", "prompt-lookup", "sample")
-SOME_MODES = [mode for mode in ALL_MODES if mode.share <= 2 or mode.name in BESIDES]
+SOME_MODES = [mode for mode in ALL_MODES if mode.share <= 4 or mode.name in BESIDES]
 OTHERS = ("llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox", "mistral", "qwen3", "gpt-oss", "gemma2")
 PRODUCT = [
     (name, kind, mode)

@@ -62,6 +62,7 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
+@pytest.mark.share(2)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     double()
     ours, wanted, _ = pair(name, kind, planted=kind == "int8-outliers")

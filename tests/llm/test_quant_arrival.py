@@ -122,6 +122,7 @@ FAMILIES = ("llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral")
         {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-biases", "mixtral") for scheme in SCHEMES)}
     ),
 )
+@pytest.mark.share(2)
 def test_compressed_tensors_run_fast_and_come_back_as_they_were(name, scheme, folders):
     folder = folders(name, scheme)
     model, stock, fresh = compressed(folder), compressed(folder), compressed(folder)
@@ -153,6 +154,7 @@ def test_numbers_stay_where_they_are(scheme, folders):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", *KINDS])
+@pytest.mark.share(2)
 def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
     """Of six layers. Where no operation gives a tensor, as in loading from a file, there is none of numbers either."""
     if kind in KINDS:
@@ -178,6 +180,7 @@ def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
         *((kind, "int8") for kind in ("int8", "int8 bytes", "bitsandbytes")),
     ],
 )
+@pytest.mark.share(2)
 def test_numbers_are_never_held_twice(kind, activations, folders):
     """Neither repacked nor given back: the model's, and what a few operations need for one weight."""
     model = arrived(kind)[0] if kind in KINDS else copy.deepcopy(compressed(folders("llama-biases", kind)))
@@ -195,6 +198,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
 @pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
+@pytest.mark.share(2)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = arrived(kind, name)
     held = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}

@@ -88,6 +88,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "mamba"])
+@pytest.mark.share(2)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
     stock = model_of(name)
     model = copy.deepcopy(stock)
@@ -153,6 +154,7 @@ def test_one_token_is_enough_to_run(method, scheme):
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.share(2)
 def test_in_half_precision(method, scheme, dtype):
     (exact, *_), (result, *_) = (
         run(model_of("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from changes import CHANGES, lora
-from families import make, padded
+from families import every, make, padded
 from modes import generate, ran_fast, same
 from quantised import held_by, logits, rounded
 from torch import nn
@@ -18,8 +18,9 @@ LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-of
 WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-data", "pruned")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("change", [c for c in CHANGES if c.name in LATER], ids=str)
+@pytest.mark.parametrize(
+    ("name", "change"), every(2, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER]), ids=str
+)
 def test_a_change_is_seen_by_the_next_call(change, name):
     if change.only and name not in change.only:
         pytest.skip("for other families")

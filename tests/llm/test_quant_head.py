@@ -117,6 +117,7 @@ def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights,
 
 @pytest.mark.parametrize("weights", HEADS)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "deepseek-v3"])
+@pytest.mark.share(2)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded()

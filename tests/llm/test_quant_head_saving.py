@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from families import in_turn, make, padded
+from families import every, make, padded
 from foreign import GptqLinear
 from modes import generate, same
 from quantised import HEADS, held_by, logits, optimized, rounded, sites
@@ -22,7 +22,7 @@ APART = Scheme("int8")
 
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"),
-    in_turn(("llama", "llama-tied", "gemma2", "gpt2"), HEADS, (torch.float32, torch.bfloat16)),
+    every(4, ("llama", "llama-tied", "gemma2", "gpt2"), HEADS, (torch.float32, torch.bfloat16)),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*linear layers, .* are saved in the model's dtype")
@@ -100,6 +100,7 @@ IDS = [torch.randint(3, 99, (2, 24), generator=torch.Generator().manual_seed(see
 @pytest.mark.parametrize(
     ("scheme", "method"), [("int4-g32-head", "gptq"), ("int4-g32-head", "awq"), ("int8-head", "smoothquant")]
 )
+@pytest.mark.share(2)
 def test_methods_leave_it_to_rounding_to_nearest(name, scheme, method, tmp_path):
     stock, model = make(name), make(name)
     accel.quantize(model, scheme, [{"input_ids": ids} for ids in IDS], method=method, out=tmp_path / "out")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from families import BY_NAME, EVERYTHING, FAMILIES, available, in_turn, layers, make, padded, prompt
+from families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded, prompt
 from modes import MODES, generate, ran_fast, same
 from quantised import rounded
 
@@ -62,7 +62,7 @@ def linears(model) -> set[str]:
     [
         (name, mode)
         for mode in ("greedy-padded", "beam")
-        for name in FAST[:: 1 if EVERYTHING else 2 if mode != "beam" else 8]
+        for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
 def test_every_fast_family(name, mode, monkeypatch):
@@ -75,8 +75,7 @@ def test_every_fast_family(name, mode, monkeypatch):
     ran_fast(ours)
 
 
-@pytest.mark.parametrize("mode", USED)
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize(("name", "mode"), every(2, CORE, USED))
 def test_every_mode(name, mode):
     ours, reference = quantised(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
     inputs = padded(BY_MODE[mode].lengths)
@@ -98,7 +97,9 @@ def test_those_not_understood_run_their_own_code_over_quantised_linears(name):
         assert accel.report(ours).weights
 
 
-@pytest.mark.parametrize(("name", "weights", "dtype"), in_turn(CORE, SCHEMES, (torch.bfloat16, torch.float16)), ids=str)
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"), every(4, CORE, SCHEMES, (torch.bfloat16, torch.float16)), ids=str
+)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantised(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

@@ -146,6 +146,7 @@ def _cut(rows):
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.share(2)
 def test_a_wrong_kernel_of_rounded_rows_fails(name, monkeypatch):
     model = make("llama-biases", torch.bfloat16)
     for layer in layers(model).values():

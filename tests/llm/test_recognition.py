@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, available, layers, make, padded
+from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 from torch import nn
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -61,6 +61,9 @@ SKELETON = {
     "gptj": ({"before_attention"}, True, True),
     "cohere": ({"before_attention"}, True, True),
 }
+
+FAST = [family for family in FAMILIES if family.expected == "fast"]
+EACH = 1 if EVERYTHING else 3  # of so many families one
 
 
 def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
@@ -119,13 +122,13 @@ def test_multipliers_of_the_residual_are_recognised(name, dtype, times):
     assert {spec.scales for _, spec in formulas(model, {})} == {(0.4, 0.4)}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.expected == "fast"], ids=str)
+@pytest.mark.parametrize("family", FAST[::EACH], ids=str)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
     assert repr(specs(family.name, torch.bfloat16)) == repr(specs(family.name))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.expected == "fast"], ids=str)
+@pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
 def test_every_layer_is_reported_with_its_whole_model(family):
     model = make(family) if available(family.kind) else pytest.skip("not in this transformers")
     sites = accel.report(accel.optimize(model)).sites
