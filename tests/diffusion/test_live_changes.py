@@ -48,12 +48,12 @@ def case(request, change, live):
         pytest.skip(change.cpu)
     if request.param == "sd-taken-back" and change.reverse is None:
         pytest.skip("users cannot take it back either")
-    turn = live.CHANGES.index(change) % 4
+    turn = live.CHANGES.index(change) % 8
     all_ways = EVERYTHING or change.name == "two-loras"  # which go into both text encoders of an SDXL
     if request.param == "sd-optimised-after" and not all_ways and turn != 0:
-        pytest.skip("every fourth one is there before optimize")
+        pytest.skip("every eighth one is there before optimize")
     if request.param == "sdxl" and not all_ways and turn != 2:
-        pytest.skip("every fourth one is of the other family too")
+        pytest.skip("every eighth one is of the other family too")
     if request.param == "sd-left-so" and change.reverse is not None and not EVERYTHING:
         pytest.skip("the other family's is left so, and this one's is taken back")
     family, _, end = request.param.partition("-")

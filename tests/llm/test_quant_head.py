@@ -24,7 +24,7 @@ USED = ("greedy-padded", "sample", "beam", "assisted", "assisted-by-its-like", "
 BY_MODE = {mode.name: mode for mode in MODES}
 
 
-@pytest.mark.parametrize(("name", "mode", "weights"), every(10, FAMILIES, USED, HEADS))
+@pytest.mark.parametrize(("name", "mode", "weights"), every(17, FAMILIES, USED, HEADS))
 def test_it_writes_what_stock_writes_over_the_same_weights(name, mode, weights):
     stock, ours = optimized(name, weights)
     head = ours.get_output_embeddings()

@@ -75,7 +75,7 @@ def test_every_fast_family(name, mode, monkeypatch):
     ran_fast(ours)
 
 
-@pytest.mark.parametrize(("name", "mode"), every(2, CORE, USED))
+@pytest.mark.parametrize(("name", "mode"), every(3, CORE, USED))
 def test_every_mode(name, mode):
     ours, reference = quantised(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
     inputs = padded(BY_MODE[mode].lengths)
