@@ -336,6 +336,7 @@ def test_stock_is_seen_to_read(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.share(2)
 def test_half_precision(name, dtype):
     scheduler = make(name)
     wanted, _ = denoise(copy.deepcopy(scheduler), dtype=dtype)
@@ -508,6 +509,7 @@ def test_an_error_in_a_step_leaves_the_timesteps_on_the_device():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.share(2)
 def test_it_is_still_that_scheduler(name, tmp_path):
     scheduler = make(name)
     scheduler.set_timesteps(6)

@@ -26,6 +26,7 @@ APART = Scheme("int8")
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*linear layers, .* are saved in the model's dtype")
+@pytest.mark.share(2)
 def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     stock = make(name, dtype)

@@ -65,6 +65,7 @@ def linears(model) -> set[str]:
         for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
+@pytest.mark.share(2)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantised(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == linears(reference)

@@ -99,9 +99,9 @@ def nearest(stock, growth, windows):
 # How much of what rounding to nearest adds to the perplexity is left, at most; measured: 0.47, 0.58, 0.53.
 @pytest.mark.parametrize(
     ("name", "method", "texts", "left"),
-    [("int4-g64", "gptq", 4, 0.7)]
-    + ([("int4-g64", "awq", 1, 0.7), ("int4-g32", "gptq", 8, 0.7)] if EVERYTHING else []),
+    [("int4-g64", "gptq", 4, 0.7), ("int4-g64", "awq", 1, 0.7), ("int4-g32", "gptq", 8, 0.7)],
 )
+@pytest.mark.skipif(not EVERYTHING, reason="test_quant_calibration has the methods; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_four_bits(stock, growth, windows, nearest, name, method, texts, left):
     plain, before = nearest(name)
     model, results = calibrated(stock, name, method, windows[:texts])
