@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 
+from accel.failure import fatal
 from accel.llm.inputs import within_positions
 from accel.llm.manner import ALL, GRID, NEW, Kept, Manner
 from accel.llm.recorder import example_ids, resting
@@ -67,7 +68,9 @@ def _counted(model) -> tuple[tuple[int, ...], dict]:
         before = {path: dict(vars(module)) for path, module in modules.items()}
         try:
             positions = count(ids, {"attention_mask": torch.ones_like(ids)})
-        except Exception:  # a model that counts in a way of its own: generate() will tell the user
+        except Exception as error:  # a model that counts in a way of its own: generate() will tell the user
+            if fatal(error):
+                raise
             return (), {}
         changed = {
             (path, name): value
@@ -121,7 +124,9 @@ def _agrees(forward, pieces: list[dict], alike: Alike) -> bool:
         for piece in pieces:
             try:
                 output = run(**piece, past_key_values=cache, use_cache=True, return_dict=True)
-            except Exception:  # not a call that can be had, or not one that can be had fast
+            except Exception as error:  # not a call that can be had, or not one that can be had fast
+                if fatal(error):
+                    raise
                 return False
             logits.append(output.logits)
         found.append(torch.cat(logits, dim=1)[:, HIDDEN:])

@@ -1,6 +1,7 @@
 """Models that see images: the tower that writes is fused, and a step after an image is as fast as after a text."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from multimodal import MODELS, make
 from torch import nn
 
 import accel
+from accel.llm import arguments
 from accel.llm.layer import LayerForward
 from accel.llm.recorder import decoder_layers
 
@@ -162,3 +164,15 @@ def test_the_tower_that_writes_is_found_wherever_it_is():
         ids = torch.arange(3, 12)[None]
         same(generate(model, ids, None), generate(stock, ids, None))
         assert not fallbacks(model)
+
+
+def test_memory_that_runs_out_while_arguments_are_tried_is_told(monkeypatch):
+    """It says nothing of what the model takes."""
+
+    def full(**piece):
+        raise torch.OutOfMemoryError("no memory")
+
+    forward = SimpleNamespace(module=SimpleNamespace(config=None), stock=full, fast=full)
+    monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        arguments._agrees(forward, [{}], lambda got, wanted: True)
