@@ -12,9 +12,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from accel import errors
     from accel.api import Report, load, optimize, optimized, quantize, report, restore, verify
     from accel.options import Options
-    from accel.quality import Quality
+    from accel.patching.user_ops import register_op
+    from accel.verification.metrics import Quality
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,21 +24,29 @@ __all__ = [
     "Quality",
     "Report",
     "__version__",
+    "errors",
     "load",
     "optimize",
     "optimized",
     "quantize",
+    "register_op",
     "report",
     "restore",
     "verify",
 ]
+
+# Where they stand that are not functions of `api`.
+HOMES = {"Options": "options", "Quality": "verification.metrics", "register_op": "patching.user_ops"}
+MODULES = ("errors",)
 
 
 def __getattr__(name: str):
     """What `import accel` gives, loaded with torch when it is first asked for: the command's help needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = {"Options": "options", "Quality": "quality"}.get(name, "api")
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
+    module = HOMES.get(name, "api")
     value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
     return value
 
@@ -50,7 +60,7 @@ class Package(ModuleType):
     has loaded as an attribute of the package, and the function's name stays the function's."""
 
     def __setattr__(self, name: str, value) -> None:
-        if not (name in __all__ and isinstance(value, ModuleType)):
+        if name in MODULES or not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -1,6 +1,6 @@
 """`python -m accel`, the same as the command `accel`."""
 
-from accel.cli import app
+from accel.commands.app import app
 
 if __name__ == "__main__":
     app(prog_name="accel")

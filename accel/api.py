@@ -7,50 +7,77 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from accel import on_cpu
-from accel.ledger import Ledger
-from accel.objects import is_scheduler, models_in, parts_in
-from accel.options import parse
-from accel.parts import WeakList, forget, former, kept_by, remember
-from accel.plan import PLAN, Context, Plan, Row
-from accel.quality import Quality
+from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, choose
+from accel.patching.context import Context
+from accel.planning import on_cpu
+from accel.planning.objects import is_scheduler, models_in, parts_in
+from accel.planning.parts import WeakList, forget, former, kept_by, remember
+from accel.planning.plan import PLAN, Plan, create_context
+from accel.planning.stages import Row
 from accel.report import Report
-from accel.verify import against_stock
+from accel.verification.metrics import Quality
+from accel.verification.verify import against_stock
 
+T = TypeVar("T")
 VALID = "a diffusers pipeline, a diffusers model, a transformers model, or a transformers pipeline"
 
 
-def optimize(obj, **options):
+def optimize(
+    obj: T,
+    options: Options | None = None,
+    *,
+    attention: Attention = "auto",
+    layout: Layout = "auto",
+    graphs: bool | Literal["auto"] = "auto",
+    graph_memory_gb: float | None = None,
+    step_cache: int | str | None = None,
+    weights: str | None = None,
+    activations: Activations | None = None,
+    keep_original: bool = True,
+    kv_cache: KvCache | None = None,
+    cpu: Cpu = "auto",
+    strict: bool = False,
+    **unknown: NoReturn,
+) -> T:
     """Makes every later call of obj faster, in place; returns obj.
 
     obj: a diffusers pipeline (its models and schedulers), a diffusers or transformers model, or a transformers
     pipeline.
-    options: the fields of `accel.Options`. Calling it again plans anew, with the new options.
-    Raises TypeError for another object or an unknown option, ValueError for a wrong value, or, with strict=True, for a
-    site that would be skipped; obj is then as it was. Warns where weights= fits no linear layer of a model.
+    options: an `accel.Options`; or its fields as keywords, which it explains. Both together raise TypeError, but for
+    keywords that ask for the default. Calling it again plans anew, with the new options.
+    Raises TypeError for another object or an unknown option, ValueError for a wrong value, `errors.Refused` for one
+    that does not fit this model, and with strict=True `errors.SkippedSite` for a site that would be skipped (both are
+    ValueErrors); obj is then as it was. Warns where weights= fits no linear layer of a model.
     """
-    chosen = parse(options)
+    given = {
+        "attention": attention, "layout": layout, "graphs": graphs, "graph_memory_gb": graph_memory_gb,
+        "step_cache": step_cache, "weights": weights, "activations": activations, "keep_original": keep_original,
+        "kv_cache": kv_cache, "cpu": cpu, "strict": strict,
+    }  # fmt: skip
+    chosen = choose(options, given, unknown)
     parts = _parts(obj)
-    for name, taken, kinds in (
+    for name, takes, kinds in (
         ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
         ("activations", _takes_weights, "causal language models and denoisers, such as UNets"),
         ("kv_cache", _is_language_model, "causal language models"),
     ):
         value = getattr(chosen, name)
-        if value is not None and not any(map(taken, parts.values())):
+        if value is not None and not any(map(takes, parts.values())):
             raise ValueError(f"{name}={value!r}: for {kinds}; a {type(obj).__name__} holds none")
-    before = {name: vars(part).get(PLAN) for name, part in parts.items()}
-    taken, applied = [], []
+    before: dict[str, Any] = {name: vars(part).get(PLAN) for name, part in parts.items()}
+    taken: list[str] = []
+    applied: list[str] = []
     try:
         for name, plan in before.items():
             if plan is not None:
                 plan.undo()
                 taken.append(name)
-        context = Context.create(chosen, _choices_file)
+        context = create_context(chosen, _choices_file)
         for name, part in parts.items():
             plan = _plan(part, context)
             plan.apply()
@@ -59,7 +86,7 @@ def optimize(obj, **options):
         for name in applied:
             on_cpu.decide(vars(parts[name])[PLAN])
         if chosen.step_cache is not None:
-            _settle_step_cache(obj, context)
+            _settle_step_cache(obj, chosen.step_cache, context)
     except BaseException:
         for name in reversed(applied):
             vars(parts[name]).pop(PLAN).undo()
@@ -92,7 +119,7 @@ def quantize(
     scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" look at
     calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data set with a column
     "text" or "input_ids", or an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
-    activations: a value of `Options.activations`, which the model then does by itself, optimised or not, and a saved
+    activations: a value of `Options.activations`, which the model then does by itself, optimized or not, and a saved
     one again when `load` reads it ("int8-outliers" is not saved: no file says such a thing). "int8-static" and
     "fp8-static" need calibration data: the largest input of each linear layer there fixes one scale for all of its
     inputs, what is beyond saturates. None: "int8" for "smoothquant", which is made for them, else none.
@@ -100,6 +127,7 @@ def quantize(
     Layers are written as they are done: an interrupted run of the same model, scheme, method and data goes on there.
     device: where layers are worked on, one after the other, while the model stays where it is, such as a model on the
     CPU that is larger than the GPU's memory; None: where it is.
+
     It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to
     have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
@@ -107,34 +135,35 @@ def quantize(
     """
     if not _is_language_model(model):
         raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
-    from accel.llm.quant.run import quantize as run
+    from accel.llm.ptq.run import quantize as run
     from accel.progress import bar
 
-    with bar(f"quantising to {scheme}") as at:
+    with bar(f"quantizing to {scheme}") as at:
         folder = None if out is None else Path(out)
         run(model, scheme, calibration, tokenizer, method, folder, at, activations, device)
     return model
 
 
 def load(folder, dtype="auto", device=None):
-    """The causal language model saved in this folder; quantised layers are loaded as they are stored, never whole.
+    """The causal language model saved in this folder; quantized layers are loaded as they are stored, never whole.
 
     folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
-    compressed-tensors, which need not be installed; of an unquantised model too. dtype: of what is not quantised,
+    compressed-tensors, which need not be installed; of an unquantized model too. dtype: of what is not quantized,
     "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
     Raises ValueError for files that are missing, damaged or do not fit the configuration or one another.
     """
-    from accel.llm.quant.loading import load as loaded
+    from accel.llm.ptq.formats.loading import load as loaded
 
     return loaded(Path(folder), dtype, device)
 
 
 def restore(obj):
-    """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimised.
+    """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimized.
 
-    Models that a pipeline held when it was optimised, and has replaced since, are restored too. One stays optimised
-    where another optimised pipeline uses it, or where it was optimised again by itself, which a warning says. Weights
-    quantised with keep_original=False stay so, which a warning says. Raises PatchConflict, changing nothing, where
+    Models that a pipeline held when it was optimized, and has replaced since, are restored too. One stays optimized
+    where another optimized pipeline uses it, or where it was optimized again by itself, which a warning says. Weights
+    quantized with keep_original=False stay so, which a warning says. Raises `errors.PatchConflict`, changing nothing,
+    where
     someone replaced a forward on top of ours.
     """
     plans, left = list(_plans(obj).values()), []
@@ -143,7 +172,7 @@ def restore(obj):
         if reason is None:
             plans.append(plan)
         else:
-            left.append(f"a {type(plan.root).__name__} that this {type(obj).__name__} held stays optimised: {reason}")
+            left.append(f"a {type(plan.root).__name__} that this {type(obj).__name__} held stays optimized: {reason}")
     for plan in plans:
         for patch in plan.patches:
             patch.check()
@@ -156,7 +185,7 @@ def restore(obj):
     lost = sum(not row["reversible"] for plan in plans for row in plan.weights)
     if lost:
         warnings.warn(
-            f"accel.restore: {lost} linear layers stay quantised, their original weights were not kept "
+            f"accel.restore: {lost} linear layers stay quantized, their original weights were not kept "
             "(keep_original=False); load the model again to have them",
             stacklevel=2,
         )
@@ -164,14 +193,35 @@ def restore(obj):
 
 
 def report(obj) -> Report:
-    """What `optimize` did to obj and how calls have gone since. Of an object that is not optimised it says so."""
+    """What `optimize` did to obj and how calls have gone since. Of an object that is not optimized it says so."""
     return Report.of(_plans(obj))
 
 
 @contextmanager
-def optimized(obj, **options) -> Iterator:
-    """`with accel.optimized(pipe): ...` optimises for the block and restores after it."""
-    optimize(obj, **options)
+def optimized(
+    obj: T,
+    options: Options | None = None,
+    *,
+    attention: Attention = "auto",
+    layout: Layout = "auto",
+    graphs: bool | Literal["auto"] = "auto",
+    graph_memory_gb: float | None = None,
+    step_cache: int | str | None = None,
+    weights: str | None = None,
+    activations: Activations | None = None,
+    keep_original: bool = True,
+    kv_cache: KvCache | None = None,
+    cpu: Cpu = "auto",
+    strict: bool = False,
+    **unknown: NoReturn,
+) -> Iterator[T]:
+    """`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."""
+    given = {
+        "attention": attention, "layout": layout, "graphs": graphs, "graph_memory_gb": graph_memory_gb,
+        "step_cache": step_cache, "weights": weights, "activations": activations, "keep_original": keep_original,
+        "kv_cache": kv_cache, "cpu": cpu, "strict": strict,
+    }  # fmt: skip
+    optimize(obj, choose(options, given, unknown))
     try:
         yield obj
     finally:
@@ -179,7 +229,7 @@ def optimized(obj, **options) -> Iterator:
 
 
 def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
-    """Runs obj(*args, **kwargs) optimised and stock, from the same seed, and compares the outputs.
+    """Runs obj(*args, **kwargs) optimized and stock, from the same seed, and compares the outputs.
 
     For a pipeline give what you call it with (verify(pipe, "a prompt", num_inference_steps=20)); without arguments a
     text-to-image pipeline draws an example. Its models are compared one by one too, each on the inputs it had in the
@@ -189,16 +239,16 @@ def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
     prompt and of decode steps, and `Quality.agreement` says what that means for tokens; it takes what generate() takes
     (verify(model, **tokenizer("a text", return_tensors="pt"))), or makes a padded batch of its own. Generators among
     the arguments are left as they were.
-    obj is optimised again afterwards, also after an error. Raises ValueError for an object that is not optimised or
+    obj is optimized again afterwards, also after an error. Raises ValueError for an object that is not optimized or
     a pipeline of which no example call is known, TypeError for such a model.
     """
     plans = _plans(obj)
     if not plans:
-        raise ValueError("nothing to verify: this object is not optimised; call accel.optimize(obj) first")
+        raise ValueError("nothing to verify: this object is not optimized; call accel.optimize(obj) first")
     from accel.llm import verify as language
 
     if (subject := language.subject(obj, args, kwargs)) is not None:
-        return language.against_stock(*subject, plans, seed)
+        return language.agreement_with_stock(*subject, plans, seed)
     if not args and not kwargs:
         kwargs = _example_call(obj)
     return against_stock(obj, plans, args, kwargs, seed)
@@ -208,19 +258,19 @@ def _plan(part: object, context: Context) -> Plan:
     from accel.diffusion import family, pipeline, schedulers
     from accel.diffusion.linears import denoises
 
-    own = replace(context, ledger=Ledger())
+    own = context.for_model()
     if isinstance(part, nn.Module):
         if _is_language_model(part):
-            from accel.llm.plan import LanguagePlan
+            from accel.llm.stages import language_plan
 
-            return LanguagePlan(part, own)
+            return language_plan(part, own)
         own.graph_paths = family.graph_paths(part)
         if (context.options.weights or context.options.activations) is not None and denoises(part):
-            from accel.diffusion.plan import DenoiserPlan
+            from accel.diffusion.stages import denoiser_plan
 
-            return DenoiserPlan(part, own)
+            return denoiser_plan(part, own)
         return Plan(part, family.RULES, own)
-    return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.PipelinePlan(part, own)
+    return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 
 
 def _is_language_model(part: object) -> bool:
@@ -239,12 +289,12 @@ def _takes_weights(part: object) -> bool:
     return _is_language_model(part) or denoises(part)
 
 
-def _settle_step_cache(obj, context: Context) -> None:
+def _settle_step_cache(obj, wanted: int | str, context: Context) -> None:
     """Finds the interval; a model whose images keep the quality with none is planned anew, without a step cache."""
-    from accel.diffusion.step_cache import NAME
-    from accel.diffusion.step_cache_budget import settle
+    from accel.diffusion.step_cache.budget import settle
+    from accel.diffusion.step_cache.cache import NAME
 
-    for plan, reason in settle(obj, _plans(obj).values(), context.options.step_cache):
+    for plan, reason in settle(obj, _plans(obj).values(), wanted):
         plan.undo()
         try:
             whole = _plan(plan.root, replace(context, options=replace(context.options, step_cache=None)))
@@ -260,15 +310,15 @@ def _settle_step_cache(obj, context: Context) -> None:
 def _models(obj) -> dict[str, nn.Module]:
     found = models_in(obj)
     if found is None:
-        raise TypeError(f"accel cannot optimise a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
+        raise TypeError(f"accel cannot optimize a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
     return _unique(found)
 
 
 def _parts(obj) -> dict[str, object]:
-    return _unique(_models(obj) | parts_in(obj))
+    return _unique({**_models(obj), **parts_in(obj)})
 
 
-def _unique(parts: dict[str, object]) -> dict[str, object]:
+def _unique(parts: dict[str, T]) -> dict[str, T]:
     """Each object once, by the first of its names."""
     first = {id(part): name for name, part in reversed(parts.items())}
     return {name: part for name, part in parts.items() if first[id(part)] == name}
@@ -279,9 +329,9 @@ def _plans(obj) -> dict[str, Plan]:
 
 
 def _example_call(obj) -> dict:
-    from accel.diffusion.inputs import example_call, example_inputs
+    from accel.diffusion.inputs import denoiser_inputs, example_call
 
-    return example_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)
+    return denoiser_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)
 
 
 def _choices_file(kind: str) -> Path | None:

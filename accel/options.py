@@ -2,16 +2,25 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-ATTENTION = ("auto", "cudnn", "flash", "efficient", "xformers", "triton", "matmul", "sdpa")
-LAYOUT = ("auto", "channels_last", "keep")
+# What an editor offers for a keyword, and what is valid.
+Attention = Literal["auto", "cudnn", "flash", "efficient", "xformers", "triton", "matmul", "sdpa"]
+Layout = Literal["auto", "channels_last", "keep"]
+KvCache = Literal["int8", "fp8"]
+Activations = Literal["int8", "int8-outliers", "fp8", "int8-static", "int8-outliers-static", "fp8-static"]
+Cpu = Literal["auto", "fuse"]
+
+ATTENTION: tuple[str, ...] = get_args(Attention)
+LAYOUT: tuple[str, ...] = get_args(Layout)
 SCHEMES = (
     "int8", "int8-asym", "int4", "int4-asym", "int4-g64", "int4-g64-asym", "int4-g32", "int4-g32-asym", "fp8",
 )  # fmt: skip
 HEAD = "-head"  # behind one of them: the output head too
 WEIGHTS = (*SCHEMES, *(scheme + HEAD for scheme in SCHEMES))
-KV_CACHE = ("int8", "fp8")
+KV_CACHE: tuple[str, ...] = get_args(KvCache)
 ACTIVATIONS = ("int8", "int8-outliers", "fp8")
 STATIC = ("int8-static", "int8-outliers-static", "fp8-static")  # what only calibration gives, see `accel.quantize`
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
@@ -21,7 +30,7 @@ DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `accel.optimize`; unknown names and wrong values raise TypeError or ValueError naming the valid ones.
+    """Options of `accel.optimize`; wrong values raise TypeError or ValueError naming the valid ones.
 
     attention: "auto" measures the backends on this GPU beside the first calls of a shape and remembers the choice; or
         a backend's name.
@@ -33,7 +42,7 @@ class Options:
     graph_memory_gb: bound on the memory that captured graphs may hold, in GiB; None is a quarter of the GPU.
     step_cache: lossy. The deep layers of UNets run in every n-th call of a denoising loop only; give n, 2 or more, or
         a quality such as "35dB", up to 100: the largest n whose images keep that PSNR, measured when a text-to-image
-        pipeline is optimised; where none does, every call is computed whole, as the report says, and as with None.
+        pipeline is optimized; where none does, every call is computed whole, as the report says, and as with None.
     weights: lossy, for causal language models and denoisers. The linear layers inside the decoder layers, or inside the
         blocks and embeddings of a UNet or diffusion transformer, are stored in fewer bits, rounded to nearest: "int8"
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,
@@ -50,30 +59,30 @@ class Options:
         rounds none but what the model itself says it rounds, see `accel.quantize`. "int8-outliers-static": the same of
         columns, those above 6 there.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
-        model is ready: `restore` then leaves the quantised ones in place.
+        model is ready: `restore` then leaves the quantized ones in place.
     kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
         "int8" or "fp8" (float8_e4m3fn; GPUs of compute capability 8.9 and later): half the memory of 16 bits. Layers
-        whose keys would lose too much, as measured when the model is optimised, keep theirs, see the report. None keeps
+        whose keys would lose too much, as measured when the model is optimized, keep theirs, see the report. None keeps
         them in the dtype of the model.
     cpu: "auto" runs models stock on a CPU, but for a language model of which a token, timed for a moment when it is
-        optimised there, takes less time fused; the same object runs fused once it is on a GPU. "fuse" runs fused on a
+        optimized there, takes less time fused; the same object runs fused once it is on a GPU. "fuse" runs fused on a
         CPU too. So do options that are lossy, and strict.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
-    attention: str = "auto"
-    layout: str = "auto"
-    graphs: bool | str = "auto"
+    attention: Attention = "auto"
+    layout: Layout = "auto"
+    graphs: bool | Literal["auto"] = "auto"
     graph_memory_gb: float | None = None
     step_cache: int | str | None = None
     weights: str | None = None
-    activations: str | None = None
+    activations: Activations | None = None
     keep_original: bool = True
-    kv_cache: str | None = None
-    cpu: str = "auto"
+    kv_cache: KvCache | None = None
+    cpu: Cpu = "auto"
     strict: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _one_of("attention", self.attention, ATTENTION)
         _one_of("layout", self.layout, LAYOUT)
         _one_of("graphs", self.graphs, ("auto", True, False))
@@ -84,7 +93,7 @@ class Options:
             raise ValueError(f"activations={self.activations!r}: {calibrate(self.activations)}")
         _one_of("keep_original", self.keep_original, (True, False))
         _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
-        _one_of("cpu", self.cpu, ("auto", "fuse"))
+        _one_of("cpu", self.cpu, get_args(Cpu))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:
@@ -101,13 +110,25 @@ class Options:
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
 
 
-def parse(given: dict) -> Options:
-    """Options from keywords; an unknown name raises TypeError listing the valid ones."""
-    valid = [field.name for field in dataclasses.fields(Options)]
-    unknown = sorted(set(given) - set(valid))
+def choose(options: Options | None, keywords: Mapping[str, Any], unknown: Mapping[str, object]) -> Options:
+    """The options that a call gives: an object, or keywords.
+
+    keywords: a value for every field of Options, which is its default where the call does not give it.
+    Raises TypeError for unknown names, listing the valid ones, for an object of another class, and for keywords beside
+    one, naming them: those that ask for something else than the default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     if unknown:
-        raise TypeError(f"unknown option {', '.join(map(repr, unknown))}; valid options: {', '.join(valid)}")
-    return Options(**given)
+        names = ", ".join(map(repr, sorted(unknown)))
+        raise TypeError(f"unknown option {names}; valid options: {', '.join(defaults)}")
+    if options is None:
+        return Options(**keywords)
+    if not isinstance(options, Options):
+        raise TypeError(f"options={options!r}: give an accel.Options, or its fields as keywords")
+    beside = [f"{name}={value!r}" for name, value in keywords.items() if not _same(value, defaults[name])]
+    if beside:
+        raise TypeError(f"{', '.join(beside)} beside options: give either; dataclasses.replace changes an Options")
+    return options
 
 
 def calibrate(activations: str) -> str:
@@ -128,8 +149,13 @@ def check_activations(activations: str | None, weights: str | None) -> None:
         raise ValueError(f"activations={activations!r} needs weights={kind!r}, not {weights!r}")
 
 
+def _same(value: object, other: object) -> bool:
+    """Whether both are one value of one type: 1 is not True."""
+    return type(value) is type(other) and value == other
+
+
 def _one_of(name: str, value: object, valid: tuple) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in valid):
+    if not any(_same(value, choice) for choice in valid):
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, valid))}")
 
 

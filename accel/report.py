@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from accel.on_cpu import RULE as ON_CPU
-from accel.plan import Plan
+from accel.planning.on_cpu import RULE as ON_CPU
+from accel.planning.plan import Plan
 
 FALLBACK_LINES = 12
 WHOLE = "(whole model)"
@@ -15,7 +15,7 @@ WHOLE = "(whole model)"
 @dataclass(frozen=True)
 class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
-    captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantised weight, with its path, scheme,
+    captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantized weight, with its path, scheme,
     signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original.
     optimized: False for an object that is not."""
 
@@ -28,7 +28,10 @@ class Report:
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
         """plans: by component name, "" for a single model."""
-        sites, graphs, fallbacks, weights = [], [], [], []
+        sites: list[tuple[str, str, str, str]] = []
+        graphs: list[dict] = []
+        fallbacks: list[tuple[str, str, int]] = []
+        weights: list[dict] = []
         for name, plan in plans.items():
 
             def full(path: str, name: str = name) -> str:
@@ -52,7 +55,7 @@ class Report:
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
         if not self.optimized:
-            return "not optimised"
+            return "not optimized"
         count = Counter(status for _, _, status, _ in self.sites)
         captured = [row for row in self.graphs if row["status"] == "graph"]
         memory = sum(row["memory_mb"] for row in captured)

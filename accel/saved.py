@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transfo
 NAMED = 3  # weights in a message
 
 
-def load(folder: Path, dtype: torch.dtype, device: torch.device):
+def load_saved(folder: Path, dtype: torch.dtype, device: torch.device):
     """The object of this folder, on the device. Raises ValueError where the folder holds none, pickles alone, or
     weights that are not those of the model; see `check_keys`.
     """
@@ -47,7 +48,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device):
     return whole(model, folder, dtype=dtype).to(device).eval()
 
 
-def whole(kind: type, folder: Path, **given) -> nn.Module:
+def whole(kind: Any, folder: Path, **given) -> nn.Module:
     """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model."""
     given |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, found = kind.from_pretrained(folder, **given)

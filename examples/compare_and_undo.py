@@ -17,5 +17,5 @@ def draw() -> torch.Tensor:
 stock = draw()
 with accel.optimized(pipe):  # for this block only; the same as optimize(...) ... restore(...)
     print(accel.report(pipe))
-    print("optimised against stock:", accel.verify(pipe, "a handwritten three", num_inference_steps=10))
+    print("optimized against stock:", accel.verify(pipe, "a handwritten three", num_inference_steps=10))
 print("bit-equal after the block:", torch.equal(draw(), stock))

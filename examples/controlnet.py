@@ -1,4 +1,4 @@
-"""A ControlNet beside an optimised UNet: both are sped up, and the hint steers as it does in stock.
+"""A ControlNet beside an optimized UNet: both are sped up, and the hint steers as it does in stock.
 
 The ControlNet has random weights, so it steers nowhere useful; yours is `ControlNetModel.from_pretrained(...)`.
 Run from the root of a checkout.

@@ -1,4 +1,4 @@
-"""Image to image with models that are optimised already: pipelines made from one another share them.
+"""Image to image with models that are optimized already: pipelines made from one another share them.
 
 Draws a three, then lets the same models redraw it as an eight. Run from the root of a checkout.
 """
@@ -13,7 +13,7 @@ pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 accel.optimize(pipe)
 three = pipe("a handwritten three", num_inference_steps=20, generator=torch.Generator().manual_seed(0)).images[0]
 
-redraw = AutoPipelineForImage2Image.from_pipe(pipe)  # the same UNet, VAE and text encoder: nothing to optimise again
+redraw = AutoPipelineForImage2Image.from_pipe(pipe)  # the same UNet, VAE and text encoder: nothing to optimize again
 redraw.set_progress_bar_config(disable=True)
 call = {"prompt": "a handwritten eight", "image": three, "strength": 0.7, "num_inference_steps": 20}
 eight = redraw(**call, generator=torch.Generator().manual_seed(1)).images[0]

@@ -1,4 +1,4 @@
-"""LoRA adapters added, mixed and switched off on an optimised pipeline: each image is the one that stock draws.
+"""LoRA adapters added, mixed and switched off on an optimized pipeline: each image is the one that stock draws.
 
 What an adapter touches runs its own layers while it is loaded, the rest stays fast. Run from the root of a checkout.
 """

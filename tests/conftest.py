@@ -1,5 +1,6 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -14,8 +15,13 @@ import torch
 import accel.api
 import accel.options
 
-# What is fused is tested on a CPU too, whether or not it pays there, unless a test says otherwise.
-accel.api.parse = lambda given: accel.options.parse({"cpu": "fuse"} | given)
+
+def fusing(*given):
+    """What is fused is tested on a CPU too, whether or not it pays there; tests of cpu="auto" put `choose` back."""
+    return dataclasses.replace(accel.options.choose(*given), cpu="fuse")
+
+
+accel.api.choose = fusing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -300,14 +306,15 @@ def load(name: str):
 load("live_adapters")
 LIVE, CALLS = load("live_changes"), load("live_calls")
 STEP_ORACLE = load("step_oracle").Oracle
-for helper in ("families", "modes", "changes", "walks", "held_out", "quantised", "foreign", "rounded_cache"):
+for helper in ("families", "modes", "changes", "walks", "held_out", "quantized", "foreign", "rounded_cache"):
     load(f"llm/{helper}")
+load("llm/prequantized_models")
 load("llm/multimodal")
 load("llm/live_bytes")
 load("diffusion/denoisers")
 load("gpu/device_memory")
 load("kernels/warpgroups")
-load("kernels/quantised_words")
+load("kernels/quantized_words")
 if importlib.util.find_spec("triton"):
     load("kernels/code_kernel")
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from accel.fingerprint import Fingerprint
+from accel.cuda_graphs.fingerprint import Fingerprint
 
 
 class Block(nn.Module):

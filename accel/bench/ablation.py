@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from accel_kernels.attention_backends import AttentionChooser
+from accel_kernels.attention.backends import AttentionChooser
 from torch import nn
 
 from accel.bench.memory import release
 from accel.bench.timing import burst, seconds
 from accel.diffusion.family import RULES, graph_paths
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.loop import Loop
 from accel.options import Options
-from accel.plan import Context, Plan
+from accel.patching.context import Context
+from accel.planning.plan import Plan, create_context
 
 WARM_UP = 4  # calls: eager, captured, replayed, and once more
 
@@ -42,17 +45,17 @@ def _kernels(**changed) -> Callable[[Context], None]:
     return change
 
 
-def _no_moments(kernels):
-    return lambda *args, **kwargs: kernels.image_sum(*args, **{**kwargs, "moments": False})
+def _no_channel_stats(kernels):
+    return lambda *args, **kwargs: kernels.image_sum(*args, **{**kwargs, "channel_stats": False})
 
 
 def _no_loop(context: Context) -> None:
-    context.loop.forget()
+    context.of(Loop).forget()
 
 
 def _each_alone(context: Context) -> None:
-    if "passes" in context.shared:
-        context.shared["passes"].tracked = False
+    if (passes := context.find(ForwardCounter)) is not None:
+        passes.tracked = False
 
 
 MECHANISMS = (
@@ -86,7 +89,7 @@ MECHANISMS = (
         "moments taken while writing, skip connections too",
         needs=("resnet block",),
         before=_kernels(
-            image_sum=_no_moments,
+            image_sum=_no_channel_stats,
             image_concat=lambda kernels: kernels.image_concat.reference,
         ),
     ),
@@ -106,7 +109,7 @@ def ablate(
 ) -> Iterator[dict]:
     """Rows {"without", "ms", "gain_ms", "peak_mb"}: first stock, then with everything, then without each mechanism.
 
-    model: not optimised; as it was afterwards. call: one forward of it. A mechanism of which no site is in the model
+    model: not optimized; as it was afterwards. call: one forward of it. A mechanism of which no site is in the model
     gives no row. peak_mb: what calls and capture need on top of the weights; None on a CPU.
     """
     device = next(model.parameters()).device
@@ -116,14 +119,14 @@ def ablate(
     whole, sites = None, None
     for mechanism in (None, *MECHANISMS):
         at(mechanism.name if mechanism else "everything")
-        plan, context = _plan(model, mechanism or Mechanism("nothing"))
-        named = {row.rule for row in plan.rows if row.status == "patched"}
-        sites = named if sites is None else sites
         wanted = mechanism and (mechanism.needs or mechanism.rules)
         if wanted and not sites.intersection(wanted):
             continue
+        plan, context = _plan(model, mechanism or Mechanism("nothing"))
         plan.apply()
         try:
+            if sites is None:
+                sites = {row.rule for row in plan.rows if row.status == "patched"}
             if mechanism is not None:
                 mechanism.after(context)
             row = _timed(call, device, budget_s)
@@ -135,8 +138,8 @@ def ablate(
 
 
 def _plan(model: nn.Module, mechanism: Mechanism) -> tuple[Plan, Context]:
-    context = Context.create(mechanism.options, None)
-    context.loop.begin()  # as in a pipeline's loop, where the prompt stays the same
+    context = create_context(mechanism.options)
+    context.of(Loop).begin()  # as in a pipeline's loop, where the prompt stays the same
     mechanism.before(context)
     context.graph_paths = graph_paths(model)
     return Plan(model, [rule for rule in RULES if rule.name not in mechanism.rules], context), context

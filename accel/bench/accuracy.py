@@ -6,10 +6,7 @@ import torch
 from torch import nn
 
 from accel.bench.cases import Case
-from accel.precision import finer, full_precision
-
-# The optimised module may err at most this many times as much as stock does in the same dtype.
-LIMIT = 2.0
+from accel.verification.precision import finer, full_precision
 
 
 def _cast(value, dtype: torch.dtype):

@@ -1,7 +1,7 @@
 """A model of the user's own, saved in a folder: the whole call of a pipeline, or the forward of a single model.
 
 There is one copy of it, so that what fits stock fits here: stock is timed before `accel.optimize` and again after
-`accel.restore`, with accel between, and a machine that grows slower or faster on the way favours neither.
+`accel.restore`, with accel between, and a machine that grows slower or faster on the way favors neither.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from accel.bench.machine import commit, machine, now
 from accel.bench.memory import peak_mb, release
 from accel.bench.runner import WrongResult
 from accel.bench.timing import Timing, burst, seconds
-from accel.diffusion.inputs import example_call, example_inputs
-from accel.objects import models_in
-from accel.patch import set_data
-from accel.quality import Quality, tensors
+from accel.diffusion.inputs import denoiser_inputs, example_call
+from accel.patching.patch import set_data
+from accel.planning.objects import models_in
+from accel.verification.metrics import Quality, tensors
 
 STAGES = ("loading", "stock", "accel: correctness and memory", "accel", "stock again")
 STEPS = 20
@@ -39,7 +39,7 @@ class Subject:
         if not self.pipeline:
             if prompt is not None or steps is not None:
                 raise ValueError("prompt and steps are for pipelines; this is a single model")
-            self.kwargs = example_inputs(obj, batch, size)
+            self.kwargs = denoiser_inputs(obj, batch, size)
             self.about = f"{type(obj).__name__}, one forward"
             return
         known = inspect.signature(type(obj).__call__).parameters
@@ -75,7 +75,7 @@ class Subject:
         return quality
 
 
-def run(
+def bench_folder(
     folder: Path,
     device: torch.device,
     dtype: torch.dtype,
@@ -87,13 +87,13 @@ def run(
     budget_s: float = 2.0,
     stage: Callable[[str], None] = lambda name: None,
 ) -> dict:
-    """Times the model of a folder stock and optimised; the result has the shape that those of cases have.
+    """Times the model of a folder stock and optimized; the result has the shape that those of cases have.
 
     prompt, steps: of a pipeline. size: of its images in pixels, or of a UNet's latents. batch: images a call.
     Raises ValueError or TypeError for a folder or model that cannot be run, WrongResult before any figure.
     """
     stage(STAGES[0])
-    obj = saved.load(folder, dtype, device)
+    obj = saved.load_saved(folder, dtype, device)
     if hasattr(obj, "set_progress_bar_config"):
         obj.set_progress_bar_config(disable=True)
     _settle(obj)

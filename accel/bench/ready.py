@@ -22,7 +22,7 @@ from accel.bench.timing import seconds
 CACHES = ("ACCEL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
-def measure(case: Case, device: torch.device, dtype: torch.dtype, variant: str) -> dict:
+def measure_module(case: Case, device: torch.device, dtype: torch.dtype, variant: str) -> dict:
     """Seconds of the first call in this process, `accel.optimize` counted with it, and all that was lost on the way.
 
     lost_s: what `accel.optimize` and the first calls took beyond the same number of later calls; a graph captured in
@@ -64,7 +64,7 @@ def spawn(module: str, arguments: list[str], caches: Path, timeout: float | None
 
 
 def time_to_ready(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
-    """Cold and warm seconds until the first optimised call is done, and of stock's first call in a fresh process."""
+    """Cold and warm seconds until the first optimized call is done, and of stock's first call in a fresh process."""
     given = [case.name, str(device), str(dtype).removeprefix("torch.")]
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
         cold, warm, stock = (
@@ -81,4 +81,4 @@ def time_to_ready(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
 
 if __name__ == "__main__":
     name, device_name, dtype_name, variant_name = sys.argv[1:]
-    print(json.dumps(measure(CASES[name], torch.device(device_name), getattr(torch, dtype_name), variant_name)))
+    print(json.dumps(measure_module(CASES[name], torch.device(device_name), getattr(torch, dtype_name), variant_name)))

@@ -58,7 +58,7 @@ def table(results: list[dict]) -> Table:
 
 
 def lost(result: dict) -> str:
-    """One line: how far quantised weights put a case from stock."""
+    """One line: how far quantized weights put a case from stock."""
     told = result["lost"]
     psnr = "equal to stock" if told["psnr_db"] is None else f"PSNR {told['psnr_db']:.1f} dB from stock"
     sizes = " instead of ".join(f"{told['weights_mb'][name]:,.0f}" for name in ("accel", "stock"))

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench import accuracy, quantised
+from accel.bench import accuracy
+from accel.bench import quantized as quantized
 from accel.bench.cases import Case, shapes
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import peak_mb, release
 from accel.bench.ready import time_to_ready
-from accel.bench.timing import compare, seconds
-from accel.quality import Quality
-from accel.quant.module import unrounded
+from accel.bench.timing import compare_times, seconds
+from accel.errors import told
+from accel.quantization.module import unrounded
+from accel.tolerances import TIMES_STOCK
+from accel.verification.metrics import Quality
 
 STAGES = (
     "time to ready",
@@ -31,7 +34,7 @@ STAGES = (
 
 
 class WrongResult(RuntimeError):
-    """The optimised module is not as exact as it must be; no figure is reported."""
+    """The optimized module is not as exact as it must be; no figure is reported."""
 
 
 @contextmanager
@@ -78,10 +81,10 @@ def _check(outputs: list, stock: list, exact: list) -> dict:
         "accel_vs_fp32": accuracy.relative_error(outputs, exact),
         "accel_vs_stock_max_abs": accuracy.max_abs_error(outputs, stock),
     }
-    if not errors["accel_vs_fp32"] <= accuracy.LIMIT * errors["stock_vs_fp32"]:  # nan fails too
+    if not errors["accel_vs_fp32"] <= TIMES_STOCK * errors["stock_vs_fp32"]:  # nan fails too
         raise WrongResult(
             f"error against full precision {errors['accel_vs_fp32']:.3g}, stock's {errors['stock_vs_fp32']:.3g}: "
-            f"more than {accuracy.LIMIT:g} times as much, so nothing was timed"
+            f"more than {TIMES_STOCK:g} times as much, so nothing was timed"
         )
     return errors
 
@@ -153,13 +156,13 @@ def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s,
     in_process_s = seconds(lambda: (accel.optimize(module, **options), case.call(module, inputs[0])), device)
     ours = outputs()
     if weights is not None:
-        result["lost"] = quantised.lost(module, ours, stock)
+        result["lost"] = quantized.weight_loss(module, ours, stock)
         result |= options
         if activations is not None:
-            result["products"] = _judged(quantised.products(case, module, inputs[-1]))
+            result["products"] = _judged(quantized.products(case, module, inputs[-1]))
         with unrounded(module):
             ours = outputs()
-        result["error"] = _check(ours, *quantised.over_the_same_weights(case, module, inputs, dtype))
+        result["error"] = _check(ours, *quantized.over_the_same_weights(case, module, inputs, dtype))
     else:
         result["error"] = _check(ours, stock, exact)
     result["sites"] = _sites(accel.report(module))
@@ -185,7 +188,7 @@ def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s,
                 compile_s = seconds(lambda: step(0), device)
                 own = [step(i).clone() for i in range(len(inputs))]
         except Exception as error:  # whatever a compiler may raise is its own result, and accel's stands without it
-            result["compile_failed"] = f"{type(error).__name__}: {error}".split("\n")[0]
+            result["compile_failed"] = told(error)
         else:
             result["ready"]["compile_s"] = round(compile_s, 1)
             result["error"]["compile_vs_fp32"] = accuracy.relative_error(own, exact)
@@ -194,7 +197,7 @@ def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s,
     stage(STAGES[5])
     accel.optimize(module, **options)
     steps["accel"] = _step(case, module, inputs)
-    for name, timing in compare(steps, device, budget_s=budget_s).items():
+    for name, timing in compare_times(steps, device, budget_s=budget_s).items():
         result[name] = timing.to_dict()
     report = accel.report(module).to_dict()
     result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}

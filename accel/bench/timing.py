@@ -56,7 +56,7 @@ def burst(step: Callable[[int], object], calls: int, device: torch.device) -> li
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def compare(
+def compare_times(
     variants: dict[str, Callable[[int], object]],
     device: torch.device,
     *,

@@ -59,7 +59,7 @@ def bench(
 
     def run_folder(path, stage) -> dict:
         try:
-            return folder.run(path, place, kind, **given, budget_s=seconds, stage=stage)
+            return folder.bench_folder(path, place, kind, **given, budget_s=seconds, stage=stage)
         except (TypeError, ValueError, OSError) as error:
             raise wrong_folder(error) from None
 

@@ -62,7 +62,7 @@ def bench_llm(
     sizes = (_numbers(batch, "--batch"), _numbers(context, "--context"), new_tokens, long)
     schemes, caches = _names(weights, WEIGHTS, "--weights"), _names(kv_cache, KV_CACHE, "--kv-cache")
     rounded = _names(activations, ACTIVATIONS, "--activations")
-    request = runner.Request(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches, rounded,
+    request = runner.BenchRequest(model, place, kind, chosen, *sizes, compiled, seconds, schemes, caches, rounded,
                              _numbers(long_batch, "--long-batch"))  # fmt: skip
     quiet()
     console = Console()
@@ -77,7 +77,7 @@ def bench_llm(
             return files.save(result, out, slug(place), usual="bfloat16")
 
         try:
-            result = runner.run(request, stage, keep)
+            result = runner.bench_language_model(request, stage, keep)
         except runner.WrongResult as error:
             progress.console.print(f"[red]wrong result[/red] {model}: {error}", highlight=False)
             raise typer.Exit(1) from None

@@ -27,7 +27,7 @@ def demo(
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
 ) -> None:
-    """Draw ten digits and continue a prompt, stock and optimised from the same seeds, and compare them."""
+    """Draw ten digits and continue a prompt, stock and optimized from the same seeds, and compare them."""
     from accel.demo import continuation, digits
 
     folder = _found("--model", digits.find_model, model)

@@ -54,7 +54,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
-def quantised(folder: Path) -> bool:
+def quantized(folder: Path) -> bool:
     """Whether a model of the layout of compressed-tensors is saved there."""
     try:
         said = json.loads((folder / "config.json").read_text()).get("quantization_config")
@@ -71,7 +71,7 @@ def load_folder(folder: Path, dtype, device):
     parse_folder(folder)
     quiet()
     try:
-        loaded = accel.load(folder, dtype, device) if quantised(folder) else saved.load(folder, dtype, device)
+        loaded = accel.load(folder, dtype, device) if quantized(folder) else saved.load_saved(folder, dtype, device)
     except (TypeError, ValueError, OSError) as error:
         raise wrong_folder(error) from None
     if hasattr(loaded, "set_progress_bar_config"):

@@ -52,7 +52,7 @@ def quantize(
     import torch
 
     from accel.llm.family import is_causal_lm
-    from accel.llm.quant import run
+    from accel.llm.ptq import run
     from accel.progress import bar
 
     place = parse_device(device)
@@ -64,7 +64,7 @@ def quantize(
     start = time.perf_counter()
     try:
         rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
-        with bar(f"quantising to {scheme}") as at:
+        with bar(f"quantizing to {scheme}") as at:
             done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted; the same command goes on with what {out} holds")
@@ -88,7 +88,7 @@ def _tokenizer(folder: Path):
 
 
 def _rows(model, file: Path, tokenizer, tokens: int) -> list:
-    from accel.llm.quant.batches import windows
+    from accel.llm.ptq.calibration.batches import windows
 
     if tokenizer is None:
         raise typer.BadParameter("the model's folder holds no tokenizer to read it with", param_hint="--calibration")

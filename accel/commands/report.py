@@ -41,7 +41,7 @@ def report(
         task = progress.add_task(f"loading {folder}", total=None)
         loaded = load_folder(folder, kind, place)
         measured = _measured(loaded, lambda name: progress.update(task, description=name)) if measure else {}
-        progress.update(task, description="optimising")
+        progress.update(task, description="optimizing")
         try:
             found = accel.report(accel.optimize(loaded))
         except (TypeError, ValueError) as error:
@@ -57,13 +57,13 @@ def report(
 def _measured(loaded, at) -> dict[str, list[dict]]:
     """Every mechanism of every model whose inputs are known, by the model's name."""
     from accel.bench.ablation import ablate
-    from accel.diffusion.inputs import example_inputs
-    from accel.objects import models_in
+    from accel.diffusion.inputs import denoiser_inputs
+    from accel.planning.objects import models_in
 
     found = {}
     for name, model in (models_in(loaded) or {}).items():
         try:
-            inputs = example_inputs(model)
+            inputs = denoiser_inputs(model)
         except TypeError:
             continue  # nothing is known of what it takes
         call = partial(model, **inputs)
@@ -75,7 +75,7 @@ def _mechanisms(name: str, rows: list[dict]):
     from rich.table import Table
 
     stock, whole, *others = rows
-    title = f"{name or 'model'}: stock {stock['ms']:.2f} ms, optimised {whole['ms']:.2f} ms; what each mechanism gives"
+    title = f"{name or 'model'}: stock {stock['ms']:.2f} ms, optimized {whole['ms']:.2f} ms; what each mechanism gives"
     table = Table("mechanism", "ms", "MB", title=title, title_justify="left")
     for row in sorted(others, key=lambda row: -row["gain_ms"]):
         memory = "-" if row["peak_mb"] is None else f"{row['peak_mb'] - whole['peak_mb']:+.0f}"

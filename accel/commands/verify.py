@@ -32,7 +32,7 @@ def verify(
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Compare a saved model stock and optimised, same seed: each model and the whole image. Exit code 1 if they differ.
+    """Compare a saved model stock and optimized, same seed: each model and the whole image. Exit code 1 if they differ.
 
     A model passes where it is no more than twice as far from itself in full precision as stock is. Of a language model
     that is asked of the logits of a prompt and of decode steps; KL divergence and tokens are shown beside.
@@ -47,7 +47,7 @@ def verify(
         task = progress.add_task(f"loading {folder}", total=None)
         loaded = load_folder(folder, kind, place)
         call = _call(loaded, folder, prompt, steps)
-        progress.update(task, description="stock and optimised")
+        progress.update(task, description="stock and optimized")
         try:
             quality = accel.verify(accel.optimize(loaded), seed=seed, **call)
         except (TypeError, ValueError) as error:
@@ -65,7 +65,7 @@ def _call(loaded, folder: Path, prompt: str | None, steps: int | None) -> dict:
     from torch import nn
 
     from accel.diffusion.inputs import example_call
-    from accel.llm.inputs import causal
+    from accel.llm.recording.inputs import causal
 
     if causal(loaded):
         if steps is not None:

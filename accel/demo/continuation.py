@@ -1,4 +1,4 @@
-"""The second part: a small language model continues a prompt, stock and optimised, from the same seed.
+"""The second part: a small language model continues a prompt, stock and optimized, from the same seed.
 
 As with the digits, two copies are loaded as any user would, one is given to `accel.optimize`, and the two take turns.
 """
@@ -16,7 +16,7 @@ from rich.text import Text
 import accel
 from accel import saved
 from accel.bench.timing import seconds
-from accel.demo.shipped import find_folder, machine
+from accel.demo.shipped import device_line, find_folder
 
 MODEL = Path("examples", "models", "tiny-lm")
 PROMPT = "It was a beautiful evening, and Emma"
@@ -34,10 +34,10 @@ class Continuation:
 
     prompt: str
     stock: list[int]
-    optimised: list[int]
+    optimized: list[int]
     texts: tuple[str, str]  # what follows the prompt: stock's, and ours
     stock_s: list[float]
-    optimised_s: list[float]
+    optimized_s: list[float]
     ready_s: float
     restored_equal: bool
     machine: str
@@ -46,26 +46,26 @@ class Continuation:
     @property
     def same(self) -> int:
         """How many tokens are the same from the first on; where one differs, all after it follow another text."""
-        pairs = zip(self.stock, self.optimised, strict=False)
-        return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(self.stock), len(self.optimised)))
+        pairs = zip(self.stock, self.optimized, strict=False)
+        return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(self.stock), len(self.optimized)))
 
     @property
     def speedup(self) -> float:
-        return statistics.median(self.stock_s) / statistics.median(self.optimised_s)
+        return statistics.median(self.stock_s) / statistics.median(self.optimized_s)
 
     def table(self) -> Table:
-        stock_s, optimised_s = statistics.median(self.stock_s), statistics.median(self.optimised_s)
-        count, ours = len(self.stock), len(self.optimised)
+        stock_s, optimized_s = statistics.median(self.stock_s), statistics.median(self.optimized_s)
+        count, ours = len(self.stock), len(self.optimized)
         shown = Table(title=f"{count} tokens after a prompt, on {self.machine}; medians", title_justify="left")
         shown.add_column("")
         for name in ("stock", "accel", "ratio"):
             shown.add_column(name, justify="right")
         shown.add_row(
-            "tokens per second", f"{count / stock_s:.1f}", f"{ours / optimised_s:.1f}", f"{self.speedup:.2f}x"
+            "tokens per second", f"{count / stock_s:.1f}", f"{ours / optimized_s:.1f}", f"{self.speedup:.2f}x"
         )
-        shown.add_row("time per token", f"{stock_s / count * 1e3:.2f} ms", f"{optimised_s / ours * 1e3:.2f} ms", "")
+        shown.add_row("time per token", f"{stock_s / count * 1e3:.2f} ms", f"{optimized_s / ours * 1e3:.2f} ms", "")
         shown.add_row("time to ready", "", f"{self.ready_s:.2f} s", "")
-        equal = self.stock == self.optimised
+        equal = self.stock == self.optimized
         shown.add_row("same tokens", "", "all" if equal else f"the first {self.same}", f"of {count}")
         shown.add_row("undone by accel.restore", "", "bit-equal" if self.restored_equal else "[red]not equal[/red]", "")
         return shown
@@ -123,31 +123,31 @@ def run(
     task = progress.add_task("loading a language model", total=2 * RUNS + 3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
-    stock, optimised = (Writer(saved.load(folder, dtype, device), inputs, new_tokens, seed) for _ in range(2))
+    stock, optimized = (Writer(saved.load_saved(folder, dtype, device), inputs, new_tokens, seed) for _ in range(2))
     progress.update(task, description="warming up stock", advance=1)
     stock.write()
-    progress.update(task, description="optimising", advance=1)
-    first_s = seconds(lambda: (accel.optimize(optimised.model), optimised.write()), device)
+    progress.update(task, description="optimizing", advance=1)
+    first_s = seconds(lambda: (accel.optimize(optimized.model), optimized.write()), device)
 
     progress.update(task, description="writing")
     for number in range(RUNS):
-        for writer in (stock, optimised) if number % 2 else (optimised, stock):
+        for writer in (stock, optimized) if number % 2 else (optimized, stock):
             writer.time()
             progress.advance(task)
 
-    tokens = stock.write(), optimised.write()
-    summary = accel.report(optimised.model).summary()
+    tokens = stock.write(), optimized.write()
+    summary = accel.report(optimized.model).summary()
     progress.update(task, description="undoing", advance=1)
-    accel.restore(optimised.model)
+    accel.restore(optimized.model)
     return Continuation(
         prompt=prompt,
         stock=tokens[0],
-        optimised=tokens[1],
+        optimized=tokens[1],
         texts=tuple(map(tokenizer.decode, tokens)),
         stock_s=stock.times,
-        optimised_s=optimised.times,
-        ready_s=max(0.0, first_s - statistics.median(optimised.times)),
-        restored_equal=torch.equal(optimised.logits(), stock.logits()),
-        machine=machine(device),
+        optimized_s=optimized.times,
+        ready_s=max(0.0, first_s - statistics.median(optimized.times)),
+        restored_equal=torch.equal(optimized.logits(), stock.logits()),
+        machine=device_line(device),
         summary=summary,
     )

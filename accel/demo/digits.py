@@ -1,4 +1,4 @@
-"""The first part: ten digits drawn by a small Stable Diffusion pipeline, stock and optimised, from the same seeds.
+"""The first part: ten digits drawn by a small Stable Diffusion pipeline, stock and optimized, from the same seeds.
 
 Two copies of the pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
 that nothing but the one line differs between them.
@@ -21,8 +21,8 @@ from rich.text import Text
 import accel
 from accel import saved
 from accel.bench.timing import seconds
-from accel.contact_sheet import contact_sheet
-from accel.demo.shipped import find_folder, machine
+from accel.demo.contact_sheet import contact_sheet
+from accel.demo.shipped import device_line, find_folder
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -40,9 +40,9 @@ class Comparison:
     """What was drawn and measured; images are (height, width, 3) floats from 0 to 1."""
 
     stock: list[np.ndarray]
-    optimised: list[np.ndarray]
+    optimized: list[np.ndarray]
     stock_s: list[float]
-    optimised_s: list[float]
+    optimized_s: list[float]
     ready_s: float
     peak_mb: tuple[float, float] | None
     restored_equal: bool
@@ -52,37 +52,37 @@ class Comparison:
 
     @property
     def max_error(self) -> float:
-        return max(float(np.abs(a - b).max()) for a, b in zip(self.stock, self.optimised, strict=True))
+        return max(float(np.abs(a - b).max()) for a, b in zip(self.stock, self.optimized, strict=True))
 
     @property
     def psnr_db(self) -> float:
         """Of all images together; infinite where they are equal."""
-        error = np.mean([(a.astype(np.float64) - b) ** 2 for a, b in zip(self.stock, self.optimised, strict=True)])
+        error = np.mean([(a.astype(np.float64) - b) ** 2 for a, b in zip(self.stock, self.optimized, strict=True)])
         return float("inf") if error == 0 else float(-10 * np.log10(error))
 
     def picture(self) -> Image.Image:
-        """Three labelled rows of ten: stock, accel, and what differs."""
-        difference = [np.abs(a - b) * AMPLIFY for a, b in zip(self.stock, self.optimised, strict=True)]
-        rows = {"stock": self.stock, "accel": self.optimised, f"difference x{AMPLIFY}": difference}
+        """Three labeled rows of ten: stock, accel, and what differs."""
+        difference = [np.abs(a - b) * AMPLIFY for a, b in zip(self.stock, self.optimized, strict=True)]
+        rows = {"stock": self.stock, "accel": self.optimized, f"difference x{AMPLIFY}": difference}
         return contact_sheet(rows, DIGITS[: len(self.stock)])
 
     def table(self) -> Table:
-        stock_s, optimised_s = statistics.median(self.stock_s), statistics.median(self.optimised_s)
+        stock_s, optimized_s = statistics.median(self.stock_s), statistics.median(self.optimized_s)
         shown = Table(
             title=f"{len(self.stock)} digits, {self.steps} steps each, on {self.machine}; medians", title_justify="left"
         )
         shown.add_column("")
         for name in ("stock", "accel", "ratio"):
             shown.add_column(name, justify="right")
-        ratio = f"{stock_s / optimised_s:.2f}x"
-        shown.add_row("time per image", f"{stock_s * 1e3:.1f} ms", f"{optimised_s * 1e3:.1f} ms", ratio)
+        ratio = f"{stock_s / optimized_s:.2f}x"
+        shown.add_row("time per image", f"{stock_s * 1e3:.1f} ms", f"{optimized_s * 1e3:.1f} ms", ratio)
         shown.add_row(
-            "steps per second", f"{self.steps / stock_s:.1f} it/s", f"{self.steps / optimised_s:.1f} it/s", ""
+            "steps per second", f"{self.steps / stock_s:.1f} it/s", f"{self.steps / optimized_s:.1f} it/s", ""
         )
         if self.peak_mb:
-            stock_mb, optimised_mb = self.peak_mb
+            stock_mb, optimized_mb = self.peak_mb
             shown.add_row(
-                "peak memory", f"{stock_mb:.1f} MiB", f"{optimised_mb:.1f} MiB", f"{optimised_mb / stock_mb:.2f}x"
+                "peak memory", f"{stock_mb:.1f} MiB", f"{optimized_mb:.1f} MiB", f"{optimized_mb / stock_mb:.2f}x"
             )
         else:
             shown.add_row("peak memory", "-", "-", "only on a GPU")
@@ -98,7 +98,7 @@ class Comparison:
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype):
-    pipe = saved.load(folder, dtype, device)
+    pipe = saved.load_saved(folder, dtype, device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -155,32 +155,32 @@ def run(
     stock_mb = peak.mb()
 
     peak = _Peak(device)
-    optimised = _load(folder, device, dtype)
-    progress.update(task, description="optimising", advance=1)
-    first_s = seconds(lambda: (accel.optimize(optimised), _draw(optimised, warm, seed, steps)), device)
-    optimised_mb = peak.mb()
+    optimized = _load(folder, device, dtype)
+    progress.update(task, description="optimizing", advance=1)
+    first_s = seconds(lambda: (accel.optimize(optimized), _draw(optimized, warm, seed, steps)), device)
+    optimized_mb = peak.mb()
 
-    stock_s, optimised_s, stock_images, optimised_images = [], [], [], []
+    stock_s, optimized_s, stock_images, optimized_images = [], [], [], []
     for number, word in enumerate(digits):
         progress.update(task, description=f"drawing {word}")
-        turns = [(stock, stock_s, stock_images), (optimised, optimised_s, optimised_images)]
+        turns = [(stock, stock_s, stock_images), (optimized, optimized_s, optimized_images)]
         for pipe, times, images in turns if number % 2 else reversed(turns):
             _timed(partial(_draw, pipe, word, seed + number, steps), device, times, images)
             progress.advance(task)
 
-    summary = accel.report(optimised).summary()
+    summary = accel.report(optimized).summary()
     progress.update(task, description="undoing", advance=1)
-    again = _draw(accel.restore(optimised), warm, seed, steps)
+    again = _draw(accel.restore(optimized), warm, seed, steps)
     progress.advance(task)
     return Comparison(
         stock=stock_images,
-        optimised=optimised_images,
+        optimized=optimized_images,
         stock_s=stock_s,
-        optimised_s=optimised_s,
-        ready_s=max(0.0, first_s - statistics.median(optimised_s)),
-        peak_mb=(stock_mb, optimised_mb) if stock_mb is not None else None,
+        optimized_s=optimized_s,
+        ready_s=max(0.0, first_s - statistics.median(optimized_s)),
+        peak_mb=(stock_mb, optimized_mb) if stock_mb is not None else None,
         restored_equal=bool(np.array_equal(again, stock_images[0])),
         steps=steps,
-        machine=machine(device),
+        machine=device_line(device),
         summary=summary,
     )

@@ -18,7 +18,7 @@ def find_folder(given: Path | None, shipped: Path, kind: str, index: str) -> Pat
     raise FileNotFoundError(f"{shipped} is not here; run this in a checkout of the repository, or name a {kind} folder")
 
 
-def machine(device: torch.device) -> str:
+def device_line(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

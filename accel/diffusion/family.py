@@ -4,23 +4,25 @@ from functools import partial
 
 from torch import nn
 
-from accel.diffusion.attention import match_attention
-from accel.diffusion.convolution import match_convolution
+from accel.cuda_graphs.rule import match_graph
+from accel.diffusion.blocks.attention import match_attention
+from accel.diffusion.blocks.convolution import match_convolution
+from accel.diffusion.blocks.resampling import match_resample
+from accel.diffusion.blocks.resnet import match_resnet
+from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
+from accel.diffusion.blocks.up_block import match_up_block
 from accel.diffusion.overflow_guard import match_overflow_guard
-from accel.diffusion.resample import match_resample
-from accel.diffusion.resnet import match_resnet
-from accel.diffusion.step_cache import NAME as STEP_CACHE
-from accel.diffusion.step_cache_rule import match_step_cache
-from accel.diffusion.transformer import match_transformer_block, match_transformer_stack
-from accel.diffusion.up_block import match_up_block
-from accel.patch import ChannelsLast
-from accel.rule import Match, Rule, Skip
-from accel.rules.graph import LAYOUT, match_graph
-from accel.rules.norms import match_group_norm, match_layer_norm
-from accel.structure import holds
+from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
+from accel.diffusion.step_cache.rule import match_step_cache
+from accel.fusion.channels_last import ChannelsLast
+from accel.fusion.norms import match_group_norm, match_layer_norm
+from accel.patching.context import Context
+from accel.patching.rule import Match, Rule, Skip
+from accel.patching.site import Site
+from accel.patching.structure import holds
 
 
-def match_layout(site, context) -> Match | Skip | None:
+def match_layout(site: Site, context: Context) -> Match | Skip | None:
     """The root of a model with 2-D convolutions: their weights go channels-last on a GPU, by name on a CPU too."""
     if site.path:
         return None
@@ -30,7 +32,7 @@ def match_layout(site, context) -> Match | Skip | None:
     if context.options.layout == "keep":
         return Skip('layout="keep"')
     everywhere = context.options.layout == "channels_last"
-    layout = context.share(LAYOUT, lambda: ChannelsLast(convolutions, everywhere))
+    layout = context.put(ChannelsLast(convolutions, everywhere))
     where = "" if everywhere else " on a GPU"
     return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from accel.structure import placement
+from accel.patching.structure import placement
 
 PROMPT, STEPS = "a photograph of an astronaut riding a horse", 4
 TOKENS = 77
@@ -46,7 +46,7 @@ def unet_inputs(
     return inputs
 
 
-def example_inputs(model, batch: int | None = None, size: int | None = None) -> dict:
+def denoiser_inputs(model, batch: int | None = None, size: int | None = None) -> dict:
     """Keyword inputs for a UNet, a VAE or a text model, on its device and in its dtype.
 
     size: height and width of a VAE's image or a UNet's latents; the configuration's sample size by default.

@@ -1,15 +1,15 @@
-"""Which models denoise, which of their linear layers are quantised, and why not the others."""
+"""Which models denoise, which of their linear layers are quantized, and why not the others."""
 
 import inspect
 
 import torch
 from torch import nn
 
-from accel.quant.activations import kind_of
-from accel.quant.linears import BASE, inside, unfit
-from accel.quant.module import QuantisedLinear
-from accel.quant.scheme import Scheme
-from accel.structure import holds, plain
+from accel.patching.structure import holds, plain
+from accel.quantization.activations import kind_of
+from accel.quantization.linears import BASE, inside, unfit
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.scheme import Scheme
 
 TIME = "timestep"
 UNIT = 16  # numbers of 8 bits that tensor cores take at once
@@ -22,8 +22,8 @@ def denoises(model: object) -> bool:
     return any(name.startswith(TIME) for name in inspect.signature(type(model).forward).parameters)
 
 
-def linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """By path: the linear layers inside the model's parts that are quantised, and the reason why others are not.
+def denoiser_linears(model: nn.Module, scheme: Scheme) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """By path: the linear layers inside the model's parts that are quantized, and the reason why others are not.
 
     What hangs on the model itself is left alone: there a transformer reads and writes latents, a small share of it.
     """
@@ -48,7 +48,7 @@ def prompt_projections(model: nn.Module) -> set[nn.Module]:
     return {part for m in crossing for layer in (m.to_k, m.to_v) for part in layer.modules()}
 
 
-def refuses_rounding(module: QuantisedLinear, activations: str) -> str | None:
+def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
     """Why the products of this linear would not run in 8 bits."""
     sizes = {"inputs": module.in_features}
     if kind_of(activations) == "fp8":
@@ -60,7 +60,7 @@ def refuses_rounding(module: QuantisedLinear, activations: str) -> str | None:
 
 
 def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
-    if type(module) is QuantisedLinear:
+    if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
     reason = plain(module, nn.Linear)
     if reason is not None:

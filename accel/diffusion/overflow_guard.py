@@ -7,10 +7,10 @@ then gives is a black image.
 import torch
 from torch import nn
 
-from accel.forward import FastForward
-from accel.precision import in_dtype, upcast
-from accel.rule import Match
-from accel.rules.graph import match_graph
+from accel.cuda_graphs.rule import match_graph
+from accel.patching.fast_forward import FastForward
+from accel.patching.rule import Match
+from accel.verification.precision import in_dtype, upcast
 
 PLAIN = (torch.Tensor, type(None), bool, int, float, str)
 
@@ -50,7 +50,7 @@ class OverflowGuard(FastForward):
         kwargs = {name: in_dtype(value, torch.float32) for name, value in kwargs.items()}
         try:
             wide = upcast(self.module, torch.float32)(*args, **kwargs).to(output.dtype)
-        except ValueError as error:  # offloaded, quantised, or replaced in part
+        except ValueError as error:  # offloaded, quantized, or replaced in part
             return self._left(output, f"overflowed in float16; not decoded again: {error}")
         except torch.OutOfMemoryError:
             return self._left(output, "overflowed in float16; not enough memory to decode in float32")

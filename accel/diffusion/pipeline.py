@@ -4,11 +4,14 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from accel.diffusion.schedulers import RULES, ready
-from accel.ledger import Ledger
-from accel.objects import schedulers_in
-from accel.patch import Patch, PatchConflict
-from accel.plan import PLAN, Context, Plan
-from accel.probe import Probe
+from accel.errors import PatchConflict
+from accel.fusion.loop import Loop
+from accel.patching.context import Context
+from accel.patching.patch import Patch
+from accel.patching.probe import Probe
+from accel.planning.objects import schedulers_in
+from accel.planning.plan import PLAN, Plan
+from accel.planning.stages import Staged
 
 
 class LoopStart:
@@ -31,7 +34,7 @@ class LoopStart:
         vars(self).update(state, former=WeakSet())
 
     def __call__(self, *args, **kwargs):
-        self.context.loop.begin()
+        self.context.of(Loop).begin()
         self._follow()
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
@@ -41,7 +44,7 @@ class LoopStart:
         schedulers = schedulers_in(self.pipe)
         for name, scheduler in schedulers.items():
             if self.current.get(name) is not scheduler and PLAN not in vars(scheduler):
-                plan = Plan(scheduler, RULES, replace(self.context, ledger=Ledger()))
+                plan = Plan(scheduler, RULES, self.context.for_model())
                 plan.apply()
                 vars(scheduler)[PLAN] = plan
             ready(scheduler)
@@ -64,14 +67,23 @@ class LoopStart:
         self.former.clear()
 
 
-class PipelinePlan(Plan):
+class LoopStartPatch(Patch):
     """The one patch of the pipeline itself; schedulers that passed through it are restored with it."""
 
-    def __init__(self, pipe: object, context: Context):
-        super().__init__(pipe, (), context)
-        self.start = LoopStart(pipe, context)
-        self.patches.append(Patch(pipe, "progress_bar", self.start))
+    def __init__(self, pipe: object, start: LoopStart):
+        super().__init__(pipe, "progress_bar", start)
+        self.start = start
 
     def undo(self) -> None:
         super().undo()
         self.start.restore_former()
+
+
+def pipeline_plan(pipe: object, context: Context) -> Plan:
+    """The plan of a pipeline as a whole; its models and schedulers have their own."""
+    return Plan(pipe, (), context, (announce_loops,))
+
+
+def announce_loops(pipe: object, context: Context) -> Staged:
+    """The pipeline says where its loops begin."""
+    return Staged((LoopStartPatch(pipe, LoopStart(pipe, context)),))

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
-from accel.ledger import Ledger
-from accel.objects import is_scheduler
-from accel.patch import Patch
-from accel.rule import Match, Rule, Skip
+from accel.errors import reason_of
+from accel.patching.ledger import Ledger
+from accel.patching.patch import Patch
+from accel.patching.rule import Match, Rule, Skip
+from accel.planning.objects import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}
 # Updates that are linear in their tensors, and the argument whose dtype the result has (UniPC, arXiv:2302.04867).
@@ -117,7 +118,7 @@ class SetTimesteps(SchedulerCall):
         return result
 
 
-class Step(SchedulerCall):
+class SchedulerStep(SchedulerCall):
     """Stock's step, or scale_model_input, given timestep and schedule on the host.
 
     A timestep on the device that is no part of scheduler.timesteps is left to stock, which reads it.
@@ -220,7 +221,8 @@ class LinearUpdate(SchedulerCall):
             kwargs = dict(zip(names, tensors, strict=False)) | {"order": order}
             used = update._tensors(kwargs)
             return torch.allclose(_weighted_sum(used, update.coefficients(used, kwargs)), update.stock(**kwargs))
-        except Exception:  # whatever an update may raise that is not the one we know
+        except Exception as error:  # whatever an update may raise that is not the one we know
+            reason_of(error)
             return False
 
 
@@ -248,10 +250,10 @@ def match_scheduler(site, context) -> Match | Skip:
 
 def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
     schedule = HostSchedule(scheduler)
-    calls = [SetTimesteps(scheduler, "set_timesteps", schedule), Step(scheduler, "step", schedule, ledger)]
+    calls = [SetTimesteps(scheduler, "set_timesteps", schedule), SchedulerStep(scheduler, "step", schedule, ledger)]
     scale = getattr(type(scheduler), "scale_model_input", None)
     if scale is not None and "timestep" in inspect.signature(scale).parameters:
-        calls.append(Step(scheduler, "scale_model_input", schedule, None))
+        calls.append(SchedulerStep(scheduler, "scale_model_input", schedule, None))
     return calls + [LinearUpdate(scheduler, name) for name in LINEAR if hasattr(type(scheduler), name)]
 
 
@@ -274,7 +276,7 @@ def _unknown(scheduler: object) -> str | None:
 def ready(scheduler: object) -> None:
     """Before a loop: what the steps need of the device is fetched now, also where set_timesteps was not ours."""
     step = vars(scheduler).get("step")
-    if isinstance(step, Step):
+    if isinstance(step, SchedulerStep):
         step.schedule.refresh()
 
 

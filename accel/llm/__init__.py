@@ -1,1 +1,1 @@
-"""Causal language models: layers recognised by what they compute, fused over a store of keys and values."""
+"""Causal language models: layers recognized by what they compute, fused over a store of keys and values."""

@@ -1,38 +1,34 @@
 """What makes a model a causal language model, and the rules for it."""
 
-import inspect
-
-import torch
-from accel_kernels.rehearsal import prepare
 from torch import nn
 
-from accel.failure import Refused
-from accel.graphs import GraphRunner
-from accel.llm.cache_rounding import choose, described
-from accel.llm.check import find_manner, rehearse
-from accel.llm.decoder import DecoderForward
-from accel.llm.experts import match_experts
-from accel.llm.formulas import formulas
-from accel.llm.head import HEAD, match_head
-from accel.llm.layer import LayerForward
-from accel.llm.layer_spec import LayerSpec
-from accel.llm.prompt import Prompts
-from accel.llm.quant.quantisation import Quantisation
-from accel.llm.record import LayerRecord
-from accel.llm.recorder import decoder_layers, side_effects
-from accel.llm.request import seams
-from accel.llm.step import Steps
-from accel.llm.surroundings import relied_on
-from accel.llm.understanding import NotUnderstood
-from accel.patch import ForwardPatch, Stacked
-from accel.quant.row_rounding import rounding
-from accel.rule import Match, Rule, Skip
-from accel.rules.graph import obstacle
-from accel.rules.norms import match_layer_norm, match_rms_norm
-from accel.site import Site
-from accel.structure import meta_weights
-
-QUANTISATION = "quantisation"  # the name under which the sites of a model share it
+from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.rule import obstacle
+from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import SkippedSite
+from accel.fusion.norms import match_layer_norm, match_rms_norm
+from accel.fusion.stacked_weights import Stacked
+from accel.llm.analysis.analyze import Analysis
+from accel.llm.analysis.kv_quantization import choose_codes, described
+from accel.llm.analysis.layer import LayerSpec
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.hooks import generate_hooks
+from accel.llm.generation.mixed import MixedForward, try_mixed
+from accel.llm.generation.prefill import Prompts
+from accel.llm.generation.self_test import find_convention, warm_up
+from accel.llm.generation.surroundings import relied_on
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import LayerRecord
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.runtime.experts import match_experts
+from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.lm_head import OutputHead, match_head
+from accel.llm.runtime.step import ForwardContext
+from accel.patching.context import Context
+from accel.patching.patch import ForwardPatch
+from accel.patching.rule import Match, Rule, Skip
+from accel.patching.site import Site
+from accel.quantization.activation_quantization import rounding
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -45,27 +41,33 @@ def is_causal_lm(model: nn.Module) -> bool:
     return all(get is not None and get() is not None for get in heads)
 
 
-def match_decoder(site, context) -> Match | Skip | None:
-    """The model itself, where every one of its layers is understood and the whole agrees with stock."""
+PARTIAL = "understood, but not the whole model"
+
+
+class DecoderLayers:
+    """The layers of one model by path: the forward of each, or why it has none."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, LayerForward | str] = {}
+
+
+def match_decoder(site: Site, context: Context) -> Match | Skip | None:
+    """The model itself, where every one of its layers was understood and the whole agrees with stock."""
     if site.path:
         return None
-    if next(site.module.parameters()).is_cuda:
-        prepare()  # while the model is examined
-    context.shared[HEAD] = site.module.get_output_embeddings()
-    layers = context.share("decoder layers", dict)
-    try:
-        specs = _understand(site.module, layers, scores=context.options.kv_cache is not None)
-    except NotUnderstood as reason:
-        if (quantisation := _quantisation(site.module, context)) is not None:
-            quantisation.run(site.module)
-        return _not_whole(layers, reason, context.options)
-    # After the model was understood in its own precision, before anything is bound to its weights.
-    if (quantisation := _quantisation(site.module, context)) is not None:
-        quantisation.run()
-    try:
-        forward, patches, note = _bind(site.module, context, specs)
-    except NotUnderstood as reason:
-        return _not_whole(layers, reason, context.options)
+    context.put(OutputHead(site.module.get_output_embeddings()))
+    analysis, layers = context.of(Analysis), context.of(DecoderLayers).found
+    layers.update({path: found if isinstance(found, str) else PARTIAL for path, found in analysis.layers.items()})
+    reason = analysis.reason
+    if reason is None and analysis.unknown() is not None:
+        return _match_some(site.module, context, layers, analysis.specs)
+    if reason is None:
+        try:
+            forward, patches, note = _bind(site.module, context, analysis.specs)
+        except NotUnderstood as error:
+            reason = str(error)
+    if reason is not None:
+        return Skip(f"{reason}{'' if context.options.kv_cache is None else '; kv_cache changes nothing'}")
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(site.module.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
@@ -73,82 +75,72 @@ def match_decoder(site, context) -> Match | Skip | None:
     return Match(forward, patches, (), "; ".join(filter(None, notes)))
 
 
-def _not_whole(layers: dict, reason: NotUnderstood, options) -> Skip:
-    for path, found in layers.items():
-        if not isinstance(found, str):
-            layers[path] = "understood, but not the whole model"
-    return Skip(f"{reason}{'' if options.kv_cache is None else '; kv_cache changes nothing'}")
+def _match_some(model: nn.Module, context: Context, layers: dict, specs: list) -> Match | Skip:
+    """Some layers of the model fused, between others that run stock."""
+    stack, _ = decoder_layers(model)
+    steps, parts = ForwardContext(), (context.kernels, context.ledger)
+    forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
+    forward = MixedForward(model, "", *parts, stack, forwards, steps)
+    try:
+        try_mixed(forward)
+        forward.relied, _ = relied_on(forward, forward.write)  # hooks are shown what stock would show them
+    except NotUnderstood as reason:
+        return Skip(str(reason))
+    note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
+    layers.update({layer.path: layer for layer in forwards})
+    stacks = (layer.stacks() for layer in forwards)
+    return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)
 
 
-def _quantisation(model: nn.Module, context) -> Quantisation | None:
-    """What the options ask for."""
-    if context.options.weights is None:
-        return None
-    return context.share(QUANTISATION, lambda: Quantisation(model, context.options))
-
-
-def _understand(model: nn.Module, layers: dict, scores: bool) -> list[tuple[LayerRecord, LayerSpec]]:
-    """The formula of every layer; see `formulas`. Raises NotUnderstood."""
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
-        raise NotUnderstood("its forward takes no cache")
-    words = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(words, torch.Tensor) or words.dim() != 2:
-        raise NotUnderstood("it has not one table of embeddings")
-    reason = side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
-    if reason is not None:
-        raise NotUnderstood(reason)
-    if len({p.device for p in model.parameters()}) > 1:
-        raise NotUnderstood("weights on several devices")
-    return formulas(model, layers, scores)
-
-
-def _bind(model: nn.Module, context, specs: list[tuple[LayerRecord, LayerSpec]]) -> tuple[DecoderForward, tuple, str]:
+def _bind(
+    model: nn.Module, context: Context, specs: list[tuple[LayerRecord, LayerSpec]]
+) -> tuple[DecoderForward, tuple, str]:
     """The forward that computes by these formulas, tried as a whole; its patches; what the report says of its cache.
 
     Raises NotUnderstood.
     """
     stack, _ = decoder_layers(model)
-    steps = Steps()
+    steps = ForwardContext()
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
-    forward.manner = find_manner(forward)
+    forward.convention = find_convention(forward)
     forward.relied, forward.around = relied_on(forward)
     note = ""
     if context.options.kv_cache is not None:
         note = _round(forward, specs, context.options)
     elif rounding(model):
-        rehearse(forward)
+        warm_up(forward)
     if context.options.graphs is not False:
         keep = context.options.graphs is True
-        graphs = ("", context.pool, context.ledger, obstacle, keep)
+        graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
         runners = [forward.runner]
-        if forward.manner.fills:
+        if forward.convention.fills:
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[1])
         for runner in runners:
-            runner.passed, runner.beside = forward.manner.passed, forward.relied
+            runner.passed, runner.beside = forward.convention.passed, forward.relied
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, *seams(model, forward)), note
+    return forward, (*patches, *generate_hooks(model, forward)), note
 
 
 def _round(forward: DecoderForward, specs: list, options) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     kind, device = options.kv_cache, forward.shapes()[0].device
-    codes, told = choose(kind, device, ((layer, spec.attention) for layer, spec in specs))
+    codes, told = choose_codes(kind, device, ((layer, spec.attention) for layer, spec in specs))
     forward.round(codes)
     note = described(kind, forward.shapes(), told)
     if told and options.strict:
-        raise Refused(f"strict=True: kv_cache={kind!r}: {note}")
-    rehearse(forward)
+        raise SkippedSite(f"strict=True: kv_cache={kind!r}: {note}")
+    warm_up(forward)
     return note
 
 
-def match_layer(site, context) -> Match | Skip | None:
+def match_layer(site: Site, context: Context) -> Match | Skip | None:
     """A layer of the stack."""
-    found = context.share("decoder layers", dict).get(site.path)
+    found = context.of(DecoderLayers).found.get(site.path)
     if found is None:
         return None
     if not isinstance(found, LayerForward):

@@ -9,17 +9,17 @@ choose alike, and each expert on its own.
 from dataclasses import dataclass, field, replace
 
 import torch
-from accel_kernels.experts import MOST_TOKENS
+from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
-from accel.llm.decoder import DecoderForward
-from accel.llm.experts import ExpertsForward
-from accel.patch import ForwardPatch
-from accel.plan import Plan
-from accel.quality import Quality
-from accel.verify import FLOOR, Record, Recorder
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.runtime.experts import ExpertsForward
+from accel.patching.patch import ForwardPatch
+from accel.planning.plan import Plan
+from accel.tolerances import FLOOR, SUM_UNITS
+from accel.verification.metrics import Quality
+from accel.verification.verify import ModelRecord, ModelRecorder
 
-ALIKE = 4  # units of rounding that two sums of the same products may be apart
 FAR = 4  # times the error of the median token
 
 
@@ -55,18 +55,18 @@ def _stacked(module: nn.Module) -> bool:
     return len(stacks) > 1 and len({p.shape[0] for p in stacks}) == 1
 
 
-class Layer(Record):
+class Layer(ModelRecord):
     """A routed layer on what it was given, a prompt and a step: against stock, which chooses by the same numbers."""
 
     @property
     def allowance(self) -> float:
-        return max(FLOOR, ALIKE * self.unit)
+        return max(FLOOR, SUM_UNITS * self.unit)
 
     def measure(self) -> None:
         """In full precision the router may choose otherwise."""
 
 
-class Experts(Record):
+class Experts(ModelRecord):
     """Each expert on a token, by itself; every token is compared by itself."""
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -82,10 +82,10 @@ class Layers:
     experts: dict[str, Experts] = field(default_factory=dict)
     note: str = ""
 
-    def recorder(self) -> Recorder:
-        return Recorder(routed(self.plan))
+    def recorder(self) -> ModelRecorder:
+        return ModelRecorder(routed(self.plan))
 
-    def keep(self, recorder: Recorder) -> None:
+    def keep(self, recorder: ModelRecorder) -> None:
         """While the model computes as stock does: what its layers were given, and what it makes of that."""
         fused = [
             one for one in self.plan.patches if isinstance(one, ForwardPatch) and isinstance(one.value, ExpertsForward)
@@ -100,7 +100,7 @@ class Layers:
                     self.experts[paths[patch.owner]] = _each(patch.owner, x)
 
     def judge(self, seed: int) -> dict[str, Quality]:
-        """The worst of each kind, once the model is optimised again."""
+        """The worst of each kind, once the model is optimized again."""
         named = {"routed layers": self.layers, "each expert": self.experts}
         judged = {name: {path: one.judge(seed) for path, one in found.items()} for name, found in named.items()}
         return {name: _worst(found) for name, found in judged.items() if found}

@@ -1,4 +1,4 @@
-"""A causal language model stock and optimised: the logits of a prompt, those of every decode step, and greedy text.
+"""A causal language model stock and optimized: the logits of a prompt, those of every decode step, and greedy text.
 
 Tokens are chosen by comparing logits that may be nearly equal, so that in half precision texts part by rounding alone.
 Both are therefore also made to write the same text, stock's, by generate() itself: its cache and its steps, judged like
@@ -12,16 +12,18 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from accel.agreement import Agreement, distributions, first_differences, perplexity
-from accel.call import seeded
-from accel.llm.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
+from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
+from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
 from accel.llm.routed import Layers, far, median_rms
-from accel.plan import Plan
-from accel.quality import Quality, compare
-from accel.quant.module import unrounded
-from accel.quant.rounded import judge
-from accel.quant.row_rounding import rounding
-from accel.verify import LIMIT, Record, stock_models
+from accel.planning.plan import Plan
+from accel.quantization.activation_quantization import rounding
+from accel.quantization.module import unrounded
+from accel.tolerances import TIMES_STOCK
+from accel.verification.agreement import Agreement, distributions, first_differences, perplexity
+from accel.verification.call import seeded
+from accel.verification.metrics import Quality, compare
+from accel.verification.rounded_products import judge
+from accel.verification.verify import ModelRecord, stock_models
 
 DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
 NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays
@@ -40,7 +42,7 @@ class Forced:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
-class Logits(Record):
+class Logits(ModelRecord):
     """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding.
 
     routed: rounding may send tokens to other experts, so that the median token is what is judged, see `routed`.
@@ -130,11 +132,11 @@ def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, 
     return {name: value.to(model.device) for name, value in inputs.items() if name in known and name in KNOWN}
 
 
-def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str, Plan], seed: int) -> Quality:
-    """Quality of the model on these inputs, judged; it is optimised by `plans`, before and after.
+def agreement_with_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str, Plan], seed: int) -> Quality:
+    """Quality of the model on these inputs, judged; it is optimized by `plans`, before and after.
 
-    text: its perplexity means something. Where weights are quantised the whole is compared with the original weights
-    and told as lossy; what is judged, part by part, is against stock code over the same quantised weights. So are rows
+    text: its perplexity means something. Where weights are quantized the whole is compared with the original weights
+    and told as lossy; what is judged, part by part, is against stock code over the same quantized weights. So are rows
     that are rounded to 8 bits: their loss is told, prompt and decode are judged without, products of such rows alone.
     """
     (plan,) = plans.values()
@@ -142,20 +144,20 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
     asked, note = _told(plan, rounds), ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
-    with plan.as_arrived() if plan.arrived else stock_models([plan]), unrounded(model), seeded(seed):
+    with plan.only(PrequantizedImport) if plan.prequantized else stock_models([plan]), unrounded(model), seeded(seed):
         tokens, logits = _greedy(model, inputs)
         prompt, decode, layers = _recorded(plan, inputs, tokens)
     stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
     exact = None if prompt.exact is None or decode.exact is None else _joined(prompt.exact, decode.exact)
-    if plan.arrived:
-        note = "stock has the quantised weights here that the model arrived with"
+    if plan.prequantized:
+        note = "stock has the quantized weights here that the model arrived with"
     if plan.weights:
-        note = "prompt and decode are judged against stock code over the same quantised weights"
+        note = "prompt and decode are judged against stock code over the same quantized weights"
         with plan.unfused(), unrounded(model), seeded(seed):
             prompt, decode, layers = _recorded(plan, inputs, tokens)
         if not all(row["reversible"] for row in plan.weights):
             asked.pop("weights", None)
-            note = "stock has the quantised weights here: the originals were not kept"
+            note = "stock has the quantized weights here: the originals were not kept"
     with unrounded(model):
         parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
     if "kv_cache" in asked:
@@ -172,14 +174,14 @@ def against_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str
         note = "; ".join(filter(None, (note, f"prompt and decode are judged without rounding rows{few}")))
     note = "; ".join(filter(None, (note, layers.note)))
     lossy = ", ".join(f"{name}={value!r}" for name, value in asked.items()) or None
-    optimised = _joined(prompt.ours, decode.ours)
-    whole = compare(stock, optimised)
-    kl, worst_kl, top1 = distributions(stock, optimised)
+    optimized = _joined(prompt.ours, decode.ours)
+    whole = compare(stock, optimized)
+    kl, worst_kl, top1 = distributions(stock, optimized)
     equal, margin = first_differences(tokens, ours, logits)
     agreement = Agreement(kl, worst_kl, top1, len(stock), equal, tokens.numel(), margin)
     if margin is not None:
         # Each of two logits may be off by the largest error, and here by more than where that was looked for.
-        agreement = replace(agreement, margin_allowed=2 * LIMIT * whole.max_error)
+        agreement = replace(agreement, margin_allowed=2 * TIMES_STOCK * whole.max_error)
     if exact is not None:
         own_kl, _, own_top1 = distributions(exact, stock)
         agreement = replace(agreement, own_kl=own_kl, own_top1=own_top1)

@@ -55,23 +55,23 @@ def novels(package: Path) -> Iterator[list[str]]:
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         name = next(name for name in tar.getnames() if name.endswith("/data/Rdata.rdb"))
         database = tar.extractfile(name).read()
-    while database:  # one object after the other: its length, then its serialised form, deflated
+    while database:  # one object after the other: its length, then its serialized form, deflated
         stream = zlib.decompressobj()
         yield strings(stream.decompress(database[4:]))
         database = stream.unused_data
 
 
-def strings(serialised: bytes) -> list[str]:
+def strings(serialized: bytes) -> list[str]:
     """A character vector of R, in version 3 of its XDR format: a header of 23 bytes, then flags and length of each."""
 
     def number(at: int) -> int:
-        return int.from_bytes(serialised[at : at + 4], "big")
+        return int.from_bytes(serialized[at : at + 4], "big")
 
-    assert serialised[:2] == b"X\n" and serialised[18:23] == b"UTF-8" and number(23) == 16, "not a vector of strings"
+    assert serialized[:2] == b"X\n" and serialized[18:23] == b"UTF-8" and number(23) == 16, "not a vector of strings"
     found, at = [], 31
     for _ in range(number(27)):
         size = number(at + 4)
-        found.append(serialised[at + 8 : at + 8 + size].decode())
+        found.append(serialized[at + 8 : at + 8 + size].decode())
         at += 8 + size
     return found
 

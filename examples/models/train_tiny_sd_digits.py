@@ -163,7 +163,7 @@ def make_pipeline() -> StableDiffusionPipeline:
 
 
 def fit(name: str, model: nn.Module, loss_of: Callable[[], Tensor], steps: int, peak_rate: float) -> None:
-    """Minimise `loss_of()`: AdamW, a cosine rate, and at the end the running average of the weights."""
+    """Minimize `loss_of()`: AdamW, a cosine rate, and at the end the running average of the weights."""
     weights = list(model.parameters())
     average = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.AdamW(weights, lr=peak_rate, betas=(0.9, 0.99), weight_decay=0.01)

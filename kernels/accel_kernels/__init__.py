@@ -4,34 +4,34 @@ Each name below is an `Op`: call it like a function. On a CUDA tensor it support
 else its plain-torch reference, with the same result up to rounding. Knows nothing of diffusers or transformers.
 """
 
-from accel_kernels.attend import attend
-from accel_kernels.attention import attention
-from accel_kernels.dequantise import dequantise
-from accel_kernels.experts import experts
-from accel_kernels.fp8_linear import fp8_linear
-from accel_kernels.gated import gated
-from accel_kernels.geglu import geglu
-from accel_kernels.group_norm import group_norm
-from accel_kernels.image_sum import image_concat, image_sum
-from accel_kernels.int8_linear import int8_linear
-from accel_kernels.kv import KV
-from accel_kernels.layer_norm import layer_norm
-from accel_kernels.linear_geglu import linear_geglu
-from accel_kernels.norm import Norm
+from accel_kernels.attention.flash_attention import attention
+from accel_kernels.attention.paged.kv import KV
+from accel_kernels.attention.paged.paged_attention import paged_attention
+from accel_kernels.elementwise.gated import gated
+from accel_kernels.elementwise.geglu import geglu
+from accel_kernels.elementwise.softmax import softmax
+from accel_kernels.gemm.fp8_linear import fp8_linear
+from accel_kernels.gemm.fused_linear import fused_linear
+from accel_kernels.gemm.int8_linear import int8_linear
+from accel_kernels.gemm.linear_geglu import linear_geglu
+from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
+from accel_kernels.gemm.quantized.dequantize import dequantize
+from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
+from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.image.image_sum import image_concat, image_sum
+from accel_kernels.image.upsample import upsample
+from accel_kernels.image.upsample_convolve import upsample_convolve
+from accel_kernels.moe.experts import experts
+from accel_kernels.norm.group_norm import group_norm
+from accel_kernels.norm.layer_norm import layer_norm
+from accel_kernels.norm.norm import Norm
+from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
-from accel_kernels.projection import projection
-from accel_kernels.quantise_rows import QuantisedRows, quantise_rows
-from accel_kernels.quantised import Quantised
-from accel_kernels.quantised_projection import quantised_projection
-from accel_kernels.rms_norm import rms_norm
-from accel_kernels.softmax import softmax
-from accel_kernels.upsample import upsample
-from accel_kernels.upsample_convolve import upsample_convolve
 
 OPS = (
-    attend,
+    paged_attention,
     attention,
-    dequantise,
+    dequantize,
     experts,
     fp8_linear,
     gated,
@@ -42,9 +42,9 @@ OPS = (
     int8_linear,
     layer_norm,
     linear_geglu,
-    projection,
-    quantise_rows,
-    quantised_projection,
+    fused_linear,
+    quantize_rows,
+    quantized_linear,
     rms_norm,
     softmax,
     upsample,
@@ -57,11 +57,11 @@ __all__ = [
     "Case",
     "Norm",
     "Op",
-    "Quantised",
-    "QuantisedRows",
-    "attend",
+    "Quantized",
+    "QuantizedRows",
+    "paged_attention",
     "attention",
-    "dequantise",
+    "dequantize",
     "experts",
     "fp8_linear",
     "gated",
@@ -72,9 +72,9 @@ __all__ = [
     "int8_linear",
     "layer_norm",
     "linear_geglu",
-    "projection",
-    "quantise_rows",
-    "quantised_projection",
+    "fused_linear",
+    "quantize_rows",
+    "quantized_linear",
     "rms_norm",
     "softmax",
     "upsample",

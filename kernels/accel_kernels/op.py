@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_kernels.rehearsal import rehearsing
+from accel_kernels.warmup import warming_up
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Op:
         if self.supports(x, *args, **kwargs) is not None:
             return other(x, *args, **kwargs)
         pays = self.pays is None or self.pays(x, *args, **kwargs)
-        if self.pays is not None and rehearsing():  # what another size will take
+        if self.pays is not None and warming_up():  # what another size will take
             (other if pays else self.triton)(x, *args, **kwargs)
         return (self.triton if pays else other)(x, *args, **kwargs)
 

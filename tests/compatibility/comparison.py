@@ -1,4 +1,4 @@
-"""One model, stock and optimised and restored, through the same calls; what became of it is a row of the table."""
+"""One model, stock and optimized and restored, through the same calls; what became of it is a row of the table."""
 
 import copy
 import re

@@ -17,7 +17,7 @@ COLUMNS = ("model", "class", "outcome", "what is fast", "what is not, and why")
 INTRODUCTION = """# Compatibility
 
 Every causal language model and image-text model of transformers and every model class of diffusers, each built tiny
-with random weights, run stock, optimised and restored on a CPU in fp32. In all of them `optimize` and the calls after
+with random weights, run stock, optimized and restored on a CPU in fp32. In all of them `optimize` and the calls after
 it raise nothing that stock does not, the results are those of stock, and after `restore` they are so to the bit.
 
 | outcome | |

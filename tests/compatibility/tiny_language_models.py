@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from families import randomise
+from families import randomize
 from tiny_configs import tiny, tiny_of
 
 ROWS, TOKENS, STEPS, WORDS = 2, 11, 4, 80  # ids below WORDS mean nothing special
@@ -31,7 +31,7 @@ def build(model: str, section: str) -> torch.nn.Module:
     tied = None not in heads and getattr(heads[0], "weight", None) is getattr(heads[1], "weight", 0)
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
-        randomise(module, parameter.data, generator, 0.05 if tied else 1.0)
+        randomize(module, parameter.data, generator, 0.05 if tied else 1.0)
     model.generation_config.update(eos_token_id=None, pad_token_id=0, bos_token_id=1)
     return model
 

@@ -1,14 +1,19 @@
 """What each mechanism gives: every one is really left out, and the model is as it was afterwards."""
 
 import json
+import os
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from accel.bench import ablation
 from accel.bench.ablation import MECHANISMS, ablate
 
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 
+
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_every_mechanism_is_left_out_in_turn_and_the_model_stays_as_it_was(tiny):
     model = tiny.unet("sdxl")
     inputs = tiny.inputs(model)
@@ -43,7 +48,7 @@ def test_a_mechanism_without_a_site_has_no_row(tiny, monkeypatch):
 
 
 def test_the_command_shows_them(tiny, tmp_path, monkeypatch):
-    from accel.cli import app
+    from accel.commands.app import app
 
     monkeypatch.setattr(ablation, "MECHANISMS", MECHANISMS[:2])
     monkeypatch.setattr(ablate, "__defaults__", (0.01, *ablate.__defaults__[1:]))

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from accel.agreement import CHUNK, Agreement, distributions, first_differences
-from accel.quality import Quality, compare
+from accel.verification.agreement import CHUNK, Agreement, distributions, first_differences
+from accel.verification.metrics import Quality, compare
 
 
 def slow_kl(stock: list[float], ours: list[float]) -> float:

@@ -16,9 +16,13 @@ from typer.testing import CliRunner
 import accel
 from accel import api
 from accel.bench import timing
-from accel.bench.llm import cases, configs, models, profile, ready, runner, stalls, turns
+from accel.bench.llm import cases, configs, models, profile, ready, runner
+from accel.bench.llm import interleaved as turns
+from accel.bench.llm import latency_spikes as stalls
 from accel.bench.llm.traffic import Traffic, copy_bandwidth, layers_of
-from accel.cli import app
+from accel.commands.app import app
+
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -138,7 +142,7 @@ def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
 
     (case,) = cases.decode(work)
     variant = turns.Variant("slow", SimpleNamespace(generate=generate))
-    found = turns.take_turns(case, [variant], CPU, 0.3, lambda name, error: pytest.fail(str(error)))["slow"]
+    found = turns.interleaved(case, [variant], CPU, 0.3, lambda name, error: pytest.fail(str(error)))["slow"]
     assert found["ms_step"] == pytest.approx(1.0)
     assert found["tok_s"] == pytest.approx(2e3 / found["ms_step"], rel=1e-2)
     assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
@@ -166,9 +170,9 @@ def test_one_that_fails_leaves_the_others(failing):
         return sample
 
     failures = []
-    case = turns.Case("part", {"batch": 1}, prepare, lambda median, variant: median)
+    case = turns.TimedCase("part", {"batch": 1}, prepare, lambda median, variant: median)
     variants = [turns.Variant("bad", None), turns.Variant("good", None)]
-    found = turns.take_turns(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
+    found = turns.interleaved(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
     assert list(found) == ["good"] and failures == [("bad", "too bad")]
     assert found["good"]["rounds"] >= turns.LEAST_ROUNDS
 
@@ -217,7 +221,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert figures["skipped"] == []
 
 
-def test_quantised_weights_beside(tmp_path, monkeypatch):
+def test_quantized_weights_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
     monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
     steps = cases.Work.steps  # on a busy host the difference of two calls may come out below zero
@@ -226,11 +230,11 @@ def test_quantised_weights_beside(tmp_path, monkeypatch):
     more += ("--activations", "int8")
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
-    assert "s to quantise" in result.output and "accel int8" in result.output
-    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    assert "s to quantize" in result.output and "accel int8" in result.output
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
     for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
         assert {"stock", "accel", "accel int8", "accel int8-head", "accel int4-g32", "accel int8 x int8"} <= set(row)
-    told = figures["quantised"]
+    told = figures["quantized"]
     assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
     assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
     assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
@@ -246,10 +250,10 @@ def test_rounded_caches_beside(tmp_path, monkeypatch):
     more = ("--context", "32", "--parts", "decode", "--weights", "int8", "--kv-cache", "int8")
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
     names = ["int8", "kv int8", "int8, kv int8"]
-    assert list(figures["quantised"]) == names and "int8, kv int8" in result.output
-    told = figures["quantised"]["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
+    assert list(figures["quantized"]) == names and "int8, kv int8" in result.output
+    told = figures["quantized"]["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
     assert (told["token_bytes"], told["token_bytes_before"]) == (2 * 2 * 2 * 12, 2 * 2 * 2 * 32)
     assert 0 < told["kl"] < 1e-3 and "mb" not in told
     assert all(f"accel {name}" in row for name in names for row in figures["parts"]["decode"])
@@ -299,16 +303,16 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
     with pytest.raises(Killed):
         bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
-    figures = json.loads((tmp_path / "cpu-quantised-tiny.json").read_text())
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
     row, _ = figures["parts"]["decode"]
-    assert {"stock", "accel", "accel int8"} <= set(row) and list(figures["quantised"]) == ["int8"]
+    assert {"stock", "accel", "accel int8"} <= set(row) and list(figures["quantized"]) == ["int8"]
     (failed,) = figures["failed"]  # 32 inputs are no multiple of 128
-    assert (failed["part"], failed["variant"]) == ("quantising", "int4") and "no linear layer" in failed["reason"]
+    assert (failed["part"], failed["variant"]) == ("quantizing", "int4") and "no linear layer" in failed["reason"]
 
 
 def test_parts_keep_time_for_those_after_them():
-    request = runner.Request("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
-    going = runner.Run(request, turns.Clock(100.0))
+    request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
+    going = runner.BenchRun(request, turns.Clock(100.0))
     going.clock.start -= 79
     assert not going.out_of_time("decode")
     going.clock.start -= 2
@@ -354,8 +358,9 @@ def test_it_refuses(arguments, message, tmp_path):
     assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_ready_in_this_process_and_in_a_fresh_one():
-    here = ready.measure("tiny", CPU, torch.float32, "accel", 16)
+    here = ready.measure_generation("tiny", CPU, torch.float32, "accel", 16)
     assert here["optimize_s"] > 0 and here["ready_s"] >= 0
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     given = ["-m", "accel.bench.llm.ready", "tiny", "cpu", "float32", "stock", "16"]
@@ -407,8 +412,10 @@ def test_a_graphs_launches_take_the_roles_of_the_same_ones_outside():
     def kernels(*pairs):
         return [profile.Kernel(name, 1.0, role) for name, role in pairs]
 
-    known = kernels(("gemv", "QKV"), ("attend", "attention"), ("gemv", "out"), ("copy", None), ("mm", "head"))
-    replayed = kernels(("gemv", None), ("attend", None), ("gemv", None), ("mm", None), ("mm", None), ("new", None))
+    known = kernels(("gemv", "QKV"), ("paged_attention", "attention"), ("gemv", "out"), ("copy", None), ("mm", "head"))
+    replayed = kernels(
+        ("gemv", None), ("paged_attention", None), ("gemv", None), ("mm", None), ("mm", None), ("new", None)
+    )
     roles = [kernel.role for kernel in profile._assigned(replayed, known)]
     assert roles == ["QKV", "attention", "out", "head", "head", None]
 
@@ -441,7 +448,7 @@ def test_the_plot(tmp_path):
     assert (tmp_path / "images" / "decode.png").read_bytes() == drawn
 
 
-def test_the_plot_of_quantised_models(tmp_path):
+def test_the_plot_of_quantized_models(tmp_path):
     pytest.importorskip("matplotlib")
     gpu = {"machine": {"gpu": "NVIDIA H200"}}
     decode = [
@@ -456,8 +463,8 @@ def test_the_plot_of_quantised_models(tmp_path):
     quality = [{"model": "as trained", "kv_cache": None} | dict(zip(keys, way, strict=True)) for way in ways]
     quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
     results = {
-        "quantised-llama-8b": {"parts": {"decode": decode}},
-        "quantised-chain": {"rows": []},
+        "quantized-llama-8b": {"parts": {"decode": decode}},
+        "quantized-chain": {"rows": []},
         "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
         "quality-lm": {"rows": quality, "parameters": 98e6},
     }
@@ -466,5 +473,5 @@ def test_the_plot_of_quantised_models(tmp_path):
     given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
     done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantised.png"]
-    assert (tmp_path / "images" / "quantised.png").stat().st_size > 20_000
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantized.png"]
+    assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from accel.bench import ready
 from accel.bench.cases import CASES, select
 from accel.bench.configs import TINY_UNET
-from accel.cli import app
+from accel.commands.app import app
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "models" / "tiny-sd-digits"
@@ -84,7 +84,7 @@ def test_report_of_a_text_encoder():
 @pytest.fixture
 def wrong_resnets(monkeypatch):
     """A plugin whose resnet blocks are 1 % off."""
-    from accel.diffusion.resnet import ResnetForward
+    from accel.diffusion.blocks.resnet import ResnetForward
 
     call = ResnetForward.__call__  # not `fast`, which is examined before a block is replaced
     monkeypatch.setattr(ResnetForward, "__call__", lambda self, *args, **kwargs: 1.01 * call(self, *args, **kwargs))
@@ -165,7 +165,7 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
         if len(started) == 1:
             return fresh(module, arguments, caches)
         case, device, dtype, variant = arguments
-        return ready.measure(ready.CASES[case], torch.device(device), getattr(torch, dtype), variant)
+        return ready.measure_module(ready.CASES[case], torch.device(device), getattr(torch, dtype), variant)
 
     monkeypatch.setattr(ready, "spawn", spawn)
     result = accel("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
@@ -191,7 +191,7 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     assert len({caches for _, caches in started}) == 1
 
 
-def test_bench_with_quantised_weights(tmp_path):
+def test_bench_with_quantized_weights(tmp_path):
     given = ("--weights", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
     result = accel("bench", "tiny", *given)
     assert result.exit_code == 0, result.output

@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import accel
-from accel.cli import app
+from accel.commands.app import app
 from accel.progress import bar, progress_bar
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ TEXT_ENCODER = ROOT / "examples" / "models" / "tiny-sd-digits" / "text_encoder"
 HELPED = """
 import sys
 from typer.testing import CliRunner
-from accel.cli import app
+from accel.commands.app import app
 commands = ("", "report", "verify", "bench", "bench llm", "demo", "profile", "quantize")
 codes = [CliRunner().invoke(app, [*command.split(), "--help"]).exit_code for command in commands]
 wrong = (["reprot"], ["report"], ["report", "no-such-folder"], ["verify", "no-such-folder"], ["bench", "--sise", "1"])
@@ -44,7 +44,7 @@ def test_help_and_typos_load_neither_torch_nor_a_model_library():
 def test_stages_are_lines_on_the_error_stream_where_there_is_no_terminal():
     result = run("report", TEXT_ENCODER, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
-    assert result.stderr.splitlines()[:2] == [f"loading {TEXT_ENCODER}", "optimising"]
+    assert result.stderr.splitlines()[:2] == [f"loading {TEXT_ENCODER}", "optimizing"]
     assert json.loads(result.stdout)["sites"]
 
 
@@ -70,11 +70,11 @@ def test_a_terminal_has_the_bar_alone(capsys):
 
 
 def test_a_bar_counts_in_lines(capsys):
-    with bar("quantising") as at:
+    with bar("quantizing") as at:
         at(0, 2)
         at(1, 2)
         at(1, 2)
-    assert capsys.readouterr().err.splitlines() == ["quantising", "quantising: 0 of 2", "quantising: 1 of 2"]
+    assert capsys.readouterr().err.splitlines() == ["quantizing", "quantizing: 0 of 2", "quantizing: 1 of 2"]
 
 
 @pytest.mark.parametrize("command", ["report", "verify", "bench"])
@@ -91,9 +91,9 @@ def test_a_report_of_what_is_not_optimized_says_so():
 
     sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 9}
     model = LlamaForCausalLM(LlamaConfig(hidden_size=8, **sizes)).eval()
-    assert "not optimised" in str(accel.report(model)) and "not optimised" in accel.report(model).summary()
+    assert "not optimized" in str(accel.report(model)) and "not optimized" in accel.report(model).summary()
     assert accel.report(model).sites == []
     with torch.no_grad():
         accel.optimize(model)
-    assert isinstance(model, nn.Module) and "not optimised" not in str(accel.report(model))
-    assert "not optimised" in str(accel.report(accel.restore(model)))
+    assert isinstance(model, nn.Module) and "not optimized" not in str(accel.report(model))
+    assert "not optimized" in str(accel.report(accel.restore(model)))

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import accel as library
 from accel import progress
-from accel.cli import app
-from accel.llm.quant import run as running
-from accel.llm.quant.batches import windows
+from accel.commands.app import app
+from accel.llm.ptq import run as running
+from accel.llm.ptq.calibration.batches import windows
 
 LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = LM / "held_out.txt"
@@ -74,14 +74,14 @@ def test_the_output_head_too(tmp_path):
 
 
 def test_notes_of_layers_are_shown_once_with_their_number(tmp_path, text, monkeypatch):
-    real = running.quantise_layers
+    real = running.quantize_layers
 
-    def quantise_layers(*given):
+    def quantize_layers(*given):
         for number, result in enumerate(real(*given)):
             result.notes = (f"{result.path}.q: left as it was", *(["only here"] if number == 4 else ()))
             yield result
 
-    monkeypatch.setattr(running, "quantise_layers", quantise_layers)
+    monkeypatch.setattr(running, "quantize_layers", quantize_layers)
     result = accel(LM, "--out", tmp_path / "out", "--method", "rtn", "--calibration", text)
     assert result.exit_code == 0, result.output
     assert "note: q: left as it was (6 of 6 layers)" in result.output and "note: only here (1 of 6" in result.output
@@ -127,9 +127,9 @@ def terminal(monkeypatch):
         environment = {"TERM": "xterm", "COLUMNS": "160", "FORCE_COLOR": "1"}
         given = ["quantize", *map(str, arguments), "--device", "cpu"]
         result = CliRunner(env=environment).invoke(app, given)
-        assert result.exit_code in (0, 130) and "quantising to" not in result.stdout, result.output
+        assert result.exit_code in (0, 130) and "quantizing to" not in result.stdout, result.output
         plain = re.sub(r"\x1b\[[\d;?]*\w", "", result.stderr)
-        return told, [tuple(map(int, counts)) for counts in re.findall(r"quantising to \S+ .*?(\d+)/(\d+)", plain)]
+        return told, [tuple(map(int, counts)) for counts in re.findall(r"quantizing to \S+ .*?(\d+)/(\d+)", plain)]
 
     monkeypatch.setattr(progress, "bar", bar)
     return run
@@ -142,9 +142,9 @@ def test_a_bar_counts_to_all_linears_of_all_layers(terminal, tmp_path, text, mon
     assert shown == sorted(shown) and set(shown) <= set(told) and shown[-1] == (42, 42)
     told, shown = terminal(LM, "--scheme", "int8-head", "--out", tmp_path / "head")
     assert told[-1] == shown[-1] == (43, 43)
-    real = running.quantise_layers
+    real = running.quantize_layers
     with monkeypatch.context() as patches:
-        patches.setattr(running, "quantise_layers", lambda *given: interrupted(real(*given)))
+        patches.setattr(running, "quantize_layers", lambda *given: interrupted(real(*given)))
         told, shown = terminal(LM, "--out", tmp_path / "out")
     assert told[-1] == shown[-1] == (14, 42)
     told, shown = terminal(LM, "--out", tmp_path / "out")  # goes on with what is done
@@ -166,9 +166,9 @@ def test_what_does_not_fit_is_told(tmp_path):
 
 
 def test_interrupted_it_goes_on(tmp_path, monkeypatch):
-    out, real = tmp_path / "out", running.quantise_layers
+    out, real = tmp_path / "out", running.quantize_layers
     with monkeypatch.context() as patches:
-        patches.setattr(running, "quantise_layers", lambda *given: interrupted(real(*given)))
+        patches.setattr(running, "quantize_layers", lambda *given: interrupted(real(*given)))
         result = accel(LM, "--out", out)
     assert result.exit_code == 130 and "the same command goes on" in result.stderr
     result = accel(LM, "--scheme", "fp8", "--out", out)
@@ -208,7 +208,7 @@ def test_wrong_usage_is_code_2_and_changes_nothing(tmp_path, without_tokenizer):
     assert CliRunner().invoke(app, ["quantize", str(LM)]).exit_code == 2  # no --out
 
 
-def test_a_folder_without_a_tokenizer_is_quantised_too(tmp_path, without_tokenizer):
+def test_a_folder_without_a_tokenizer_is_quantized_too(tmp_path, without_tokenizer):
     result = accel(without_tokenizer, "--out", tmp_path / "out")
     assert result.exit_code == 0 and not (tmp_path / "out" / "tokenizer.json").exists()
 

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from accel import contact_sheet
-from accel.cli import app
-from accel.demo import continuation, digits
+from accel.commands.app import app
+from accel.demo import contact_sheet, continuation, digits
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +50,7 @@ def comparison():
 
 
 def test_both_pipelines_draw_the_same(comparison):
-    assert len(comparison.stock) == len(comparison.optimised) == 2
+    assert len(comparison.stock) == len(comparison.optimized) == 2
     assert comparison.max_error < 1e-3 and comparison.psnr_db > 60
     assert comparison.restored_equal
 
@@ -61,7 +60,7 @@ def test_different_prompts_draw_different_pictures(comparison):
 
 
 def test_figures_are_of_this_run(comparison):
-    assert len(comparison.stock_s) == len(comparison.optimised_s) == 2
+    assert len(comparison.stock_s) == len(comparison.optimized_s) == 2
     assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.summary
 
 
@@ -85,18 +84,18 @@ def written():
 
 
 def test_both_models_write_the_same(written):
-    assert len(written.stock) == written.same == 12 and written.stock == written.optimised
+    assert len(written.stock) == written.same == 12 and written.stock == written.optimized
     assert written.texts[0] == written.texts[1] and written.texts[0].strip()
     assert written.restored_equal
 
 
 def test_figures_of_the_text_are_of_this_run(written):
-    assert len(written.stock_s) == len(written.optimised_s) == continuation.RUNS
+    assert len(written.stock_s) == len(written.optimized_s) == continuation.RUNS
     assert written.ready_s >= 0 and written.speedup > 0 and written.summary
 
 
 def test_texts_that_part_are_both_shown(written):
-    parted = replace(written, optimised=[*written.stock[:7], -1, *written.stock[8:]], texts=(" a b", " a c"))
+    parted = replace(written, optimized=[*written.stock[:7], -1, *written.stock[8:]], texts=(" a b", " a c"))
     console = Console(record=True, width=120)
     parted.show(console)
     shown = console.export_text()

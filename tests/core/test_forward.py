@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import accel
-from accel.arguments import Arguments
-from accel.failure import fatal, told
-from accel.forward import FastForward
-from accel.ledger import Ledger
+from accel.errors import fatal, told
+from accel.patching.arguments import Arguments
+from accel.patching.fast_forward import FastForward
+from accel.patching.ledger import Ledger
 
 
 class Doubling(nn.Module):

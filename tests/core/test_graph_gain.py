@@ -8,9 +8,9 @@ import torch
 from accel_kernels.trials import put_off
 from torch import nn
 
-from accel import graphs
-from accel.graphs import GraphPool, GraphRunner
-from accel.ledger import Ledger
+from accel.cuda_graphs import runner as graphs
+from accel.cuda_graphs.runner import GraphPool, GraphRunner
+from accel.patching.ledger import Ledger
 
 
 class Graph:
@@ -40,7 +40,7 @@ def runner_of(monkeypatch):
     monkeypatch.setattr(GraphPool, "handle", lambda self, device: None)
     monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
     monkeypatch.setattr(GraphRunner, "_replay", lambda self, entry, *rest: "graph")
-    monkeypatch.setattr(GraphRunner, "_rehearse", lambda *args: None)
+    monkeypatch.setattr(GraphRunner, "_warm_up", lambda *args: None)
 
     def make(keep=False, **ways):
         times = Times(**ways)
@@ -128,11 +128,11 @@ def test_a_step_begun_before_weights_were_written_is_not_taken(runner_of):
 class Kernels:
     """A forward that asks for trials of so many parts, each of so many seconds of a clock that runs for them alone."""
 
-    def __init__(self, runner, monkeypatch, rehearses=False):
+    def __init__(self, runner, monkeypatch, warms_up=False):
         self.runner, self.now, self.left = runner, 0.0, {}
         monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-        monkeypatch.setattr(GraphRunner, "_rehearse", lambda *args: rehearses)
+        monkeypatch.setattr(GraphRunner, "_warm_up", lambda *args: warms_up)
 
     def trial(self, key):
         while self.left[key] > 0:
@@ -169,7 +169,7 @@ def test_a_size_is_captured_once_its_kernels_are_chosen_a_little_in_each_call(ru
 
 def test_the_first_call_of_all_measures_everything(runner_of, monkeypatch):
     runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
-    kernels = Kernels(runner, monkeypatch, rehearses=True)
+    kernels = Kernels(runner, monkeypatch, warms_up=True)
     assert kernels.call(2, parts=20) == ("eager", 1.2) and kernels.call(2) == ("graph", 0.0)
 
 

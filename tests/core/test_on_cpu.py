@@ -9,19 +9,26 @@ from families import make
 from transformers import DynamicCache
 
 import accel
-from accel.diffusion.resnet import ResnetForward
-from accel.forward import FastForward
-from accel.ledger import Ledger
-from accel.llm import pace as pacing
-from accel.llm.decoder import DecoderForward
-from accel.on_cpu import RULE
-from accel.plan import PLAN
+from accel.diffusion.blocks.resnet import ResnetForward
+from accel.llm.generation import pace as pacing
+from accel.llm.generation.decoder import DecoderForward
+from accel.options import choose
+from accel.patching.fast_forward import FastForward
+from accel.patching.ledger import Ledger
+from accel.planning.on_cpu import RULE
+from accel.planning.plan import PLAN
 
 IDS = torch.arange(1, 9).view(1, 8)
 
 
 def told(model):
     return [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == RULE]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """The options as they are asked for: elsewhere tests run fused on a CPU."""
+    monkeypatch.setattr("accel.api.choose", choose)
 
 
 @pytest.fixture
@@ -44,13 +51,13 @@ def fused(monkeypatch):
 @pytest.fixture
 def timed(monkeypatch):
     """Says what a token takes, fused and stock."""
-    return lambda *seconds: monkeypatch.setattr("accel.llm.plan.pace", lambda model, ledger: seconds)
+    return lambda *seconds: monkeypatch.setattr("accel.llm.stages.pace", lambda model, ledger: seconds)
 
 
 @pytest.fixture(params=[False, True], ids=["no GPU here", "a GPU here"])
 def gpu(request, monkeypatch):
     """Whether the model could be moved to a GPU, as far as the decision knows."""
-    monkeypatch.setattr("accel.on_cpu.gpu_here", lambda: request.param)
+    monkeypatch.setattr("accel.planning.on_cpu.gpu_here", lambda: request.param)
     return request.param
 
 
@@ -128,7 +135,7 @@ def test_a_model_that_cannot_be_timed_runs_stock(fused, monkeypatch):
     def broken(model, ledger):
         raise IndexError("index out of range in self")
 
-    monkeypatch.setattr("accel.llm.plan.pace", broken)
+    monkeypatch.setattr("accel.llm.stages.pace", broken)
     model = make("llama")
     accel.optimize(model, cpu="auto")
     fused.clear()

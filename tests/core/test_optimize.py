@@ -1,16 +1,21 @@
 """optimize and restore on one model: what changes, what does not, and that all of it can be undone."""
 
+import contextlib
 import copy
+import dataclasses
+import inspect
 import io
 import pickle
+import re
 import threading
+from typing import get_type_hints
 
 import pytest
 import torch
 
 import accel
-from accel.forward import FastForward
-from accel.patch import ForwardPatch, PatchConflict
+from accel.patching.fast_forward import FastForward
+from accel.patching.patch import ForwardPatch
 
 
 def run(model, inputs):
@@ -99,6 +104,76 @@ def test_wrong_options_say_what_is_valid_and_touch_nothing(pair, tiny, options, 
     tiny.assert_same_state(before, tiny.snapshot(model))
 
 
+@pytest.mark.parametrize("function", [accel.optimize, accel.optimized])
+def test_the_keywords_are_the_fields_of_options(function):
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    fields = dataclasses.fields(accel.Options)
+    assert [(p.name, p.default) for p in named] == [(field.name, field.default) for field in fields]
+    hints, types = get_type_hints(function), get_type_hints(accel.Options)
+    assert {p.name: hints[p.name] for p in named} == {field.name: types[field.name] for field in fields}
+    assert signature.parameters["options"].default is None
+
+
+# Of every field a value that is valid by itself and not its default.
+OTHER = {
+    "attention": "sdpa", "layout": "keep", "graphs": False, "graph_memory_gb": 1.5, "step_cache": 3, "weights": "int8",
+    "activations": "int8", "keep_original": False, "kv_cache": "int8", "cpu": "fuse", "strict": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("function", [accel.optimize, accel.optimized])
+def test_every_keyword_arrives(function, name, monkeypatch):
+    """The options that are chosen, seen where they are handed on to."""
+    seen = []
+
+    class Seen(Exception):
+        pass
+
+    def parts(obj):
+        raise Seen
+
+    choose = accel.options.choose
+    monkeypatch.setattr(accel.api, "choose", lambda *given: seen.append(choose(*given)) or seen[-1])
+    monkeypatch.setattr(accel.api, "_parts", parts)
+    with pytest.raises(Seen), contextlib.ExitStack() as stack:
+        stack.enter_context(function(object(), **{name: OTHER[name]}))
+    assert OTHER.keys() == {field.name for field in dataclasses.fields(accel.Options)}
+    assert seen[-1] == accel.Options(**{name: OTHER[name]}) != accel.Options()
+
+
+def test_options_are_taken_as_an_object(pair):
+    model, _, _ = pair
+    options = accel.Options(layout="keep", graphs=False)
+    assert accel.optimize(model, options) is model
+    assert ("", "channels-last weights", "skipped", 'layout="keep"') in accel.report(model).sites
+    with accel.optimized(model, options=options) as same:
+        assert ("", "channels-last weights", "skipped", 'layout="keep"') in accel.report(same).sites
+
+
+@pytest.mark.parametrize(
+    "arguments, keywords, message",
+    [
+        (
+            (accel.Options(graphs=False),),
+            {"layout": "keep", "strict": True},
+            "layout='keep', strict=True beside options",
+        ),
+        ((accel.Options(),), {"atention": "auto"}, "unknown option 'atention'; valid options: attention, layout"),
+        (({"layout": "keep"},), {}, "options={'layout': 'keep'}: give an accel.Options, or its fields as keywords"),
+        (("keep",), {}, "options='keep': give an accel.Options"),
+    ],
+)
+def test_options_that_are_no_choice_touch_nothing(pair, tiny, arguments, keywords, message):
+    model, _, _ = pair
+    before = tiny.snapshot(model)
+    for function in (accel.optimize, lambda *a, **k: accel.optimized(*a, **k).__enter__()):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            function(model, *arguments, **keywords)
+        tiny.assert_same_state(before, tiny.snapshot(model))
+
+
 @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), "a string", None, [1]])
 def test_other_objects_are_refused_by_every_function(thing):
     for function in (accel.optimize, accel.restore, accel.report, accel.verify):
@@ -132,7 +207,7 @@ def test_an_error_while_applying_leaves_the_object_as_it_was(pair, tiny, monkeyp
 def test_strict_raises_for_a_skipped_site_and_changes_nothing(tiny):
     model = tiny.unet("scale-shift")
     before = tiny.snapshot(model)
-    with pytest.raises(ValueError, match="strict=True: .*resnet.*scales as well as shifts"):
+    with pytest.raises(accel.errors.SkippedSite, match="strict=True: .*resnet.*scales as well as shifts"):
         accel.optimize(model, strict=True)
     tiny.assert_same_state(before, tiny.snapshot(model))
 
@@ -144,7 +219,7 @@ def test_restore_refuses_when_someone_patched_on_top_and_names_them(pair):
     ours = module.forward
     module.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     plan = vars(model)["_accel_plan"]
-    with pytest.raises(PatchConflict, match="was replaced after accel.optimize by <function"):
+    with pytest.raises(accel.errors.PatchConflict, match="was replaced after accel.optimize by <function"):
         accel.restore(model)
     assert vars(model)["_accel_plan"] is plan and len(fast_forwards(model)) > 10
     module.forward = ours
@@ -155,15 +230,15 @@ def test_restore_refuses_when_someone_patched_on_top_and_names_them(pair):
 def test_deepcopy_uses_its_own_weights_and_restores_by_itself(pair):
     model, twin, inputs = pair
     accel.optimize(model)
-    twin_of_optimised = copy.deepcopy(model)
+    twin_of_optimized = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    close(run(twin_of_optimised, inputs), run(twin, inputs))
-    assert accel.report(twin_of_optimised).sites == accel.report(model).sites
-    accel.restore(twin_of_optimised)
-    assert not fast_forwards(twin_of_optimised) and fast_forwards(model)
-    assert torch.equal(run(twin_of_optimised, inputs), run(twin, inputs))
+    close(run(twin_of_optimized, inputs), run(twin, inputs))
+    assert accel.report(twin_of_optimized).sites == accel.report(model).sites
+    accel.restore(twin_of_optimized)
+    assert not fast_forwards(twin_of_optimized) and fast_forwards(model)
+    assert torch.equal(run(twin_of_optimized, inputs), run(twin, inputs))
 
 
 def test_pickle_round_trip(pair):
@@ -282,9 +357,9 @@ def test_projections_share_one_storage_without_a_second_copy(pair):
     assert attention.to_k.weight.data_ptr() == attention.to_q.weight.data_ptr() + attention.to_q.weight.nbytes
 
 
-def test_verify_compares_with_stock_and_leaves_it_optimised(pair, monkeypatch):
+def test_verify_compares_with_stock_and_leaves_it_optimized(pair, monkeypatch):
     model, _, _ = pair
-    with pytest.raises(ValueError, match="not optimised"):
+    with pytest.raises(ValueError, match="not optimized"):
         accel.verify(model)
     accel.optimize(model)
     sites = len(fast_forwards(model))
@@ -331,8 +406,6 @@ def test_torch_compile_on_top_sees_the_stock_model(pair):
 
 
 def test_signatures_stay_those_of_the_stock_forwards(pair):
-    import inspect
-
     model, twin, _ = pair
     accel.optimize(model)
     for ours, theirs in zip(model.modules(), twin.modules(), strict=True):

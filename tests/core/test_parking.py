@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.quant import parking
-from accel.quant.parking import Parking
+from accel.quantization import parking
+from accel.quantization.parking import Parking
 
 
 def weights():

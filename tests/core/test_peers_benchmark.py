@@ -29,7 +29,7 @@ def test_what_is_missing_and_what_fails_is_told(peers, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == result
     assert result["missing"] == ["bitsandbytes", "torchao"]
     (failed,) = result["failed"]  # 32 inputs are no multiple of 128
-    assert (failed["variant"], failed["reason"]) == ("accel int4", "ValueError: no linear layer was quantised")
+    assert (failed["variant"], failed["reason"]) == ("accel int4", "ValueError: no linear layer was quantized")
     assert list(result["variants"]) == ["stock", "accel int8"]
     assert 0 == result["variants"]["stock"]["kl"] < result["variants"]["accel int8"]["kl"] < 0.01
     assert [row["batch"] for row in result["decode"]] == [1, 2] and [row["tokens"] for row in result["prefill"]] == [
@@ -42,7 +42,7 @@ def test_an_interrupted_run_leaves_what_it_has(peers, monkeypatch, tmp_path):
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(peers, "take_turns", stop)
+    monkeypatch.setattr(peers, "interleaved", stop)
     sizes = ["--model", "tiny", "--batches", "1", "--new-tokens", "2", "--prefill", "512", "--seconds", "30"]
     with pytest.raises(KeyboardInterrupt):
         peers.run(peers.arguments([str(tmp_path / "out.json"), *sizes, "--peers", "stock"]))

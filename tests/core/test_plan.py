@@ -3,10 +3,10 @@
 import pytest
 from torch import nn
 
+from accel.errors import PatchConflict
 from accel.options import Options
-from accel.patch import PatchConflict
-from accel.plan import Context, Plan
-from accel.rule import Match, Rule
+from accel.patching.rule import Match, Rule
+from accel.planning.plan import Plan, create_context
 
 
 class Noted:
@@ -30,7 +30,7 @@ class Noted:
 
 def planned(*patches: Noted) -> Plan:
     rule = Rule("noted", lambda site, context: None if site.path else Match(patches=patches))
-    return Plan(nn.Linear(2, 2), [rule], Context.create(Options(), None))
+    return Plan(nn.Linear(2, 2), [rule], create_context(Options()))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from PIL import Image
 
-from accel.quality import Quality, compare, ssim
+from accel.verification.metrics import Quality, compare, ssim
 
 
 def slow_ssim(a: np.ndarray, b: np.ndarray, size: int = 11) -> float:
@@ -96,7 +96,7 @@ def test_latents_are_no_images():
 def test_nothing_to_compare_and_other_shapes_are_errors():
     with pytest.raises(ValueError, match="nothing to compare in an output of type SimpleNamespace"):
         compare(SimpleNamespace(), SimpleNamespace())
-    with pytest.raises(ValueError, match=r"stock gives \(2,\), optimised \(3,\)"):
+    with pytest.raises(ValueError, match=r"stock gives \(2,\), optimized \(3,\)"):
         compare(torch.ones(2), torch.ones(3))
 
 

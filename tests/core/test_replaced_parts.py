@@ -1,4 +1,4 @@
-"""A pipeline that was given another model since it was optimised: `restore` finds the one that was there, or warns."""
+"""A pipeline that was given another model since it was optimized: `restore` finds the one that was there, or warns."""
 
 import copy
 import gc
@@ -10,8 +10,8 @@ import pytest
 from families import make
 
 import accel
-from accel.forward import FastForward
-from accel.plan import PLAN
+from accel.patching.fast_forward import FastForward
+from accel.planning.plan import PLAN
 
 
 def patched(model):
@@ -67,25 +67,25 @@ def test_one_that_comes_back_is_restored_once(sdxl_pipe, quietly):
     assert not patched(old) and not patched(new)
 
 
-def test_one_that_was_optimised_again_by_itself_stays_so(sdxl_pipe):
+def test_one_that_was_optimized_again_by_itself_stays_so(sdxl_pipe):
     pipe, old = sdxl_pipe, sdxl_pipe.unet
     accel.optimize(pipe)
     accel.optimize(old)
     pipe.unet = make_plain(old)
-    with pytest.warns(UserWarning, match="a UNet2DConditionModel that this .* stays optimised: it was optimised again"):
+    with pytest.warns(UserWarning, match="a UNet2DConditionModel that this .* stays optimized: it was optimized again"):
         accel.restore(pipe)
     assert patched(old) and not patched(pipe.vae)
     assert not patched(accel.restore(old))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
-def test_one_that_another_optimised_pipeline_uses_stays_so(sdxl_pipe, first):
+def test_one_that_another_optimized_pipeline_uses_stays_so(sdxl_pipe, first):
     pipes = [sdxl_pipe, type(sdxl_pipe)(**sdxl_pipe.components)]
     for pipe in pipes:
         accel.optimize(pipe)
     leaving, staying = pipes if first else pipes[::-1]
     old, leaving.unet = leaving.unet, make_plain(leaving.unet)
-    with pytest.warns(UserWarning, match="stays optimised: an optimised StableDiffusionXLPipeline uses it"):
+    with pytest.warns(UserWarning, match="stays optimized: an optimized StableDiffusionXLPipeline uses it"):
         accel.restore(leaving)
     assert patched(old) and accel.report(staying).sites
     accel.restore(staying)

@@ -9,7 +9,7 @@ from diffusers import UNet2DConditionModel
 from typer.testing import CliRunner
 
 from accel import saved
-from accel.cli import app
+from accel.commands.app import app
 
 DIGITS = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_pipeline_of_which_a_part_is_a_pickle_is_refused(part, tmp_path, no_pi
     shutil.copytree(DIGITS, folder)
     file = pickled(folder / part, WEIGHTS[part])
     with pytest.raises(ValueError, match=rf"{file.name} is a pickle, .*safetensors are wanted"):
-        saved.load(folder, torch.float32, CPU)
+        saved.load_saved(folder, torch.float32, CPU)
     for given in (["report", folder], ["verify", folder], ["demo", "--model", folder]):
         result = CliRunner(env={"TERM": "dumb", "COLUMNS": "600"}).invoke(app, [*map(str, given), "--device", "cpu"])
         assert result.exit_code == 2 and f"{file} is a pickle" in " ".join(result.stderr.replace("│", " ").split())
@@ -53,7 +53,7 @@ def test_beside_safetensors_pickles_are_not_looked_at(tmp_path, no_pickle):
     shutil.copytree(DIGITS, folder)
     for part, name in WEIGHTS.items():
         pickled(folder / part, name, beside=True)
-    pipe, model = saved.load(folder, torch.float32, CPU), saved.load(folder / "unet", torch.float32, CPU)
+    pipe, model = saved.load_saved(folder, torch.float32, CPU), saved.load_saved(folder / "unet", torch.float32, CPU)
     stock = UNet2DConditionModel.from_pretrained(DIGITS / "unet")
     for name, parameter in stock.named_parameters():
         assert torch.equal(pipe.unet.get_parameter(name), parameter)
@@ -64,15 +64,15 @@ def test_a_diffusers_model_that_is_a_pickle_is_refused(tmp_path, no_pickle):
     shutil.copytree(DIGITS / "unet", tmp_path / "unet")
     file = pickled(tmp_path / "unet", WEIGHTS["unet"])
     with pytest.raises(ValueError, match=rf"{file.name} is a pickle"):
-        saved.load(tmp_path / "unet", torch.float32, CPU)
+        saved.load_saved(tmp_path / "unet", torch.float32, CPU)
 
 
 def test_neither_pipeline_nor_model(tmp_path):
     with pytest.raises(ValueError, match=r"neither a model_index\.json nor a config\.json"):
-        saved.load(tmp_path, torch.float32, CPU)
+        saved.load_saved(tmp_path, torch.float32, CPU)
     (tmp_path / "config.json").write_text('{"_class_name": "NoSuchModel"}')
     with pytest.raises(ValueError, match="NoSuchModel, which this diffusers does not know"):
-        saved.load(tmp_path, torch.float32, CPU)
+        saved.load_saved(tmp_path, torch.float32, CPU)
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     with pytest.raises(ValueError, match="neither a diffusers class nor an architecture"):
-        saved.load(tmp_path, torch.float32, CPU)
+        saved.load_saved(tmp_path, torch.float32, CPU)

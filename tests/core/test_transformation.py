@@ -12,7 +12,7 @@ import accel
 
 
 def vae(tiny):
-    """(optimised, stock, x, a call of one of them with x). Its attention is plain, which torch can push tangents by."""
+    """(optimized, stock, x, a call of one of them with x). Its attention is plain, which torch can push tangents by."""
     from diffusers.models.attention_processor import AttnProcessor
 
     stock = tiny.vae()
@@ -85,7 +85,7 @@ def test_what_torch_does_with_a_forward_it_does_with_stocks(make, how, tiny):
         assert len(accel.report(ours).fallbacks) == before
 
 
-def test_an_optimised_model_can_be_exported(tiny):
+def test_an_optimized_model_can_be_exported(tiny):
     ours, stock, x, call = vae(tiny)
     with torch.no_grad():
         program = torch.export.export(ours, (x,), strict=False)

@@ -15,7 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 import accel
-from accel.rules.graph import own_code
+from accel.cuda_graphs.rule import own_code
 
 
 def find(model, kind):
@@ -111,7 +111,7 @@ def fallbacks(model):
 
 @pytest.fixture(scope="module")
 def pair(tiny):
-    """(optimised, stock, inputs); after all changes the first is restored to the bit."""
+    """(optimized, stock, inputs); after all changes the first is restored to the bit."""
     model = tiny.unet(block_out_channels=(32, 32))
     twin, inputs = copy.deepcopy(model), tiny.inputs(model)
     yield accel.optimize(model), twin, inputs

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.patch import ChannelsLast
+from accel.fusion.channels_last import ChannelsLast
 
 
 def far_from(exact, got):

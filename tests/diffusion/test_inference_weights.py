@@ -1,4 +1,4 @@
-"""Weights made under torch.inference_mode, which count no versions: optimised, called and restored in and out of it."""
+"""Weights made under torch.inference_mode, which count no versions: optimized, called and restored in and out of it."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ import accel
 
 
 @pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("optimised", [False, True])
-def test_weights_made_under_inference_mode(tiny, made, optimised):
+@pytest.mark.parametrize("optimized", [False, True])
+def test_weights_made_under_inference_mode(tiny, made, optimized):
     """Called both ways; what they were, inference tensors or not, they are still, in the layout and after it."""
     with torch.inference_mode(made):
         models = tiny.unet(), tiny.vae()
@@ -25,18 +25,18 @@ def test_weights_made_under_inference_mode(tiny, made, optimised):
             return [(id(p), p.stride(), p.is_inference()) for p in model.parameters()]
 
         before, wanted = told(), run(False)
-        with torch.inference_mode(optimised):
+        with torch.inference_mode(optimized):
             accel.optimize(model, layout="channels_last")
         assert [row[2] for row in told()] == [made] * len(before) and told() != before
         for inside in (True, False):
             torch.testing.assert_close(run(inside), wanted, rtol=1e-4, atol=1e-4)
         assert accel.report(model).fallbacks == []
-        with torch.inference_mode(not optimised):
+        with torch.inference_mode(not optimized):
             accel.restore(model)
         assert told() == before and torch.equal(run(False), wanted)
 
 
-def test_a_pipeline_loaded_optimised_and_called_inside(pipe, live, tiny):
+def test_a_pipeline_loaded_optimized_and_called_inside(pipe, live, tiny):
     twin_image = live.draw(pipe)
     with torch.inference_mode():
         for model in live.models(pipe).values():

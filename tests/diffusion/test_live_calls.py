@@ -1,4 +1,4 @@
-"""One optimised pipeline called in every way, changed between two steps, shared, and called for long."""
+"""One optimized pipeline called in every way, changed between two steps, shared, and called for long."""
 
 import copy
 import gc

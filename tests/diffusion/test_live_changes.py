@@ -1,4 +1,4 @@
-"""What users do to a pipeline between two calls: stock and optimised go through it side by side."""
+"""What users do to a pipeline between two calls: stock and optimized go through it side by side."""
 
 import copy
 import os
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel.fingerprint import Fingerprint
-from accel.rules.graph import obstacle
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.rule import obstacle
 
 EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 SAME = 1.01 / 255  # one step of the eight bits an image has
@@ -41,7 +41,7 @@ def restored(ours, stock, live, tiny, call):
     assert np.array_equal(live.draw(ours, **call), live.draw(stock, **call))
 
 
-@pytest.fixture(params=["sd-left-so", "sd-taken-back", "sd-optimised-after", "sdxl"])
+@pytest.fixture(params=["sd-left-so", "sd-taken-back", "sd-optimized-after", "sdxl"])
 def case(request, change, live):
     """(pipeline, how it ends): the change stays, is taken back, or is there before optimize."""
     if change.cpu:
@@ -50,7 +50,7 @@ def case(request, change, live):
         pytest.skip("users cannot take it back either")
     turn = live.CHANGES.index(change) % 8
     all_ways = EVERYTHING or change.name == "two-loras"  # which go into both text encoders of an SDXL
-    if request.param == "sd-optimised-after" and not all_ways and turn != 0:
+    if request.param == "sd-optimized-after" and not all_ways and turn != 0:
         pytest.skip("every eighth one is there before optimize")
     if request.param == "sdxl" and not all_ways and turn != 2:
         pytest.skip("every eighth one is of the other family too")
@@ -66,7 +66,7 @@ def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_p
     pipe, end = case
     twin = copy.deepcopy(pipe)
     call = change.arguments_before()
-    if end != "optimised-after":
+    if end != "optimized-after":
         plain = live.draw(twin, **call)
         accel.optimize(pipe)
         same(live, live.draw(pipe, **call), plain)
@@ -74,12 +74,12 @@ def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_p
     for number, step in enumerate(change.steps):
         ours, stock = (step(p, tmp_path) or q for p, q in ((pipe, ours), (twin, stock)))
         call = change.arguments(stock)
-        if end != "optimised-after":
+        if end != "optimized-after":
             wanted = live.draw(stock, **call)
             same(live, live.draw(ours, **call), wanted, change.slack)
             if number == 0 and change.shows:
                 assert np.abs(wanted - plain).max() > 10 * SAME
-    if end == "optimised-after":
+    if end == "optimized-after":
         accel.optimize(ours)
         same(live, live.draw(ours, **call), live.draw(stock, **call), change.slack)
     if end == "left-so" and change.graphs:
@@ -128,7 +128,7 @@ def test_a_forward_the_user_replaced_before_is_kept(pipe, live):
     assert np.array_equal(live.draw(pipe), stock)
 
 
-@pytest.mark.parametrize("first", ["optimise", "compile"][: 1 + EVERYTHING])
+@pytest.mark.parametrize("first", ["optimize", "compile"][: 1 + EVERYTHING])
 def test_a_compiled_unet_in_the_place_of_the_unet(sdxl_pipe, live, tiny, first):
     twin = copy.deepcopy(sdxl_pipe)
     wanted = live.draw(twin)
@@ -138,7 +138,7 @@ def test_a_compiled_unet_in_the_place_of_the_unet(sdxl_pipe, live, tiny, first):
         sdxl_pipe.unet = torch.compile(unet, backend="eager", fullgraph=True)
 
     steps = [lambda: accel.optimize(sdxl_pipe), compile_unet]
-    for step in steps if first == "optimise" else reversed(steps):
+    for step in steps if first == "optimize" else reversed(steps):
         step()
     same(live, live.draw(sdxl_pipe), wanted)
     assert any(path.startswith("unet") for path, _, status, _ in accel.report(sdxl_pipe).sites if status == "patched")
@@ -149,7 +149,7 @@ def test_a_compiled_unet_in_the_place_of_the_unet(sdxl_pipe, live, tiny, first):
     torch.compiler.reset()
 
 
-def test_compiled_blocks_inside_an_optimised_unet(sdxl_pipe, live):
+def test_compiled_blocks_inside_an_optimized_unet(sdxl_pipe, live):
     wanted = live.draw(sdxl_pipe)
     accel.optimize(sdxl_pipe)
     sdxl_pipe.unet.compile_repeated_blocks(backend="eager", fullgraph=True)
@@ -159,7 +159,7 @@ def test_compiled_blocks_inside_an_optimised_unet(sdxl_pipe, live):
     torch.compiler.reset()
 
 
-def test_two_pipelines_with_one_unet_optimised_and_restored_by_either(pipe, live):
+def test_two_pipelines_with_one_unet_optimized_and_restored_by_either(pipe, live):
     other = live.second_pipeline(pipe, None)
     stock = [live.draw(p) for p in (pipe, other)]
     for restoring in (pipe, other):

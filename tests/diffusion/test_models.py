@@ -90,7 +90,7 @@ class LayoutCopies(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
 def test_no_layout_copies_inside_the_unet(family, tiny, monkeypatch):
     """As on a GPU, where the kernel of the norm reads an image as it lies; on a CPU torch's makes a copy."""
-    monkeypatch.setattr(sys.modules["accel_kernels.group_norm"], "exact", F.group_norm)
+    monkeypatch.setattr(sys.modules["accel_kernels.norm.group_norm"], "exact", F.group_norm)
     model = tiny.unet(family)
     inputs = tiny.inputs(model)
     with LayoutCopies() as stock:

@@ -8,7 +8,7 @@ from torch import nn
 
 import accel
 from accel.diffusion import family
-from accel.rule import Rule
+from accel.patching.rule import Rule
 
 
 def compression_autoencoder():

@@ -1,4 +1,4 @@
-"""Decoders that overflow in float16: stock gives NaN, the optimised one the image that float32 gives."""
+"""Decoders that overflow in float16: stock gives NaN, the optimized one the image that float32 gives."""
 
 import copy
 import pickle
@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel.diffusion.overflow_guard import OverflowGuard
-from accel.ledger import Ledger
+from accel.patching.ledger import Ledger
 
 REDONE = "overflowed in float16; decoded in float32"
 
@@ -18,7 +18,7 @@ def decode(vae, latents):
         return vae.decode(latents.to(vae.dtype)).sample
 
 
-def loud(vae):
+def amplified(vae):
     """The activations of the first convolution go beyond what float16 holds; the norms after it bring them back."""
     with torch.no_grad():
         vae.decoder.conv_in.weight *= 1.5e5
@@ -28,7 +28,7 @@ def loud(vae):
 @pytest.fixture
 def vae(tiny):
     """An autoencoder in float16 whose decoder overflows."""
-    return loud(tiny.vae()).half()
+    return amplified(tiny.vae()).half()
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_a_decode_that_overflows_is_done_again(vae, latents, tiny):
     assert torch.isfinite(exact).all() and torch.isnan(decode(vae, latents)).any()
     before = tiny.snapshot(vae)
     accel.optimize(vae)
-    optimised = tiny.snapshot(vae)
+    optimized = tiny.snapshot(vae)
     for calls in (1, 2):
         close(decode(vae, latents), exact)
         assert fallbacks(vae) == {("decoder", REDONE): calls}
-    tiny.assert_same_state(optimised, tiny.snapshot(vae))
+    tiny.assert_same_state(optimized, tiny.snapshot(vae))
     accel.restore(vae)
     tiny.assert_same_state(before, tiny.snapshot(vae))
     assert torch.isnan(decode(vae, latents)).any()
@@ -100,7 +100,7 @@ def test_a_pipeline_that_upcasts_its_decoder_itself(vae, latents):
 
 
 def test_moved_to_float16_afterwards(tiny, latents):
-    vae = accel.optimize(loud(tiny.vae()))
+    vae = accel.optimize(amplified(tiny.vae()))
     vae.half()
     exact = decode(copy.deepcopy(accel.restore(copy.deepcopy(vae))).float(), latents)
     close(decode(vae, latents), exact)

@@ -1,4 +1,4 @@
-"""A real pipeline, called as users call it: stock and optimised from the same seeds."""
+"""A real pipeline, called as users call it: stock and optimized from the same seeds."""
 
 import copy
 
@@ -89,7 +89,7 @@ def test_callbacks_and_interrupt(pipe):
     assert len(steps) == 6
 
 
-def test_a_pipeline_made_from_an_optimised_one_shares_its_models(pipe):
+def test_a_pipeline_made_from_an_optimized_one_shares_its_models(pipe):
     from diffusers import StableDiffusionImg2ImgPipeline
     from PIL import Image
 
@@ -119,7 +119,7 @@ def test_deepcopy_of_a_pipeline(pipe):
     same(ours, draw(accel.restore(pipe), "a handwritten four")[0])
 
 
-def test_save_and_load_an_optimised_pipeline(pipe, tmp_path):
+def test_save_and_load_an_optimized_pipeline(pipe, tmp_path):
     stock, _ = draw(pipe, "a handwritten eight")
     accel.optimize(pipe)
     pipe.save_pretrained(tmp_path)

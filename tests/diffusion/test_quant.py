@@ -7,17 +7,17 @@ import pickle
 import pytest
 import torch
 from denoisers import DITS, given, transformer
-from quantised import held_by, rounded
+from quantized import held_by, rounded
 from torch import nn
 
 import accel
-from accel import joint
 from accel.bench import configs
 from accel.diffusion.linears import denoises
-from accel.patch import PatchConflict
-from accel.plan import PLAN
-from accel.quant import product
-from accel.quant.module import QuantisedLinear
+from accel.errors import PatchConflict
+from accel.fusion import stacked_linears as joint
+from accel.planning.plan import PLAN
+from accel.quantization import product
+from accel.quantization.module import QuantizedLinear
 
 WEIGHTS = ("int8", "int8-asym", "fp8")
 FUSED = ("resnet block", "transformer stack", "transformer block", "attention", "upward block", "layer norm")
@@ -100,7 +100,7 @@ def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet
     assert accel.verify(model).passed
 
 
-def test_everything_that_is_fused_takes_quantised_linears(family, unet):
+def test_everything_that_is_fused_takes_quantized_linears(family, unet):
     plain, model = accel.optimize(unet(family)), accel.optimize(unet(family), weights="int8")
     assert {rule: rows(model, rule) for rule in FUSED} == {rule: rows(plain, rule) for rule in FUSED}
 
@@ -136,7 +136,7 @@ def test_the_report_tells_what_became_of_the_bytes(unet):
     assert "SQNR dB" in str(report) and json.dumps(report.to_dict())
 
 
-# docs/quantisation.md says so.
+# docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("config", "share"), [(configs.SD15_UNET, 0.84), (configs.SDXL_UNET, 0.57)])
 def test_what_published_unets_become(config, share):
     from diffusers import UNet2DConditionModel
@@ -170,7 +170,7 @@ def test_what_takes_no_weights_says_so_and_stays(tiny):
         tiny.assert_same_state(before, tiny.snapshot(model))
 
 
-def test_an_error_leaves_nothing_quantised(tiny, unet, monkeypatch):
+def test_an_error_leaves_nothing_quantized(tiny, unet, monkeypatch):
     model = unet()
     layer = model.mid_block.attentions[0].transformer_blocks[0].ff.net[2]
     before = tiny.snapshot(model)
@@ -185,7 +185,7 @@ def test_an_error_leaves_nothing_quantised(tiny, unet, monkeypatch):
         assert held_by(model)
         raise MemoryError
 
-    monkeypatch.setattr("accel.rules.graph.JointLinears", broken)
+    monkeypatch.setattr(joint.PromptProjections, "shared", broken)
     with pytest.raises(MemoryError):
         accel.optimize(model, weights="int8")
     tiny.assert_same_state(before, tiny.snapshot(model))
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_left_with_a_reason(tiny):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_quantised_by_itself(copied, tiny, unet):
+def test_a_copy_is_quantized_by_itself(copied, tiny, unet):
     model, stock, inputs = unet(), unet(), tiny.inputs(unet())
     accel.optimize(model, weights="fp8")
     wanted = run(model, inputs)
@@ -225,7 +225,7 @@ def test_without_the_originals(tiny, unet, tmp_path):
     assert quality.passed and "original weights were not kept" in quality.note
     wanted = run(rounded(stock, model), inputs)
     close(run(model, inputs), wanted)
-    with pytest.warns(UserWarning, match="linear layers stay quantised"):
+    with pytest.warns(UserWarning, match="linear layers stay quantized"):
         accel.restore(model)
     close(run(model, inputs), wanted)
     accel.optimize(model)  # they are the model's own now, and fused as such
@@ -251,9 +251,9 @@ def test_lora_on_top(tiny, unet):
     with_lora = run(model, inputs)
     close(with_lora, run(twin, inputs))
     assert float((with_lora - plain).abs().max()) > 1e-3
-    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: quantised weights cannot be merged"):
+    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: quantized weights cannot be merged"):
         model.fuse_lora()
-    with pytest.raises(RuntimeError, match="fuse_qkv_projections: quantised weights cannot be merged"):
+    with pytest.raises(RuntimeError, match="fuse_qkv_projections: quantized weights cannot be merged"):
         model.fuse_qkv_projections()
     layer = model.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     for safe in (False, True):
@@ -270,7 +270,7 @@ def test_lora_on_top(tiny, unet):
     assert torch.equal(run(model, inputs), run(stock, inputs))
 
 
-def test_quantised_beneath_a_lora_that_was_there(tiny, unet):
+def test_quantized_beneath_a_lora_that_was_there(tiny, unet):
     peft = pytest.importorskip("peft")
     model, inputs = unet(), tiny.inputs(unet())
     torch.manual_seed(5)
@@ -291,7 +291,7 @@ def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
     stock = copy.deepcopy(model)
     accel.optimize(model, weights="int8-asym")
     twin, wanted = rounded(stock, model), run(model, inputs)
-    with pytest.warns(UserWarning, match="UNet2DConditionModel.save_pretrained: quantised weights are written out"):
+    with pytest.warns(UserWarning, match="UNet2DConditionModel.save_pretrained: quantized weights are written out"):
         model.save_pretrained(tmp_path / "unet", max_shard_size="100KB", variant="fp32")
     loaded = UNet2DConditionModel.from_pretrained(tmp_path / "unet", variant="fp32")
     assert set(loaded.state_dict()) == set(twin.state_dict())
@@ -328,7 +328,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
     model, inputs = unet(), tiny.inputs(unet())
     stock = copy.deepcopy(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.warns(UserWarning, match="accel.optimize: nothing to quantise as 'int8': .*: an accelerate hook"):
+    with pytest.warns(UserWarning, match="accel.optimize: nothing to quantize as 'int8': .*: an accelerate hook"):
         accel.optimize(model, weights="int8")
     assert not held_by(model) and {status for status, _ in rows(model).values()} == {"skipped"} and "" in rows(model)
     assert "an accelerate hook" in str(accel.report(model))
@@ -338,7 +338,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
 # -- a pipeline --------------------------------------------------------------------------------------------------------
 
 
-# docs/quantisation.md says so.
+# docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
 @pytest.mark.share(3)
 def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
@@ -361,12 +361,12 @@ def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):
     assert quality.passed and quality.verdict.startswith("lossy, as asked for (weights='int8'): ")
     assert "PSNR" in quality.verdict and 45 < quality.psnr_db < 80
     assert quality.parts["unet"].error is not None and quality.parts["unet"].lossy is None
-    assert "unet by itself is judged against stock code over the same quantised weights" in quality.note
-    exact = product.dequantise
-    monkeypatch.setattr(product, "dequantise", lambda weight, dtype: 1.001 * exact(weight, dtype))
+    assert "unet by itself is judged against stock code over the same quantized weights" in quality.note
+    exact = product.dequantize
+    monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
     failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
     assert not failed.passed and failed.verdict.startswith("FAILED: unet: ")
-    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantisedLinear
+    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear
 
 
 def test_verify_of_a_model_alone(tiny, unet):
@@ -383,14 +383,14 @@ def test_with_the_step_cache(pipe):
 
     stock = copy.deepcopy(pipe.unet)
     accel.optimize(pipe, weights="int8", step_cache=3)
-    quantised, ours = pipe.unet, drawn()
+    quantized, ours = pipe.unet, drawn()
     assert accel.report(pipe).fallbacks == []
-    pipe.unet = rounded(stock, quantised)
+    pipe.unet = rounded(stock, quantized)
     accel.optimize(pipe, step_cache=3)
     torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
 
 
-def test_a_pipeline_is_saved_and_quantised_anew(pipe, tmp_path, tiny):
+def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):
     from diffusers import DiffusionPipeline
 
     accel.optimize(pipe, weights="int8")
@@ -399,7 +399,7 @@ def test_a_pipeline_is_saved_and_quantised_anew(pipe, tmp_path, tiny):
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     held = held_by(pipe.unet)[5]
     path = next(path for path, module in pipe.unet.named_modules() if module is held)
-    assert torch.equal(loaded.unet.get_submodule(path).weight, held.quantised.dequantised(torch.float32))
+    assert torch.equal(loaded.unet.get_submodule(path).weight, held.quantized.dequantized(torch.float32))
     accel.optimize(pipe, weights="fp8")
     assert {row["scheme"] for row in accel.report(pipe).weights} == {"fp8 by row"}
     accel.optimize(pipe)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from accel_kernels import int8_linear
 from denoisers import DITS, given, transformer
-from quantised import by_token, held_by, rounded
+from quantized import by_token, held_by, rounded
 from torch import nn
 
 import accel
-from accel.quant import rounded as judging
-from accel.quant.activations import RowProducts
-from accel.quant.module import QuantisedLinear
+from accel.quantization.activations import RowProducts
+from accel.quantization.module import QuantizedLinear
+from accel.verification import rounded_products as judging
 
 KINDS = ("int8", "int8-outliers", "fp8")
 FAMILIES = ("sd15", "sd21", "sdxl", "only-cross")
@@ -50,7 +50,7 @@ def oracle(stock, ours):
     """A copy of stock over the weights of ours, with the inputs rounded of those linears that the report names."""
     twin = rounded(stock, ours)
     for row in accel.report(ours).weights:
-        held = ours.get_submodule(row["path"]).quantised
+        held = ours.get_submodule(row["path"]).quantized
         twin.get_submodule(row["path"]).weight.data = held.numbers().double() * held.scales.double()
     for path, (status, reason) in rows(ours).items():
         if path and status == "patched":
@@ -214,7 +214,7 @@ def test_on_and_off_where_the_originals_were_not_kept(unet):
     plain = accel.optimize(copy.deepcopy(model), weights="int8", graphs=False)
     accel.optimize(model, keep_original=False, **INT8)
     with_rows = run(model, inputs)
-    with pytest.warns(UserWarning, match="linear layers stay quantised"):
+    with pytest.warns(UserWarning, match="linear layers stay quantized"):
         accel.restore(model)
     assert {module.activations for module in held_by(model)} == {None}
     accel.optimize(model)
@@ -284,7 +284,7 @@ def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet):
     assert few.passed and "too few in this call" in few.note
 
 
-# docs/quantisation.md says so.
+# docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("kind", "told"), [("int8", 48.4), ("int8-outliers", 49.3), ("fp8", 38.7)])
 @pytest.mark.share(3)
 def test_digits_stay_the_same(kind, told, pipe, digits, ten_digits, stock_digits):
@@ -312,4 +312,4 @@ def test_verify_of_a_pipeline(pipe, monkeypatch):
     monkeypatch.setattr(judging, "KERNELS", RowProducts(int8_linear=off))
     failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
     assert failed.verdict.startswith("FAILED: unet: their products: ")
-    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantisedLinear
+    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear

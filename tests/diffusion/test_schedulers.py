@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.diffusion.pipeline import LoopStart
-from accel.diffusion.schedulers import HOST_NOISE, LINEAR, RULES, UNKNOWN, LinearUpdate, Step
+from accel.diffusion.schedulers import HOST_NOISE, LINEAR, RULES, UNKNOWN, LinearUpdate, SchedulerStep
+from accel.fusion.loop import Loop
 from accel.options import Options
-from accel.plan import PLAN, Context, Plan
+from accel.planning.plan import PLAN, Plan, create_context
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "_linalg_check_errors"}
 
@@ -112,7 +113,7 @@ def make(name: str, **config):
 def optimized(scheduler):
     """A patched copy of a scheduler, as part of a pipeline is: and its plan."""
     scheduler = copy.deepcopy(scheduler)
-    plan = Plan(scheduler, RULES, Context.create(Options(), None))
+    plan = Plan(scheduler, RULES, create_context(Options()))
     plan.apply()
     return scheduler, plan
 
@@ -514,13 +515,15 @@ def test_it_is_still_that_scheduler(name, tmp_path):
     scheduler = make(name)
     scheduler.set_timesteps(6)
     before, config = dict(vars(scheduler)), scheduler.to_json_string()
-    plan = Plan(scheduler, RULES, Context.create(Options(), None))
+    plan = Plan(scheduler, RULES, create_context(Options()))
     plan.apply()
     assert [(row.rule, row.status, row.reason) for row in plan.rows] == [("scheduler", "patched", "")]
     for method in ("set_timesteps", "step", "scale_model_input", *LINEAR):
         if hasattr(type(scheduler), method):
             assert inspect.signature(getattr(scheduler, method)) == inspect.signature(getattr(make(name), method))
-    assert not any(isinstance(value, Step) for value in vars(type(scheduler).from_config(scheduler.config)).values())
+    assert not any(
+        isinstance(value, SchedulerStep) for value in vars(type(scheduler).from_config(scheduler.config)).values()
+    )
     scheduler.save_pretrained(tmp_path)
     assert type(scheduler).from_pretrained(tmp_path).to_json_string() == config
     for twin in (copy.deepcopy(scheduler), pickled(scheduler)):
@@ -569,11 +572,11 @@ def rows(pipe):
 
 
 def loops(pipe) -> int:
-    return vars(pipe)["progress_bar"].context.loop.number
+    return vars(pipe)["progress_bar"].context.of(Loop).number
 
 
-def test_a_pipeline_is_optimised_and_restored_with_its_scheduler(pipe):
-    draw(pipe)  # which leaves settings of the call in the pipeline, optimised or not
+def test_a_pipeline_is_optimized_and_restored_with_its_scheduler(pipe):
+    draw(pipe)  # which leaves settings of the call in the pipeline, optimized or not
     before = dict(vars(pipe)), dict(vars(pipe.scheduler))
     accel.restore(accel.optimize(pipe))
     assert (vars(pipe), vars(pipe.scheduler)) == before
@@ -619,7 +622,7 @@ def test_another_scheduler_is_noticed(pipe):
         assert rows(pipe) == []
         ours = draw(pipe)
         assert rows(pipe) == [("scheduler", "scheduler", "patched", "")]
-        assert isinstance(vars(scheduler)["step"], Step) and isinstance(vars(first)["step"], Step)
+        assert isinstance(vars(scheduler)["step"], SchedulerStep) and isinstance(vars(first)["step"], SchedulerStep)
         pipe.scheduler = type(scheduler).from_config(first.config)
         accel_images, pipe.scheduler = draw(pipe), scheduler
         assert np.array_equal(ours, accel_images)
@@ -628,7 +631,7 @@ def test_another_scheduler_is_noticed(pipe):
     accel.restore(pipe)
     assert "step" not in vars(first)
     for scheduler, names in zip(swapped, before, strict=True):
-        assert not any(isinstance(value, Step | Plan) for value in vars(scheduler).values())
+        assert not any(isinstance(value, SchedulerStep | Plan) for value in vars(scheduler).values())
         assert set(vars(scheduler)) >= names
 
 

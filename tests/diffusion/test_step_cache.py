@@ -8,7 +8,7 @@ import torch
 from step_oracle import STEPS, agree, close, loop, reasons, run
 
 import accel
-from accel.rules.graph import GraphForward
+from accel.cuda_graphs.rule import GraphForward
 
 FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import accel
-from accel.forward import FastForward
 from accel.options import Options
-from accel.precision import upcast
+from accel.patching.fast_forward import FastForward
+from accel.verification.precision import upcast
 
 CALL = {"num_inference_steps": 5}
 PROMPT = "a handwritten seven"

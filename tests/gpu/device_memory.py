@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 
 def allocated() -> int:
-    """Bytes in use; cuBLAS's workspace is among them from the first call on.
+    """Bytes asked for and in use; cuBLAS's workspace is among them from the first call on.
+
+    The allocator's own count is of whole blocks, up to 1 MiB larger each, by what was freed before.
 
     PyTorch takes that from its own allocator at the first product of a stream, and keeps it: 32 MiB on Hopper, which
     would be counted to whatever ran that first. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS
@@ -21,4 +23,4 @@ def allocated() -> int:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]

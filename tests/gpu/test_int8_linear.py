@@ -2,23 +2,24 @@
 
 import pytest
 import torch
-from accel_kernels import Quantised, fp8_linear, int8_linear, quantise_rows
-from accel_kernels.int8_linear import in_passes, integer_product
+from accel_kernels import Quantized, fp8_linear, int8_linear, quantize_rows
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.int8_linear import in_passes, integer_product
 
 FP8 = torch.float8_e4m3fn
 
 
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
-    rows = quantise_rows.reference(torch.randn(n, k, device="cuda") * k**-0.5, dtype=to)
-    return Quantised(rows.data, rows.scales.to(dtype))
+    rows = quantize_rows.reference(torch.randn(n, k, device="cuda") * k**-0.5, dtype=to)
+    return Quantized(rows.data, rows.scales.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", quantise_rows.cases, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quantize_rows.cases, ids=lambda case: case.name)
 def test_rows_are_rounded_as_the_reference_rounds_them(case, dtype):
     args, given = case.make(torch.device("cuda"), dtype)
-    assert quantise_rows.supports(*args, **given) is None
-    theirs, ours = quantise_rows.reference(*args, **given), quantise_rows.triton(*args, **given)
+    assert quantize_rows.supports(*args, **given) is None
+    theirs, ours = quantize_rows.reference(*args, **given), quantize_rows.triton(*args, **given)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-6, atol=0)
     apart = ours.data.float() != theirs.data.float()
     assert float(apart.float().mean()) < 1e-3  # a norm summed in another order, next to a half
@@ -46,7 +47,7 @@ def test_kernel_and_passes_agree(sizes, gate, outliers):
     m, k, n = sizes
     x = torch.randn(m, k, device="cuda").bfloat16()
     x[:, [1, k - 1]] *= 30
-    rows = quantise_rows(x, outliers=outliers.cuda() if isinstance(outliers, torch.Tensor) else outliers)
+    rows = quantize_rows(x, outliers=outliers.cuda() if isinstance(outliers, torch.Tensor) else outliers)
     weight, residual = weight_of(n, k), torch.randn(m, n, device="cuda").bfloat16()
     given = {"residual": residual} | ({"up": weight_of(n, k), "activation": "silu"} if gate else {})
     found, wanted = int8_linear.triton(rows, weight, **given), in_passes(rows, weight, **given)
@@ -60,17 +61,17 @@ def test_kernel_and_passes_agree(sizes, gate, outliers):
 def test_the_product_by_hand_agrees(sizes, gate, stages):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper alone")
-    from accel_kernels.triton_kernels.int8_linear import Shape
-    from accel_kernels.triton_kernels.int8_wgmma import int8_wgmma
+    from accel_kernels.gemm.int8_linear_triton import Shape
+    from accel_kernels.gemm.int8_wgmma_triton import int8_wgmma
 
     m, k, n = sizes
-    rows, weight = quantise_rows(torch.randn(m, k, device="cuda").bfloat16()), weight_of(n, k)
+    rows, weight = quantize_rows(torch.randn(m, k, device="cuda").bfloat16()), weight_of(n, k)
     given = {"residual": torch.randn(m, n, device="cuda").bfloat16()}
     given |= {"up": weight_of(n, k), "activation": "silu"} if gate else {}
     wanted = in_passes(rows, weight, **given)
     step = 2**-7 * wanted.double().abs() + 1e-5 * wanted.double().abs().max()
     for _ in range(3):  # a race would show in one of them
-        found = int8_wgmma(rows, weight, **given, shape=Shape(128, 128 if gate else 256, 128, 8, stages))
+        found = int8_wgmma(rows, weight, Epilogue(**given), Shape(128, 128 if gate else 256, 128, 8, stages))
         assert ((found.double() - wanted.double()).abs() <= step).all()
 
 
@@ -80,7 +81,7 @@ def test_a_graph_finds_as_many_outliers_as_there_are():
     quiet = x.clone()
 
     def linear():
-        return int8_linear(quantise_rows(x, outliers=6.0), weight)
+        return int8_linear(quantize_rows(x, outliers=6.0), weight)
 
     linear()
     graph = torch.cuda.CUDAGraph()
@@ -91,7 +92,7 @@ def test_a_graph_finds_as_many_outliers_as_there_are():
         x[:, columns] *= 50
         y.fill_(float("nan"))
         graph.replay()
-        exact = x.double() @ weight.dequantised(torch.float64).t()
+        exact = x.double() @ weight.dequantized(torch.float64).t()
         noise = float((y.double() - exact).norm() / exact.norm())
         assert noise < 0.012, columns  # 38 dB
 
@@ -99,10 +100,10 @@ def test_a_graph_finds_as_many_outliers_as_there_are():
 def test_nothing_waits_for_the_device():
     x, weight = torch.randn(64, 512, device="cuda").bfloat16(), weight_of(256, 512)
     for outliers in (None, 6.0, torch.tensor([3, 5], device="cuda")):
-        int8_linear(quantise_rows(x, outliers=outliers), weight)
+        int8_linear(quantize_rows(x, outliers=outliers), weight)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            int8_linear(quantise_rows(x, outliers=outliers), weight)
+            int8_linear(quantize_rows(x, outliers=outliers), weight)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -4,18 +4,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from accel_kernels import OPS, attention_backends, quantised_projection
-from accel_kernels.attention_backends import BACKENDS, AttentionChooser
-from accel_kernels.linear import LinearChooser
-from accel_kernels.quantised_projection import quantise
-from accel_kernels.rehearsal import launch, rehearsal
+from accel_kernels import OPS, quantized_linear
+from accel_kernels.attention import backends as attention_backends
+from accel_kernels.attention.backends import BACKENDS, AttentionChooser
+from accel_kernels.gemm.linear import LinearChooser
+from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.warmup import launch, warmup
 
-NUMBERS = ("fp8_linear", "quantise_rows")  # neither rounds once what it is given: test_int8_linear.py
+NUMBERS = ("fp8_linear", "quantize_rows")  # neither rounds once what it is given: test_int8_linear.py
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases
 ]
 # These leave float32 to torch.
-LEFT = ("attention", "int8_linear", "linear_geglu", "projection", "quantised_projection")
+LEFT = ("attention", "int8_linear", "linear_geglu", "fused_linear", "quantized_linear")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -96,14 +97,14 @@ def test_what_cublaslt_cannot_do_is_left_to_torch():
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_scales_of_another_dtype_than_the_rows(rows, scales, as_good_as_torch):
-    """A model that is moved to another dtype keeps the scales it was quantised with."""
+    """A model that is moved to another dtype keeps the scales it was quantized with."""
     torch.manual_seed(0)
-    weight = quantise(torch.randn(70, 256, device="cuda"), torch.int32, 32, zeros=True)
+    weight = quantize_weight(torch.randn(70, 256, device="cuda"), torch.int32, 32, zeros=True)
     weight = weight._replace(scales=weight.scales.to(scales))
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(rows, 256, device="cuda", dtype=dtype)
-        assert quantised_projection.supports(x, weight) is None
-        as_good_as_torch(quantised_projection, (x, weight), {}, dtype)
+        assert quantized_linear.supports(x, weight) is None
+        as_good_as_torch(quantized_linear, (x, weight), {}, dtype)
 
 
 @triton.jit
@@ -115,9 +116,9 @@ def refused_kernel(ptr, WRONG: tl.constexpr):
 def test_a_kernel_that_does_not_compile_leaves_the_others_be():
     """Triton 3.6 leaves its asynchronous mode on where an error leaves it, with threads that are gone."""
     mark = torch.zeros(1, device="cuda", dtype=torch.int32)
-    with pytest.raises(triton.CompilationError), rehearsal():
+    with pytest.raises(triton.CompilationError), warmup():
         launch(refused_kernel, (1,), mark, WRONG=True)
-    with rehearsal():
+    with warmup():
         launch(refused_kernel, (1,), mark, WRONG=False)
     launch(refused_kernel, (1,), mark, WRONG=False)
     assert mark.item() == 1

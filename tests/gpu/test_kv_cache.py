@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from accel_kernels import attend
-from accel_kernels.rounding import restored, rounded
+from accel_kernels import paged_attention
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from code_kernel import run, ties
 from device_memory import allocated
 from families import make, padded, prompt
@@ -14,9 +14,9 @@ from rounded_cache import rounding
 from transformers import DynamicCache
 
 import accel
-from accel.llm.cache import store_of
-from accel.llm.cache_rounding import CODES
-from accel.llm.small_store import SmallStore
+from accel.llm.analysis.kv_quantization import CODES
+from accel.llm.analysis.small_store import SmallStore
+from accel.llm.kv_cache.cache import store_of
 
 FAMILIES = ("llama", "llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox", "mistral", "qwen3", "gemma2", "phi")
 SOME = ("greedy", "greedy-padded", "greedy-long", "sample", "beam", "assisted", "prompt-lookup", "chunked-prefill",
@@ -35,7 +35,7 @@ def kind(request) -> str:
 
 
 def pair(name: str, kind: str, dtype: torch.dtype = torch.float32, **changes):
-    """(optimised, stock)."""
+    """(optimized, stock)."""
     stock = make(name, **changes).to("cuda", dtype)
     return accel.optimize(copy.deepcopy(stock), kv_cache=kind, graphs=True), stock
 
@@ -92,10 +92,10 @@ def test_numbers_between_two_codes_are_rounded_bit_for_bit_as_the_reference(kind
 def test_the_decode_kernel_stores_values_between_two_codes_as_the_reference(name, dtype):
     if "fp8" in name and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit floats here")
-    case = next(case for case in attend.cases if case.name == name)
+    case = next(case for case in paged_attention.cases if case.name == name)
     (q, k, v, kv, scale), kwargs = case.make(torch.device("cuda"), dtype)
     v = ties(kv.values.dtype, dtype, v.shape[:-1].numel(), v.shape[-1]).view(v.shape).cuda()
-    attend.triton(q, k, v, kv, scale, **kwargs)
+    paged_attention.triton(q, k, v, kv, scale, **kwargs)
     stored, (codes, scales) = kv.stored(), rounded(v, kv.values.dtype)
     got = kv.read(stored + 1, torch.float32)[1][:, stored:]
     assert torch.equal(got, restored(codes, scales, torch.float32))
@@ -107,11 +107,11 @@ def test_the_decode_kernel_stores_values_between_two_codes_as_the_reference(name
 def test_kernels_attend_to_exactly_what_they_stored(name, size, dtype):
     if "fp8" in name and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit floats here")
-    case = next(case for case in attend.cases if case.name == name)
+    case = next(case for case in paged_attention.cases if case.name == name)
     (q, k, v, kv, scale), kwargs = case.make(torch.device("cuda"), dtype)
     kv.value_scales.mul_(size)
     stored, new = kv.stored(), q.shape[1]
-    got = attend.triton(q, k, v * size, kv, scale, **kwargs)
+    got = paged_attention.triton(q, k, v * size, kv, scale, **kwargs)
     keys, values = kv.read(stored + new, torch.float32)
     turned = SmallStore(q)
     turned(q, q, q, 1.0, cos=kwargs["cos"], sin=kwargs["sin"])

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import inspect
+import sys
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import accel
+from accel.cuda_graphs.runner import PATIENCE
 
 ALIKE = 5e-3  # root mean square of what two half-precision runs of one image may differ by
 STEPS = 6
@@ -30,24 +33,26 @@ def pipe(request):
 
 
 @pytest.fixture
-def runs(pipe, monkeypatch):
-    """How often the UNet's Python has run since it was asked last; replays of a graph do not count."""
-    counted, unet, forward = [], pipe.unet, type(pipe.unet).forward
+def runs(pipe):
+    """How often the UNet's Python has run since it was asked last; replays of a graph do not count.
 
-    def counting(self, *args, **kwargs):
-        if self is unet:
+    The interpreter counts: a wrapped forward would be code from elsewhere, of which no graph is made.
+    """
+    counted, unet = [], pipe.unet
+    code = inspect.unwrap(type(unet).forward).__code__
+
+    def counting(frame, event, arg):
+        if event == "call" and frame.f_code is code and frame.f_locals["self"] is unet:
             counted.append(1)
-        return forward(self, *args, **kwargs)
-
-    counting.__wrapped__ = forward
-    monkeypatch.setattr(type(unet), "forward", counting)
 
     def since():
         count = len(counted)
         counted.clear()
         return count
 
-    return since
+    sys.setprofile(counting)
+    yield since
+    sys.setprofile(None)
 
 
 def graphs(pipe):
@@ -55,15 +60,21 @@ def graphs(pipe):
 
 
 def settle(pipe, runs, live, graphed, wanted, slack=1, **call):
-    """The first call captures at the latest, the second replays; both draw what stock does."""
+    """The first call captures at the latest, the second replays; both draw what stock does.
+
+    At most 5 runs: one that moves weights into our layout, one of the shape, one that measures, two of capturing.
+    """
     runs()
     assert live.rms(live.draw(pipe, steps=STEPS, **call), wanted) < slack * ALIKE
     first = runs()
     assert live.rms(live.draw(pipe, steps=STEPS, **call), wanted) < slack * ALIKE
-    assert not graphed or (first <= 4 and runs() == 0), (first, accel.report(pipe).graphs)
+    assert not graphed or (first <= 5 and runs() == 0), (first, accel.report(pipe).graphs)
 
 
-def test_after_a_change_a_call_costs_a_capture_at_most(pipe, change, runs, live, tiny, tmp_path):
+def test_after_a_change_a_call_costs_a_capture_at_most(pipe, change, runs, live, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "accel.cuda_graphs.runner.SETTLING", float("inf")
+    )  # else how many calls measure depends on the machine
     twin = copy.deepcopy(pipe)
     call = change.arguments_before()
     plain = live.draw(twin, steps=STEPS, **call)
@@ -130,7 +141,7 @@ def test_offload_first_then_optimize(pipe, live):
     assert live.rms(live.draw(pipe), wanted) < ALIKE
 
 
-def test_compiled_blocks_inside_an_optimised_unet(pipe, live):
+def test_compiled_blocks_inside_an_optimized_unet(pipe, live):
     wanted = live.draw(pipe)
     accel.optimize(pipe)
     pipe.unet.compile_repeated_blocks(backend="eager", fullgraph=True)
@@ -185,7 +196,7 @@ def test_a_thousand_calls_over_eight_sizes_keep_memory_flat(tiny):
         inputs |= {name: inputs[name].half() for name in ("sample", "encoder_hidden_states")}
     accel.optimize(model, graphs=True)
     with torch.no_grad():
-        for i in range(24):
+        for i in range(8 * (PATIENCE + 2)):
             model(**sizes[i % 8])
         before = held()
         for i in range(1000):

@@ -1,4 +1,4 @@
-"""A folder of quantised weights goes to a GPU as it lies: never whole in 16 bits, nor twice; nor to quantise it."""
+"""A folder of quantized weights goes to a GPU as it lies: never whole in 16 bits, nor twice; nor to quantize it."""
 
 import copy
 
@@ -56,7 +56,7 @@ WAYS = {("int8", "rtn"): 3.5, ("int4", "gptq"): 6, ("int4", "awq"): 5.5, ("int8"
 
 
 @pytest.mark.parametrize(("scheme", "method"), WAYS)
-def test_layers_go_to_the_gpu_one_by_one_to_be_quantised(scheme, method):
+def test_layers_go_to_the_gpu_one_by_one_to_be_quantized(scheme, method):
     """The model stays on the CPU; what comes of it is as near to the original as what a CPU makes of it."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     stock = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **sizes)

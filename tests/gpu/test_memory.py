@@ -6,8 +6,8 @@ from device_memory import allocated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.llm.blocks import BLOCK
-from accel.llm.check import WIDE
+from accel.llm.generation.self_test import WIDE
+from accel.llm.kv_cache.blocks import BLOCK
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -25,8 +25,8 @@ def llama(layers: int) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache": "int8"}], ids=["as it is", "rounded cache"])
-def test_a_deep_model_is_optimised_in_the_memory_of_a_shallow_one(options):
-    """The bound is what the rehearsal stores for one layer; all 16 more would take 33 MiB, their records 14."""
+def test_a_deep_model_is_optimized_in_the_memory_of_a_shallow_one(options):
+    """The bound is what the warmup stores for one layer; all 16 more would take 33 MiB, their records 14."""
     peaks = {}
     for layers in (FIRST, SHALLOW, DEEP):
         model = llama(layers)

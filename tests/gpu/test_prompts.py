@@ -13,8 +13,8 @@ from families import BY_NAME, FAMILIES, available, make, padded, prompt
 from modes import generate, same
 
 import accel
-from accel.llm import prompt as short
-from accel.llm.prompt import MOST, STEP, room_for
+from accel.llm.generation import prefill as short
+from accel.llm.generation.prefill import MOST, STEP, bucket_for
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("exact")
 
 
 def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):
-    """(optimised, stock)."""
+    """(optimized, stock)."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes).to("cuda", dtype)
@@ -83,7 +83,7 @@ def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
         error = float((logits(ours) - truth).pow(2).mean().sqrt())
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
     assert "forward" in vars(ours), accel.report(ours)
-    fills = vars(ours)["forward"].manner.fills
+    fills = vars(ours)["forward"].convention.fills
     assert bool(graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
 
 
@@ -124,7 +124,7 @@ def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypat
 
     embeds = ours.get_input_embeddings()(prompt(2, 21).cuda())
     for fill in (whole, whole, whole, other, whole):
-        monkeypatch.setattr(short, "filled", fill)
+        monkeypatch.setattr(short, "pad_to_bucket", fill)
         cache = cache_of(ours)
         first = ours(inputs_embeds=embeds, past_key_values=cache, logits_to_keep=1).logits
         then = ours(prompt(2, 1, 3).cuda(), past_key_values=cache).logits
@@ -136,7 +136,7 @@ def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypat
         assert all(map(torch.equal, one, found[2]))
 
 
-CASES = [case for op in OPS if op.name == "attend" for case in op.cases if "prefill" in case.name]
+CASES = [case for op in OPS if op.name == "paged_attention" for case in op.cases if "prefill" in case.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -144,7 +144,7 @@ CASES = [case for op in OPS if op.name == "attend" for case in op.cases if "pref
                          ids=lambda case: case.name)  # fmt: skip
 def test_the_kernel_reads_the_blocks_by_their_addresses(case, dtype):
     """Keys and values that it is shown besides are another store's."""
-    op = next(op for op in OPS if op.name == "attend")
+    op = next(op for op in OPS if op.name == "paged_attention")
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cuda"), torch.float64)
     truth = op.reference(*qkv, theirs, scale, **kwargs)
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cuda"), dtype)
@@ -154,7 +154,7 @@ def test_the_kernel_reads_the_blocks_by_their_addresses(case, dtype):
     for held in (mine.keys, mine.values):
         held.fill_(nothing)  # whatever lay there before
     shown = {name: torch.full_like(getattr(mine, name), nothing) for name in ("keys", "values")}
-    ours = op.triton(*qkv, mine._replace(fresh=True, by_address=True, **shown), scale, **kwargs)
+    ours = op.triton(*qkv, mine._replace(is_prefill=True, by_address=True, **shown), scale, **kwargs)
     errors = [float((got.double() - truth).pow(2).mean().sqrt()) for got in (ours, stock)]
     assert errors[0] <= 2 * errors[1] + 1e-7, errors
     assert all((t.isnan() if t.is_floating_point() else t == nothing).all() for t in shown.values())
@@ -269,7 +269,7 @@ def test_two_models_and_their_copies_keep_apart():
 
 
 def rooms() -> list[int]:
-    return sorted({room_for(1, new) for new in range(1, MOST + 1)})
+    return sorted({bucket_for(1, new) for new in range(1, MOST + 1)})
 
 
 def test_no_prompt_stalls_over_its_graph():

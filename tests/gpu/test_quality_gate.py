@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel.bench import folder
-from accel.diffusion.resnet import ResnetForward
+from accel.diffusion.blocks.resnet import ResnetForward
 
 DIGITS = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
 PROMPT = "a handwritten seven"
@@ -125,7 +125,7 @@ def test_a_decode_inside_a_capture_of_the_users_own(loud_vae):
 
 def test_bench_of_a_folder():
     call = {"prompt": PROMPT, "steps": 6, "batch": 2, "budget_s": 0.5}
-    figures = folder.run(DIGITS, torch.device("cuda"), torch.float16, **call)
+    figures = folder.bench_folder(DIGITS, torch.device("cuda"), torch.float16, **call)
     assert figures["quality"]["passed"] and figures["restored_bit_equal"] is not False
     assert figures["accel"]["median_ms"] < figures["stock"]["median_ms"]
     assert {row["path"] for row in figures["graphs"] if row["status"] == "graph"} >= {"unet"}
@@ -134,5 +134,5 @@ def test_bench_of_a_folder():
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_bench_of_a_model_folder(part):
-    figures = folder.run(DIGITS / part, torch.device("cuda"), torch.float16, budget_s=0.2)
+    figures = folder.bench_folder(DIGITS / part, torch.device("cuda"), torch.float16, budget_s=0.2)
     assert figures["quality"]["passed"]

@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU: memory is really saved and given back, graphs hold, results are those of the weights."""
+"""Quantized weights on a GPU: memory is really saved and given back, graphs hold, results are those of the weights."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from device_memory import allocated
 from families import make, padded, prompt
 from modes import MODES, generate, same
-from quantised import held_by, rounded
+from quantized import held_by, rounded
 
 import accel
 
@@ -170,7 +170,7 @@ def test_memory_is_saved_and_given_back(weights, share, keep):
     )
 
 
-def test_moved_after_it_was_quantised():
+def test_moved_after_it_was_quantized():
     stock = make("llama-biases")
     ours = accel.optimize(copy.deepcopy(stock), weights="int4-g32")
     theirs, inputs = rounded(stock, ours), padded()

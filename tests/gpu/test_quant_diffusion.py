@@ -7,11 +7,11 @@ import pytest
 import torch
 from denoisers import DITS, given, transformer
 from device_memory import allocated
-from quantised import held_by, rounded
+from quantized import held_by, rounded
 from torch.utils._pytree import tree_map
 
 import accel
-from accel.quant.module import unrounded
+from accel.quantization.module import unrounded
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
 WEIGHTS = ("int8", "int8-asym", "fp8")
@@ -154,10 +154,10 @@ def test_a_pipeline_draws_what_stock_draws_over_the_same_weights():
     assert min(psnr(image, stock) for image in ours) > 35
     quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=20)
     assert quality.passed and quality.lossy == "weights='int8'"
-    optimised, twin = pipe.unet, rounded(stock_unet, pipe.unet)
+    optimized, twin = pipe.unet, rounded(stock_unet, pipe.unet)
     pipe.unet = twin
     over = drawn()
-    pipe.unet = optimised
+    pipe.unet = optimized
     assert min(psnr(image, over) for image in ours) > 45
 
 

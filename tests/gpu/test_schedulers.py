@@ -61,10 +61,10 @@ def optimized(scheduler):
     """A patched copy, as `accel.optimize` makes it inside a pipeline."""
     from accel.diffusion.schedulers import RULES
     from accel.options import Options
-    from accel.plan import Context, Plan
+    from accel.planning.plan import Plan, create_context
 
     scheduler = copy.deepcopy(scheduler)
-    plan = Plan(scheduler, RULES, Context.create(Options(), None))
+    plan = Plan(scheduler, RULES, create_context(Options()))
     plan.apply()
     return scheduler, plan
 

@@ -3,9 +3,9 @@
 import torch
 import triton
 import triton.language as tl
-from accel_kernels.rounding import TOPS
-from accel_kernels.triton_kernels.rounding import CODES
-from accel_kernels.triton_kernels.rounding import rounded as in_registers
+from accel_kernels.attention.paged.kv_quantization import TOPS
+from accel_kernels.attention.paged.kv_quantization_triton import CODES
+from accel_kernels.attention.paged.kv_quantization_triton import rounded as in_registers
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from accel_kernels import attention_backends as module
-from accel_kernels.attention_backends import BACKENDS, AttentionChooser
-from accel_kernels.choices import Form
+from accel_kernels.attention import backends as module
+from accel_kernels.attention.backends import BACKENDS, AttentionChooser
+from accel_kernels.autotune import Form
 from accel_kernels.trials import Trials
 
 
@@ -107,7 +107,7 @@ def test_a_choice_is_measured_once_and_kept_on_disk(tmp_path, measured):
     assert measured == ["cudnn"]
 
 
-def test_what_one_size_taught_serves_its_neighbours(tmp_path, measured):
+def test_what_one_size_taught_serves_its_neighbors(tmp_path, measured):
     path = tmp_path / "choices.json"
     chooser = AttentionChooser("auto", path)
     choose(chooser, *IMAGE)

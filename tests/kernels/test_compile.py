@@ -1,8 +1,8 @@
 """Every kernel compiles for the GPUs we name, on a machine without one.
 
-For compute capability 9.0 the first specimen of a kernel, the dtypes in turn where specimens differ by dtype alone.
+For compute capability 9.0 the first case of a kernel, the dtypes in turn where cases differ by dtype alone.
 Of the kernels that hold what is compiled by generation, products of matrices and instructions written out, every second
-once more for one of the others, in turn: its last specimen. ACCEL_TEST_EVERYTHING=1 compiles all for all.
+once more for one of the others, in turn: its last case. ACCEL_TEST_EVERYTHING=1 compiles all for all.
 """
 
 import os
@@ -15,15 +15,15 @@ pytest.importorskip("triton")
 
 CHECK = """
 import importlib, pkgutil, sys
-import accel_kernels.triton_kernels as package
+import accel_kernels as package
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 everything = sys.argv[1:] == ["all"]
-names = [info.name for info in pkgutil.iter_modules(package.__path__)]
-modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+found = pkgutil.walk_packages(package.__path__, "accel_kernels.")
+modules = [importlib.import_module(info.name) for info in found if info.name.endswith("_triton")]
 by_generation = set()
 
 
@@ -40,29 +40,29 @@ def build(target, kernel, types, constants, warps, *stages):
         by_generation.add(kernel.__name__)
 
 
-def chosen(specimens, which):
+def chosen(cases, which):
     several, kinds = {}, {}
-    for kernel, _, *rest in specimens:
+    for kernel, _, *rest in cases:
         found = several.setdefault(kernel, [])
         found.append(rest) if rest not in found else None
-    for specimen in specimens:
-        kernel, _, *rest = specimen
-        alike = [other for other in specimens if other[0] is kernel and [*other[2:]] == rest]
+    for case in cases:
+        kernel, _, *rest = case
+        alike = [other for other in cases if other[0] is kernel and [*other[2:]] == rest]
         kind = kinds.setdefault((kernel.__name__, str(rest)), len(kinds))
-        if rest == several[kernel][which] and alike[kind % len(alike)] is specimen:
-            yield specimen
+        if rest == several[kernel][which] and alike[kind % len(alike)] is case:
+            yield case
 
 
 for arch in (90, 80, 100):
     seen, count = set(), 0
     for module in modules:
-        float8 = getattr(module, "FLOAT8_SPECIMENS", ()) if arch >= 89 else ()
-        specimens = (*getattr(module, "SPECIMENS", ()), *float8)
-        for specimen in specimens if everything else chosen(specimens, 0 if arch == 90 else -1):
-            name = specimen[0].__name__
+        float8 = getattr(module, "FLOAT8_COMPILE_CASES", ()) if arch >= 89 else ()
+        cases = (*getattr(module, "COMPILE_CASES", ()), *float8)
+        for case in cases if everything else chosen(cases, 0 if arch == 90 else -1):
+            name = case[0].__name__
             turn = name in by_generation and sorted(by_generation).index(name) % 4 == (0 if arch == 80 else 2)
             if everything or arch == 90 or (turn and name not in seen):
-                build(GPUTarget("cuda", arch, 32), *specimen)
+                build(GPUTarget("cuda", arch, 32), *case)
                 seen.add(name)
                 count += 1
     print("compiled", count, "of", len(seen), "kernels for", arch)

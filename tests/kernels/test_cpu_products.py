@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accel_kernels import Norm, Quantised, quantised_projection
-from accel_kernels.quantised import pack, unpack
-from accel_kernels.quantised_projection import CPU_ROWS, quantise
+from accel_kernels import Norm, Quantized, quantized_linear
+from accel_kernels.gemm.quantized.quantized_linear import CPU_ROWS
+from accel_kernels.gemm.quantized_weight import pack, quantize_weight, unpack
 
 BF16 = torch.bfloat16
 
@@ -28,11 +28,11 @@ def drawn(*size, dtype=BF16, spread=1.0):
     return (torch.randn(*size) * spread).to(dtype)
 
 
-def made(n: int, k: int, dtype=BF16, kind=torch.int8, **how) -> Quantised:
-    return quantise(drawn(n, k, dtype=dtype, spread=k**-0.5), kind, **how)
+def made(n: int, k: int, dtype=BF16, kind=torch.int8, **how) -> Quantized:
+    return quantize_weight(drawn(n, k, dtype=dtype, spread=k**-0.5), kind, **how)
 
 
-def turned(weight: Quantised) -> Quantised:
+def turned(weight: Quantized) -> Quantized:
     return weight._replace(data=weight.data.t().contiguous().t())
 
 
@@ -44,18 +44,16 @@ def test_as_good_as_torch(gate, n, rows, counted, as_good_as_torch):
     given = (drawn(rows, 96), made(n, 96), drawn(n))
     more = {"norm": Norm(drawn(96), None, 1e-5)}
     more |= {"up": made(n, 96), "activation": "silu"} if gate else {"residual": drawn(rows, n), "scale": 0.5}
-    as_good_as_torch(
-        SimpleNamespace(triton=quantised_projection, reference=quantised_projection.reference), given, more, BF16
-    )
+    as_good_as_torch(SimpleNamespace(triton=quantized_linear, reference=quantized_linear.reference), given, more, BF16)
     assert counted.calls == 1 + gate
 
 
 def test_rows_of_several_dimensions_that_do_not_lie_in_a_line(counted):
     torch.manual_seed(0)
     x, weight = drawn(64, 2, 3).permute(1, 2, 0), made(8, 64)
-    found = quantised_projection(x, weight)
+    found = quantized_linear(x, weight)
     assert found.shape == (2, 3, 8) and counted.calls == 1
-    torch.testing.assert_close(found, quantised_projection(x.contiguous(), weight), rtol=0, atol=0)
+    torch.testing.assert_close(found, quantized_linear(x.contiguous(), weight), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("place", [1, 8, 16])
@@ -63,11 +61,11 @@ def test_at_any_address(place, counted):
     """Torch's product loads 32 bytes of x and 16 of the weight, and ends the process where they begin between."""
     torch.manual_seed(0)
     weight, x = made(8, 64), drawn(1, 64)
-    wanted = quantised_projection(x, weight)
+    wanted = quantized_linear(x, weight)
     held = torch.empty(64 + place, dtype=BF16)[place:].view(1, 64)
-    assert torch.equal(quantised_projection(held.copy_(x), weight), wanted)
+    assert torch.equal(quantized_linear(held.copy_(x), weight), wanted)
     data = torch.empty(weight.data.numel() + place, dtype=torch.int8)[place:].view(weight.data.shape)
-    assert torch.equal(quantised_projection(x, weight._replace(data=data.copy_(weight.data))), wanted)
+    assert torch.equal(quantized_linear(x, weight._replace(data=data.copy_(weight.data))), wanted)
     assert counted.calls == 3
 
 
@@ -92,15 +90,15 @@ OTHERS = {
 def test_all_else_is_the_reference(name, counted):
     torch.manual_seed(0)
     x, weight = (make() for make in OTHERS[name])
-    found = quantised_projection(x, weight)
-    assert counted.calls == 0 and torch.equal(found, quantised_projection.reference(x, weight))
+    found = quantized_linear(x, weight)
+    assert counted.calls == 0 and torch.equal(found, quantized_linear.reference(x, weight))
 
 
 def test_a_gate_of_another_format_is_the_reference(counted):
     torch.manual_seed(0)
     x, more = drawn(2, 64), {"up": made(8, 64, group=32), "activation": "silu"}
     weight = made(8, 64)
-    assert torch.equal(quantised_projection(x, weight, **more), quantised_projection.reference(x, weight, **more))
+    assert torch.equal(quantized_linear(x, weight, **more), quantized_linear.reference(x, weight, **more))
     assert counted.calls == 0
 
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows
-from accel_kernels import norm as norms
-from accel_kernels.int8_linear import in_passes, integer_product
-from accel_kernels.quantise_rows import MOST, KnownColumns, QuantisedRows
+from accel_kernels import Norm, Quantized, fp8_linear, int8_linear, quantize_rows
+from accel_kernels.gemm.int8_linear import in_passes, integer_product
+from accel_kernels.gemm.quantize_rows import MOST, KnownColumns, QuantizedRows
+from accel_kernels.norm import norm as norms
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -45,8 +45,8 @@ def poisoned(monkeypatch):
 
 
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
-    rows = quantise_rows.reference(torch.randn(n, k) * k**-0.5, dtype=to)
-    return Quantised(rows.data, rows.scales.to(dtype))
+    rows = quantize_rows.reference(torch.randn(n, k) * k**-0.5, dtype=to)
+    return Quantized(rows.data, rows.scales.to(dtype))
 
 
 def integers(*shape):
@@ -59,7 +59,7 @@ def cast(norm, dtype):
 
 
 def sqnr(found, exact) -> float:
-    """Signal to quantisation noise, dB."""
+    """Signal to quantization noise, dB."""
     exact = exact.double()
     return float(10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum()))
 
@@ -71,8 +71,8 @@ def sqnr(found, exact) -> float:
 def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poisoned):
     x = (torch.randn(shape) * 3).to(dtype)
     norm = cast(norm, dtype)
-    theirs, ours = quantise_rows.reference(x, norm=norm), quantise_rows.triton(x, norm=norm)
-    exact = quantise_rows.reference(x.double(), norm=cast(norm, torch.float64))
+    theirs, ours = quantize_rows.reference(x, norm=norm), quantize_rows.triton(x, norm=norm)
+    exact = quantize_rows.reference(x.double(), norm=cast(norm, torch.float64))
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=5e-7, atol=0)
     apart = (ours.data.int() - theirs.data.int()).abs()
     if norm is None:
@@ -92,7 +92,7 @@ def test_a_given_scale_is_that_of_all_rows_and_what_is_beyond_saturates(dtype, n
     x, scale = (torch.randn(3, 5, 80) * 3).to(dtype), torch.tensor([0.0137])
     norm = cast(norm, dtype)
     x[2, 1, 7] = 1e30 if norm is None else x[2, 1, 7]
-    theirs, ours = (one(x, norm=norm, scale=scale) for one in (quantise_rows.reference, quantise_rows.triton))
+    theirs, ours = (one(x, norm=norm, scale=scale) for one in (quantize_rows.reference, quantize_rows.triton))
     h = x.double() if norm is None else norms.reference(x.double(), cast(norm, torch.float64))
     wide = h / scale.double()
     assert (wide.abs() > 128).any() and (wide.abs() < 100).any()
@@ -107,7 +107,7 @@ def test_a_given_scale_is_that_of_all_rows_and_what_is_beyond_saturates(dtype, n
 def test_what_is_not_finite_shows_beside_a_given_scale(value, poisoned):
     x, scale = torch.randn(3, 77), torch.tensor([0.01])
     x[1, 70] = value
-    for function in (quantise_rows.triton, quantise_rows.reference):
+    for function in (quantize_rows.triton, quantize_rows.reference):
         scales = function(x, scale=scale).scales
         assert scales[1].isnan().all() and (scales[[0, 2]] == scale).all()
 
@@ -116,7 +116,7 @@ def test_what_is_not_finite_shows_beside_a_given_scale(value, poisoned):
 def test_columns_beside_a_given_scale(poisoned):
     x, scale, columns = torch.randn(4, 97), torch.tensor([0.02]), torch.tensor([90, 3])
     x[:, 3] *= 50
-    for function in (quantise_rows.triton, quantise_rows.reference):
+    for function in (quantize_rows.triton, quantize_rows.reference):
         rows = function(x, outliers=columns, scale=scale)
         assert not rows.data[:, [3, 90]].any() and (rows.scales == scale).all()
         assert torch.equal(rows.outliers, x[:, [3, 90]])
@@ -126,7 +126,7 @@ def test_columns_beside_a_given_scale(poisoned):
 
 def test_float8_by_a_given_scale_saturates_at_448():
     x, scale = torch.randn(7, 96) * 4, torch.tensor([0.01])
-    rows = quantise_rows.reference(x, dtype=torch.float8_e4m3fn, scale=scale)
+    rows = quantize_rows.reference(x, dtype=torch.float8_e4m3fn, scale=scale)
     wide = (x.double() / scale.double()).clamp(-448, 448)
     error = (rows.data.double() - wide).abs()
     assert rows.data.float().abs().max() == 448 and (error <= wide.abs() / 16 * 1.0001 + 2**-10).all()
@@ -135,9 +135,9 @@ def test_float8_by_a_given_scale_saturates_at_448():
 @interpreted
 def test_rounding_is_to_the_nearest_and_ties_to_even(poisoned):
     x = torch.tensor([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.49, -127.5, 0.0]])
-    ours = quantise_rows.triton(x)
+    ours = quantize_rows.triton(x)
     assert ours.data.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, -128, 0]]
-    assert torch.equal(ours.data, quantise_rows.reference(x).data) and ours.scales.item() == 1.0
+    assert torch.equal(ours.data, quantize_rows.reference(x).data) and ours.scales.item() == 1.0
 
 
 @interpreted
@@ -145,7 +145,7 @@ def test_rounding_is_to_the_nearest_and_ties_to_even(poisoned):
 def test_rows_of_zeros_of_the_least_and_of_the_greatest(dtype, poisoned):
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     x = torch.tensor([[0.0, -0.0, 0.0], [most, -most, most / 4], [least, -least, 0.0]], dtype=dtype)
-    for rows in (quantise_rows.triton(x), quantise_rows.reference(x)):
+    for rows in (quantize_rows.triton(x), quantize_rows.reference(x)):
         assert rows.data[0].tolist() == [0, 0, 0] and rows.data[1].tolist() in ([127, -127, 32], [127, -128, 32])
         assert rows.scales.isfinite().all() and (rows.scales > 0).all()
         step = rows.scales.double()
@@ -158,14 +158,14 @@ def test_what_is_not_finite_shows_in_its_row_and_no_other(value, poisoned):
     x = torch.randn(3, 64)
     x[1, 7] = value
     weight = weight_of(16, 64)
-    for rows in (quantise_rows.triton(x.bfloat16()), quantise_rows.reference(x.bfloat16())):
+    for rows in (quantize_rows.triton(x.bfloat16()), quantize_rows.reference(x.bfloat16())):
         for y in (int8_linear.triton(rows, weight), int8_linear.reference(rows, weight), in_passes(rows, weight)):
             assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 
 
 def test_numbers_of_float8_against_float64():
     x = torch.randn(7, 96) * torch.logspace(-3, 3, 7)[:, None]
-    rows = quantise_rows.reference(x, dtype=torch.float8_e4m3fn)
+    rows = quantize_rows.reference(x, dtype=torch.float8_e4m3fn)
     assert rows.data.float().abs().amax(1).eq(448).all()
     error = (rows.data.double() * rows.scales.double() - x.double()).abs()
     # Half of the last of 3 bits, and half of the least subnormal, 2^-9.
@@ -177,7 +177,7 @@ def test_float8_numbers_that_need_no_rounding_are_kept(poisoned):
     """Triton's interpreter loses the carry where rounding reaches a power of two, hence numbers of float8."""
     x = (torch.randn(5, 80) * 50).to(torch.float8_e4m3fn).float()
     x[:, 3] = 448.0
-    ours = quantise_rows.triton(x, dtype=torch.float8_e4m3fn)
+    ours = quantize_rows.triton(x, dtype=torch.float8_e4m3fn)
     assert torch.equal(ours.data.float(), x) and (ours.scales == 1).all()
 
 
@@ -197,8 +197,8 @@ def test_float8_numbers_that_need_no_rounding_are_kept(poisoned):
 def test_outliers_are_taken_out(norm, outliers, poisoned):
     x = torch.randn(21, 97).clamp(-2, 2)
     x[2, 3], x[20, 50], x[0, 90] = 40.0, -40.0, 40.0  # of a single row each, beyond 6 after the norm as well
-    ours = quantise_rows.triton(x, norm=norm, outliers=outliers)
-    theirs = quantise_rows.reference(x, norm=norm, outliers=outliers)
+    ours = quantize_rows.triton(x, norm=norm, outliers=outliers)
+    theirs = quantize_rows.reference(x, norm=norm, outliers=outliers)
     wanted, room = [3, 50, 90], 97
     if isinstance(outliers, KnownColumns):
         room = outliers.columns.numel()
@@ -211,7 +211,7 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
     count = len(wanted)
     torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
     h = x if norm is None else torch.nn.functional.rms_norm(x, (97,), eps=1e-5)
-    assert float((ours.dequantised(torch.float32) - h).abs().max()) <= 0.51 * float(ours.scales.max())
+    assert float((ours.dequantized(torch.float32) - h).abs().max()) <= 0.51 * float(ours.scales.max())
 
 
 @interpreted
@@ -230,7 +230,7 @@ def test_outliers_behind_a_norm_are_what_the_norm_makes_of_them(norm, outliers, 
         outliers, wanted = float(sizes[2:4].mean()), columns[:3].sort().values
     else:
         wanted = outliers.sort().values
-    ours = quantise_rows.triton(x, norm=norm, outliers=outliers)
+    ours = quantize_rows.triton(x, norm=norm, outliers=outliers)
     count = ours.count.item()
     assert torch.equal(ours.columns[:count], wanted)
     torch.testing.assert_close(ours.outliers[:, :count].double(), h[:, wanted], rtol=1e-5, atol=1e-5)
@@ -245,8 +245,8 @@ def test_where_more_than_one_column_in_sixteen_has_outliers_all_stay_in_16_bits(
     x = torch.randn(21, 96).clamp(-2, 2)
     columns = torch.randperm(96)[:planted]
     x[torch.arange(planted), columns] = 60.0
-    ours = quantise_rows.triton(x, norm=norm, outliers=5.0)
-    theirs = quantise_rows.reference(x, norm=norm, outliers=5.0)
+    ours = quantize_rows.triton(x, norm=norm, outliers=5.0)
+    theirs = quantize_rows.reference(x, norm=norm, outliers=5.0)
     wanted = sorted(columns.tolist()) if count < 96 else list(range(96))
     for rows in (ours, theirs):
         assert rows.count.item() == count and rows.columns[:count].tolist() == wanted
@@ -260,27 +260,27 @@ def test_no_outliers_and_all_outliers(poisoned):
     """Room for every column: nothing is lost however many there are, and nothing is read where there are none."""
     x, weight = torch.randn(5, 64).half(), weight_of(24, 64, torch.float16)
     for threshold, count in ((100.0, 0), (1e-9, 64)):
-        rows = quantise_rows.triton(x, outliers=threshold)
+        rows = quantize_rows.triton(x, outliers=threshold)
         assert rows.count.item() == count
         y = int8_linear.triton(rows, weight)
         torch.testing.assert_close(y, int8_linear.reference(rows, weight), rtol=1e-3, atol=1e-3)
-        exact = x.double() @ weight.dequantised(torch.float64).t()
+        exact = x.double() @ weight.dequantized(torch.float64).t()
         assert sqnr(y, exact) > (60 if count else 38)
 
 
 def test_bad_requests_are_named():
     x = torch.randn(2, 32)
     with pytest.raises(ValueError, match="int4|int32"):
-        quantise_rows(x, dtype=torch.int32)
+        quantize_rows(x, dtype=torch.int32)
     with pytest.raises(ValueError, match="threshold of 0"):
-        quantise_rows(x, outliers=0.0)
+        quantize_rows(x, outliers=0.0)
     with pytest.raises(ValueError, match="taken out of int8"):
-        quantise_rows(x, dtype=torch.float8_e4m3fn, outliers=6.0)
+        quantize_rows(x, dtype=torch.float8_e4m3fn, outliers=6.0)
     with pytest.raises(IndexError):
-        quantise_rows(x, outliers=torch.tensor([32]))
-    rows, weight = quantise_rows(x.half()), weight_of(16, 32)
+        quantize_rows(x, outliers=torch.tensor([32]))
+    rows, weight = quantize_rows(x.half()), weight_of(16, 32)
     with pytest.raises(ValueError, match="not int8"):
-        int8_linear(quantise_rows(x, dtype=torch.float8_e4m3fn), weight)
+        int8_linear(quantize_rows(x, dtype=torch.float8_e4m3fn), weight)
     with pytest.raises(ValueError, match="2 scales to a row"):
         int8_linear(rows, weight._replace(scales=torch.ones(16, 2)))
     with pytest.raises(ValueError, match="not float8"):
@@ -289,20 +289,20 @@ def test_bad_requests_are_named():
         wide = {name: value for name, value in given.items() if name != "up"}
         assert int8_linear.supports(rows, weight, **given) is not None
         torch.testing.assert_close(int8_linear(rows, weight, **wide), int8_linear(rows, weight), rtol=0, atol=0)
-    assert "16384" in quantise_rows.supports(torch.empty(1, 16385))
-    assert "contiguous" in quantise_rows.supports(torch.empty(8, 4).t())
-    assert "int64" in quantise_rows.supports(x, outliers=torch.tensor([1], dtype=torch.int32))
+    assert "16384" in quantize_rows.supports(torch.empty(1, 16385))
+    assert "contiguous" in quantize_rows.supports(torch.empty(8, 4).t())
+    assert "int64" in quantize_rows.supports(x, outliers=torch.tensor([1], dtype=torch.int32))
     for scale in (torch.ones(2), torch.ones(1, dtype=torch.float64)):
-        assert "one float32" in quantise_rows.supports(x, scale=scale)
+        assert "one float32" in quantize_rows.supports(x, scale=scale)
 
 
 @pytest.mark.parametrize("k", [1, 8, 24, 40, 100])
 def test_inputs_that_tiles_cannot_load_are_refused_with_the_reason(k):
-    rows, weight = quantise_rows(torch.randn(3, k).half()), weight_of(16, k)
+    rows, weight = quantize_rows(torch.randn(3, k).half()), weight_of(16, k)
     assert "multiple of 16" in int8_linear.supports(rows, weight)
-    fp8 = quantise_rows(torch.randn(3, k).bfloat16(), dtype=torch.float8_e4m3fn)
+    fp8 = quantize_rows(torch.randn(3, k).bfloat16(), dtype=torch.float8_e4m3fn)
     assert "multiples of 16" in fp8_linear.supports(fp8, weight_of(16, k, to=torch.float8_e4m3fn))
-    exact = rows.dequantised(torch.float64) @ weight.dequantised(torch.float64).t()
+    exact = rows.dequantized(torch.float64) @ weight.dequantized(torch.float64).t()
     torch.testing.assert_close(int8_linear(rows, weight).double(), exact, rtol=2e-3, atol=2e-3)
 
 
@@ -322,7 +322,7 @@ def test_the_kernel_sums_integers_exactly(sizes, poisoned):
     x[0], weight[0] = 127, -127  # the largest sum there is
     exact = x.double() @ weight.double().t()
     upper = (exact / 2048).round() * 2048  # 11 bits, which float16 holds, and as many below them
-    rows, weight = QuantisedRows(x, torch.ones(m, 1), torch.float16), Quantised(weight, torch.full((n, 1), 2.0**-11))
+    rows, weight = QuantizedRows(x, torch.ones(m, 1), torch.float16), Quantized(weight, torch.full((n, 1), 2.0**-11))
     y = int8_linear.triton(rows, weight, residual=(-upper / 2048).half())
     assert torch.equal(y.double(), (exact - upper) / 2048)
 
@@ -340,7 +340,7 @@ def call(flags, m, k, n, dtype, outliers=None):
         given["up"] = weight_of(n, k, dtype)
         given["up_bias"] = torch.randn(n).to(dtype) if bias else None
     shift = torch.randn(n).to(dtype) if bias and bias != "up" else None
-    return (quantise_rows.reference(x.to(dtype), outliers=outliers), weight_of(n, k, dtype), shift), given
+    return (quantize_rows.reference(x.to(dtype), outliers=outliers), weight_of(n, k, dtype), shift), given
 
 
 @interpreted
@@ -364,7 +364,7 @@ def test_kernel_and_passes_are_the_reference_within_a_rounding(flags, sizes, out
 @interpreted
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_every_tile_is_computed_in_any_order(group, poisoned):
-    from accel_kernels.triton_kernels.int8_linear import Shape
+    from accel_kernels.gemm.int8_linear_triton import Shape
 
     args, given = call({}, 75, 48, 133, torch.float16)
     for shape in (Shape(32, 16, 32, 4, 2, group), Shape(16, 64, 16, 4, 2, group)):
@@ -385,10 +385,10 @@ def test_float8_through_torchs_scaled_product(case):
 def linear_sqnr(x, weight, **how) -> float:
     exact = x.double() @ weight.double().t()
     if how.get("dtype") == torch.float8_e4m3fn:
-        rows = quantise_rows(weight, dtype=torch.float8_e4m3fn)
-        return sqnr(fp8_linear(quantise_rows(x, **how), Quantised(rows.data, rows.scales)), exact)
-    rows = quantise_rows(weight)
-    return sqnr(int8_linear(quantise_rows(x, **how), Quantised(rows.data, rows.scales)), exact)
+        rows = quantize_rows(weight, dtype=torch.float8_e4m3fn)
+        return sqnr(fp8_linear(quantize_rows(x, **how), Quantized(rows.data, rows.scales)), exact)
+    rows = quantize_rows(weight)
+    return sqnr(int8_linear(quantize_rows(x, **how), Quantized(rows.data, rows.scales)), exact)
 
 
 def test_how_much_of_the_signal_is_left():
@@ -423,17 +423,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from accel_kernels.triton_kernels import int8_linear, int8_wgmma, quantise_rows
-from accel_kernels.triton_kernels.int8_linear import Shape
+from accel_kernels.gemm import int8_linear_triton as int8_linear, int8_wgmma_triton as int8_wgmma
+from accel_kernels.gemm import quantize_rows_triton as quantize_rows
+from accel_kernels.gemm.int8_linear_triton import Shape
 
 SHAPE = Shape(128, 256, 128, 8, 3)
 GATED = SHAPE._replace(columns=128)
 BY_HAND = SHAPE._replace(stages=4)
-plain = (int8_linear.specimen(SHAPE, False, False, True),) if sys.argv[1:] == ["all"] else ()
+plain = (int8_linear.compile_case(SHAPE, False, False, True),) if sys.argv[1:] == ["all"] else ()
 for kernel, types, constants, warps, *stages in (
-    *plain, int8_linear.specimen(SHAPE, False, True, True), int8_linear.specimen(GATED, True, False, False),
-    quantise_rows.specimen("fp8e4nv", False),
-    int8_wgmma.specimen(BY_HAND, False, True), int8_wgmma.specimen(BY_HAND._replace(columns=128), True, False),
+    *plain, int8_linear.compile_case(SHAPE, False, True, True), int8_linear.compile_case(GATED, True, False, False),
+    quantize_rows.compile_case("fp8e4nv", False),
+    int8_wgmma.compile_case(BY_HAND, False, True), int8_wgmma.compile_case(BY_HAND._replace(columns=128), True, False),
 ):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -442,7 +443,7 @@ for kernel, types, constants, warps, *stages in (
     compiled = triton.compile(source(kernel, signature, constexprs), GPUTarget("cuda", 90, 32), options)
     ptx = compiled.asm["ptx"]
     assert compiled.asm["cubin"] and compiled.metadata.shared <= 232448
-    if kernel is quantise_rows.quantise_rows_kernel:
+    if kernel is quantize_rows.quantize_rows_kernel:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     else:
         assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx

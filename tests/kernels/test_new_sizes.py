@@ -1,4 +1,4 @@
-"""A rehearsal at one size compiles the kernels of the others: no call of a new size waits for a compiler."""
+"""A warmup at one size compiles the kernels of the others: no call of a new size waits for a compiler."""
 
 from contextlib import contextmanager
 
@@ -7,17 +7,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import rehearsal
-from accel_kernels.triton_kernels import attention, geglu, group_norm, image_sum, layer_norm, softmax, upsample
-from accel_kernels.triton_kernels import upsample_convolve as convolve
-from accel_kernels.triton_kernels.chunks import GROWTH
+from accel_kernels import warmup as warmup
+from accel_kernels.attention import flash_attention_triton as attention
+from accel_kernels.elementwise import geglu_triton as geglu
+from accel_kernels.elementwise import softmax_triton as softmax
+from accel_kernels.image import image_sum_triton as image_sum
+from accel_kernels.image import upsample_convolve_triton as convolve
+from accel_kernels.image import upsample_triton as upsample
+from accel_kernels.norm import group_norm_triton as group_norm
+from accel_kernels.norm import layer_norm_triton as layer_norm
+from accel_kernels.norm.channel_stats_triton import GROWTH
 from triton.runtime.jit import JITFunction
 
 MODULES = (attention, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve)
 SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
 
 
-def specialised(parameter, value):
+def specialized(parameter, value):
     """What of an argument Triton compiles a kernel of its own for."""
     if isinstance(value, torch.Tensor):
         return value.dtype
@@ -38,7 +44,7 @@ def launched(monkeypatch):
         source = JITFunction(kernel.fn, **kernel.kwargs)
         assert not any(p.is_constexpr and p.do_not_specialize for p in source.params)  # it would compile at every call
         given = dict(zip(source.arg_names, args, strict=False)) | meta
-        key = [(p.name, specialised(p, given.pop(p.name))) for p in source.params]
+        key = [(p.name, specialized(p, given.pop(p.name))) for p in source.params]
         seen.add((source.fn.__name__, tuple(key), tuple(sorted(given.items()))))
 
     for module in MODULES:
@@ -47,12 +53,12 @@ def launched(monkeypatch):
 
 
 @contextmanager
-def rehearsed():
-    token = rehearsal._REHEARSAL.set(rehearsal._Rehearsal(None, []))
+def warmed_up():
+    token = warmup._WARMUP.set(warmup._Warmup(None, []))
     try:
         yield
     finally:
-        rehearsal._REHEARSAL.reset(token)
+        warmup._WARMUP.reset(token)
 
 
 def image(channels, n, h, w, dtype=torch.float16):
@@ -63,14 +69,14 @@ def norms(channels, n, h, w):
     weight = torch.empty(channels, device="meta", dtype=torch.float16)
     x, add = image(channels, n, h, w), torch.empty(n, channels, device="meta", dtype=torch.float16)
     group_norm.group_norm(x, 32, weight, weight, 1e-5, add=add, shift=weight, silu=True)
-    group_norm.group_norm(x, 32, weight, weight, 1e-5, moments=image_sum.image_sum(x, x, weight)[1])
+    group_norm.group_norm(x, 32, weight, weight, 1e-5, channel_stats=image_sum.image_sum(x, x, weight)[1])
     layer_norm.layer_norm(x.permute(0, 2, 3, 1).contiguous(), weight, weight, 1e-5)
 
 
 def sums(channels, n, h, w):
     x = image(channels, n, h, w)
-    for residual, moments in ((x, True), (None, True), (x, False)):
-        image_sum.image_sum(x, residual, moments=moments)
+    for residual, channel_stats in ((x, True), (None, True), (x, False)):
+        image_sum.image_sum(x, residual, channel_stats=channel_stats)
     image_sum.image_concat(x, x)
 
 
@@ -86,7 +92,7 @@ def upsampled(channels, n, h, w):
 @pytest.mark.parametrize("first", [(2, 64, 64), (2, 8, 8), (1, 512, 512)], ids=str)
 def test_images(launched, work, first):
     for channels in (320, 96):
-        with rehearsed():
+        with warmed_up():
             work(channels, *first)
     known = set(launched)
     assert known
@@ -98,7 +104,7 @@ def test_images(launched, work, first):
 
 @pytest.mark.parametrize("first", [16, 4096, 20000])
 def test_scores(launched, first):
-    with rehearsed():
+    with warmed_up():
         softmax.softmax(torch.empty(8, first, device="meta"), 0.5, torch.float16)
     known = set(launched)
     for columns in (16, 1024, 4096, 9216, 16384, 65536):
@@ -109,12 +115,12 @@ def test_scores(launched, first):
 def test_prompts(launched):
     """Cross-attention: any number of pixels, a prompt of up to 128 tokens."""
 
-    def attend(batch, queries, keys):
+    def paged_attention(batch, queries, keys):
         q, kv = (torch.empty((batch, n, 8, 40), device="meta", dtype=torch.float16) for n in (queries, keys))
         attention.attention(q.transpose(1, 2), *(kv.transpose(1, 2),) * 2)
 
-    attend(2, 4096, 77)
+    paged_attention(2, 4096, 77)
     known = set(launched)
     for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
-        attend(*shape)
+        paged_attention(*shape)
     assert launched == known

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from accel_kernels.triton_kernels.online_softmax import capped
+from accel_kernels.attention.paged.online_softmax_triton import capped
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels import OPS, Quantised
+from accel_kernels import OPS, Quantized
 
 pytest.importorskip("triton")
 
-NUMBERS = ("quantise_rows",)  # what it gives is no rounding of what it is given: tests of its own
+NUMBERS = ("quantize_rows",)  # what it gives is no rounding of what it is given: tests of its own
 EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -92,8 +92,8 @@ def test_unsupported_inputs_are_named():
     )
 
 
-def test_quantised_weights_the_kernel_cannot_read_are_named():
-    op = next(op for op in OPS if op.name == "quantised_projection")
+def test_quantized_weights_the_kernel_cannot_read_are_named():
+    op = next(op for op in OPS if op.name == "quantized_linear")
     case = next(case for case in op.cases if case.name == "int4-32")
     (x, weight, _), more = case.make(torch.device("cpu"), torch.float16)
     assert op.supports(x, weight) is None
@@ -110,13 +110,13 @@ def test_quantised_weights_the_kernel_cannot_read_are_named():
 
 def at_odd_bytes(x, numbers):
     data = torch.empty(numbers.numel() + 1, dtype=torch.int8)[1:].view(numbers.shape).copy_(numbers)
-    return x, Quantised(data, torch.ones(len(data), 1, dtype=x.dtype))
+    return x, Quantized(data, torch.ones(len(data), 1, dtype=x.dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"])
-def test_the_norm_before_a_quantised_weight_may_be_of_float32(name, as_good_as_torch):
-    op = next(op for op in OPS if op.name == "quantised_projection")
+def test_the_norm_before_a_quantized_weight_may_be_of_float32(name, as_good_as_torch):
+    op = next(op for op in OPS if op.name == "quantized_linear")
     args, more = next(case for case in op.cases if case.name == name).make(torch.device("cpu"), torch.float16)
     norm = more["norm"]
     bias = None if norm.bias is None else norm.bias.float()
@@ -127,7 +127,7 @@ def test_the_norm_before_a_quantised_weight_may_be_of_float32(name, as_good_as_t
 
 @pytest.mark.parametrize("name", ["int8-gate-bias", "int4-64-zeros", "fp8"])
 def test_more_rows_than_the_kernel_takes_are_the_same_product(name):
-    op = next(op for op in OPS if op.name == "quantised_projection")
+    op = next(op for op in OPS if op.name == "quantized_linear")
     (x, weight, bias), more = next(case for case in op.cases if case.name == name).make(
         torch.device("cpu"), torch.float32
     )
@@ -179,11 +179,11 @@ def test_moments_taken_while_writing_serve_the_norm(name, height, dtype):
         for _ in range(2)
     )
     given = (x, other, torch.randn(96).to(dtype), 1.5) if name == "image_sum" else (x, other)
-    y, moments = ops[name].triton(*given)
+    y, channel_stats = ops[name].triton(*given)
     weight, bias, add = torch.randn(y.shape[1]), torch.randn(y.shape[1]), torch.randn(1, y.shape[1])
     args, more = (3, weight.to(dtype), bias.to(dtype), 1e-5), {"add": add.to(dtype), "silu": True}
-    ours = ops["group_norm"].triton(y, *args, **more, moments=moments)
-    assert moments is not None
+    ours = ops["group_norm"].triton(y, *args, **more, channel_stats=channel_stats)
+    assert channel_stats is not None
     step = {"rtol": torch.finfo(dtype).eps, "atol": 2e-5}  # one rounding
     torch.testing.assert_close(ours, ops["group_norm"].triton(y, *args, **more), **step)
 
@@ -197,15 +197,15 @@ def test_the_norm_merges_moments_of_more_chunks_than_fit_at_once():
     chunks = x.split(chunk_rows, dim=-1)
     means = torch.stack([chunk.mean(-1) for chunk in chunks], 1)
     squares = torch.stack([chunk.var(-1, correction=0) * chunk.shape[-1] for chunk in chunks], 1)
-    moments = torch.stack([means, squares], 2).float().contiguous()
-    assert moments.shape == (1, 75, 2, 8)
+    channel_stats = torch.stack([means, squares], 2).float().contiguous()
+    assert channel_stats.shape == (1, 75, 2, 8)
     image = x.view(1, 8, 40, 120).contiguous(memory_format=torch.channels_last)
     exact = op.reference(image, 2, None, None, 1e-5)
-    ours = op.triton(image.float(), 2, None, None, 1e-5, moments=(moments, chunk_rows))
+    ours = op.triton(image.float(), 2, None, None, 1e-5, channel_stats=(channel_stats, chunk_rows))
     assert float((ours.double() - exact).abs().max()) < 1e-5
 
 
-ATTEND = [case for op in OPS if op.name == "attend" for case in op.cases if case.small]
+ATTEND = [case for op in OPS if op.name == "paged_attention" for case in op.cases if case.small]
 PREFILLS = [case for case in ATTEND if case.name.startswith("prefill")]
 # Long in the interpreter: without ACCEL_TEST_EVERYTHING=1 each is stored one way, through the table or by address.
 BY_ADDRESS = [case for case in PREFILLS if EVERYTHING or case.name in ("prefill", "prefill-valid", "prefill-window")]
@@ -215,7 +215,7 @@ BY_TABLE = [c for n, c in enumerate(ATTEND) if EVERYTHING or (c not in BY_ADDRES
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case", BY_TABLE, ids=lambda case: case.name)
 def test_new_keys_and_values_are_stored_where_the_table_says_and_nowhere_else(case):
-    op = next(op for op in OPS if op.name == "attend")
+    op = next(op for op in OPS if op.name == "paged_attention")
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cpu"), torch.float32)
     (*_, ours, _), _ = case.make(torch.device("cpu"), torch.float32)
     op.reference(*qkv, theirs, scale, **kwargs)
@@ -228,12 +228,12 @@ def test_new_keys_and_values_are_stored_where_the_table_says_and_nowhere_else(ca
 @pytest.mark.parametrize("case", BY_ADDRESS, ids=lambda case: case.name)
 def test_a_graph_finds_keys_and_values_by_their_addresses(case):
     """What it is shown besides is another store's."""
-    op = next(op for op in OPS if op.name == "attend")
+    op = next(op for op in OPS if op.name == "paged_attention")
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cpu"), torch.float32)
     (*_, ours, _), _ = case.make(torch.device("cpu"), torch.float32)
     other = {name: torch.full_like(getattr(ours, name), float("nan")) for name in ("keys", "values")}
     wanted = op.reference(*qkv, theirs, scale, **kwargs)
-    found = op.triton(*qkv, ours._replace(fresh=True, by_address=True, **other), scale, **kwargs)
+    found = op.triton(*qkv, ours._replace(is_prefill=True, by_address=True, **other), scale, **kwargs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-6)
     assert all(t.isnan().all() for t in other.values())

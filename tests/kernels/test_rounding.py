@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from accel_kernels import KV, attend
-from accel_kernels.rounding import TOPS, restored, rounded
+from accel_kernels import KV, paged_attention
+from accel_kernels.attention.paged.kv_quantization import TOPS, restored, rounded
 
 pytest.importorskip("triton")
 from code_kernel import run, ties
@@ -119,29 +119,33 @@ def test_compiled_it_divides_exactly_and_adds_to_no_unrounded_product(tmp_path):
 
 def over(name: str):
     """A case of the op, its kernel's own store, and the result."""
-    case = next(case for case in attend.cases if case.name == name)
+    case = next(case for case in paged_attention.cases if case.name == name)
     (q, k, v, kv, scale), kwargs = case.make(torch.device("cpu"), torch.float32)
     return (q, k, v, kv, scale), kwargs
 
 
 @INTERPRETED
-@pytest.mark.parametrize("name", [case.name for case in attend.cases if case.small and case.name.startswith("int8")])
+@pytest.mark.parametrize(
+    "name", [case.name for case in paged_attention.cases if case.small and case.name.startswith("int8")]
+)
 def test_the_kernel_attends_to_exactly_what_it_stored(name):
     """fp64 attention over the codes and scales that the kernel left, the new tokens' too."""
     (q, k, v, kv, scale), kwargs = over(name)
     stored, new = kv.stored(), q.shape[1]
-    got = attend.triton(q, k, v, kv, scale, **kwargs)
+    got = paged_attention.triton(q, k, v, kv, scale, **kwargs)
     keys, values = kv.read(stored + new, torch.float64)
     table = torch.arange(len(keys), dtype=torch.int32).view(-1, 1)
-    plain = KV(keys.clone(), values.clone(), table, kv.valid, kv.where, 0, last=kv.last)  # a block a row
+    plain = KV(keys.clone(), values.clone(), table, kv.padding_mask, kv.metadata, 0, last=kv.last)  # a block a row
     given = {name: t.double() if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
     cos, sin, interleaved = (given.pop(name, None) for name in ("cos", "sin", "interleaved"))
     if cos is not None:
-        alone = plain._replace(keys=torch.empty_like(q, dtype=torch.float64), where=torch.zeros(1, dtype=torch.int64))
-        alone = alone._replace(values=alone.keys.clone(), table=table, valid=None)
-        attend.reference(*(q.double(),) * 3, alone, 1.0, cos=cos, sin=sin, interleaved=bool(interleaved))
+        alone = plain._replace(
+            keys=torch.empty_like(q, dtype=torch.float64), metadata=torch.zeros(1, dtype=torch.int64)
+        )
+        alone = alone._replace(values=alone.keys.clone(), table=table, padding_mask=None)
+        paged_attention.reference(*(q.double(),) * 3, alone, 1.0, cos=cos, sin=sin, interleaved=bool(interleaved))
         q = alone.keys  # as the operation turns keys, and the keys of the case are turned already
-    wanted = attend.reference(q.double(), keys[:, stored:], values[:, stored:], plain, scale, **given)
+    wanted = paged_attention.reference(q.double(), keys[:, stored:], values[:, stored:], plain, scale, **given)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=3e-6)
 
 
@@ -165,11 +169,11 @@ def test_eight_bit_floats_that_are_exact(new, dtype):
     outputs = []
     q, k, v = torch.randn(rows, new, 4, dim), numbers(rows, new, heads, dim), numbers(rows, new, heads, dim)
     q, k, v = (t.to(dtype) for t in (q, k, v))
-    for function in (attend.reference, attend.triton):
+    for function in (paged_attention.reference, paged_attention.triton):
         (keys, key_scales), (values, value_scales) = ((c.clone(), s.mT.contiguous().mT) for c, s in parts)
         addresses = [t.data_ptr() for t in (keys, values, key_scales, value_scales)]
-        where = torch.tensor([*kv.where[:4].tolist()[:1], kv.table.data_ptr(), 0, kv.table.shape[1], *addresses])
-        one = kv._replace(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, where=where)
+        where = torch.tensor([*kv.metadata[:4].tolist()[:1], kv.table.data_ptr(), 0, kv.table.shape[1], *addresses])
+        one = kv._replace(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, metadata=where)
         outputs.append((function(q, k, v, one, dim**-0.5), keys.float(), values.float(), key_scales, value_scales))
     (theirs, *stored), (mine, *ours) = outputs
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 4e-3)
@@ -186,21 +190,21 @@ def test_scales_outside_the_range_of_half_precision(size):
     kv.value_scales.mul_(size / kv.value_scales.max())
     v = (v * size).half().float()
     half = {name: t.half() if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
-    wanted = attend.reference(q, k, v, kv, scale, **kwargs)
-    got = attend.triton(q.half(), k.half(), v.half(), kv, scale, **half)
+    wanted = paged_attention.reference(q, k, v, kv, scale, **kwargs)
+    got = paged_attention.triton(q.half(), k.half(), v.half(), kv, scale, **half)
     assert float((got.double() - wanted).abs().max()) < 4e-3 * float(wanted.abs().max()) + 6e-8
 
 
 @INTERPRETED
 @pytest.mark.parametrize("code", KINDS)
 def test_a_prompt_is_shown_what_is_stored(code):
-    from accel_kernels.triton_kernels.rotary_store import rotary_store
+    from accel_kernels.attention.paged.rotary_store_triton import rotary_store
 
     (q, k, v, kv, _), kwargs = over("int8-prefill")
     if code != torch.int8:
         kv = kv._replace(keys=kv.keys.to(code), values=kv.values.to(code))
         addresses = [t.data_ptr() for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales)]
-        kv.where[4:] = torch.tensor(addresses)
+        kv.metadata[4:] = torch.tensor(addresses)
     _, keys, values = rotary_store(q, k, v, kv, **kwargs, shown=True)
     for shown, stored in zip((keys, values), kv.read(q.shape[1], torch.float32), strict=True):
         assert torch.equal(shown, stored)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from accel_kernels import linear
 from accel_kernels import trials as module
-from accel_kernels.linear import LinearChooser
+from accel_kernels.gemm import linear
+from accel_kernels.gemm.linear import LinearChooser
 from accel_kernels.trials import Trials, put_off
 
 
@@ -80,16 +80,16 @@ def test_the_list_of_those_that_wait_is_bounded(clock, monkeypatch):
     assert trials.work(asked) == [] and done == ["b", "c"]
 
 
-def test_products_torch_multiplies_best_teach_their_neighbours(tmp_path):
+def test_products_torch_multiplies_best_teach_their_neighbors(tmp_path):
     chooser = LinearChooser(tmp_path / "linear.json")
     chooser.learn("1024x320x320 float16", "torch")
     chooser.learn("1024x640x320 float16", "2")
-    assert chooser.neighbour("2048x320x320 float16", 2.0) == "torch"
-    assert chooser.neighbour("2049x320x320 float16", 2.0) is None
-    assert chooser.neighbour("1024x320x320 float16 bias", 2.0) is None
-    assert chooser.neighbour("900x640x320 float16", 2.0) == "2"  # whose number means another algorithm there
+    assert chooser.neighbor("2048x320x320 float16", 2.0) == "torch"
+    assert chooser.neighbor("2049x320x320 float16", 2.0) is None
+    assert chooser.neighbor("1024x320x320 float16 bias", 2.0) is None
+    assert chooser.neighbor("900x640x320 float16", 2.0) == "2"  # whose number means another algorithm there
     chooser.adopt("2000x320x320 float16", "torch")
-    assert chooser.neighbour("4000x320x320 float16", 2.0) is None  # a choice taken over teaches nothing
+    assert chooser.neighbor("4000x320x320 float16", 2.0) is None  # a choice taken over teaches nothing
 
 
 class Product:
@@ -118,4 +118,4 @@ def test_products_are_measured_later_and_the_fastest_algorithm_runs_in_graphs(mo
     assert chooser(x, weight) == 2
     assert json.loads(chooser.cache.read_text()) == {"10x16x8 float32": "2"}
     again = LinearChooser(chooser.cache)
-    assert again.stored("10x16x8 float32") == "2" == again.neighbour("11x16x8 float32", 2.0)
+    assert again.stored("10x16x8 float32") == "2" == again.neighbor("11x16x8 float32", 2.0)

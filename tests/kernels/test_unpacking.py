@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from accel_kernels import quantised_projection  # noqa: E402
-from accel_kernels.quantised import unpack  # noqa: E402
-from accel_kernels.triton_kernels import quantised_projection as kernels  # noqa: E402
-from accel_kernels.triton_kernels import unpacking  # noqa: E402
+from accel_kernels import quantized_linear  # noqa: E402
+from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
+from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
+from accel_kernels.gemm.quantized_weight import unpack  # noqa: E402
 from triton.runtime.interpreter import TensorHandle  # noqa: E402
 
 HALF = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -117,7 +117,7 @@ def run(text: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
 
 
 def words() -> np.ndarray:
-    """Every byte in every place, beside random neighbours."""
+    """Every byte in every place, beside random neighbors."""
     made = np.random.default_rng(0).integers(0, 1 << 32, (4, 256), dtype=np.uint32)
     for place in range(4):
         made[place] = (made[place] & ~np.uint32(255 << 8 * place)) | np.arange(256, dtype=np.uint32) << 8 * place
@@ -139,12 +139,12 @@ def test_factors_are_the_numbers_exactly(format, dtype):
     assert torch.equal(found, numbers(given, format))
 
 
-@pytest.mark.parametrize("format, manner", [("int8", "exact"), ("int8", "rough"), ("fp8", "exact")])
-def test_planes_of_bytes_are_the_numbers_plus_what_is_said(format, manner):
+@pytest.mark.parametrize("format, unpack_mode", [("int8", "exact"), ("int8", "rough"), ("fp8", "exact")])
+def test_planes_of_bytes_are_the_numbers_plus_what_is_said(format, unpack_mode):
     given = words()
     text = {"int8": "INT8_PLANES", "int8rough": "INT8_ROUGH_PLANES", "fp8": "FP8_PLANES"}
-    made = run(getattr(unpacking, text[format + manner * (manner == "rough")]).value, 4, given)
-    found = torch.stack([floats(bits, torch.float32) for bits in made], 1) - unpacking.excess.fn(0, format, manner)
+    made = run(getattr(unpacking, text[format + unpack_mode * (unpack_mode == "rough")]).value, 4, given)
+    found = torch.stack([floats(bits, torch.float32) for bits in made], 1) - unpacking.excess.fn(0, format, unpack_mode)
     torch.testing.assert_close(found, numbers(given, format), rtol=0, atol=0, equal_nan=True)
 
 
@@ -171,7 +171,7 @@ def interpreted(text, constraints, args, dtype, is_pure, pack):
 
 
 # Every second case of a format, in either dtype by turns; ACCEL_TEST_EVERYTHING=1 runs each in both.
-FORMATS = [[case for case in quantised_projection.cases if case.small and case.name.startswith(format)]
+FORMATS = [[case for case in quantized_linear.cases if case.small and case.name.startswith(format)]
            for format in ("int8", "int4", "fp8")]  # fmt: skip
 CASES = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
@@ -186,6 +186,6 @@ CASES = [
 @pytest.mark.parametrize("case, dtype", CASES)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
-    monkeypatch.setattr(kernels, "manner", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
+    monkeypatch.setattr(kernels, "unpack_mode", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
     args, kwargs = case.make(torch.device("cpu"), dtype)
-    as_good_as_torch(quantised_projection, args, kwargs, dtype)
+    as_good_as_torch(quantized_linear, args, kwargs, dtype)

@@ -5,7 +5,7 @@ at once. So a buffer that is loaded anew too early, or read too early, gives wro
 completes raises. Where registers lie is the compiler's business: conversions of layouts change nothing here.
 """
 
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 
@@ -148,6 +148,10 @@ class Gluon:
     def program_id(self, axis):
         return Array(self.program)
 
+    def triton(self, waiting):
+        """What kernels name of `triton.language`. waiting: of `tl.extra.cuda`."""
+        return SimpleNamespace(load=self.load, float32=self.float32, extra=SimpleNamespace(cuda=waiting))
+
     def num_programs(self, axis):
         return Array(self.programs)
 
@@ -214,7 +218,8 @@ def rebuilt(modules, **instead):
     names = {}
     for module in modules:
         for name, value in vars(module).items():
-            function = getattr(value, "fn", None) if type(value).__name__.endswith("JITFunction") else None
+            jitted = type(value).__name__.endswith(("JITFunction", "InterpretedFunction"))
+            function = value.fn if jitted else None
             names[name] = value if function is None else FunctionType(function.__code__, names, name)
     names.update(instead)
     return names

@@ -303,7 +303,7 @@ def parametrized(model) -> None:
 
 
 def quantized(model) -> None:
-    """As quantising libraries do: another kind of module in a linear's place."""
+    """As quantizing libraries do: another kind of module in a linear's place."""
     old = matrix(model, -1)
     scale = old.weight.detach().abs().amax() / 7
 

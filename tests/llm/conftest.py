@@ -27,7 +27,7 @@ def without_gradients():
 
 
 def new_pair(name: str, **changes):
-    """(optimised, stock); skips what this transformers does not have."""
+    """(optimized, stock); skips what this transformers does not have."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes)

@@ -1,6 +1,6 @@
 """Perplexity of a model on the text that examples/models/tiny-lm was not trained on.
 
-As a script: of tiny-lm, stock and with its weights quantised in every way.
+As a script: of tiny-lm, stock and with its weights quantized in every way.
 """
 
 import copy

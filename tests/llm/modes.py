@@ -70,7 +70,7 @@ def flat(output, name: str = "") -> dict[str, torch.Tensor]:
 def ran_fast(model) -> None:
     """Every call of it was computed by the fused forward of the whole model.
 
-    Equal text alone does not say so: a kernel that computes something else is found out when the model is optimised,
+    Equal text alone does not say so: a kernel that computes something else is found out when the model is optimized,
     which then stays stock, without a single fallback.
     """
     report = accel.report(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from families import SIZES, TOKENS, prompt, randomise
+from families import SIZES, TOKENS, prompt, randomize
 
 IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens
 PIECES = 4  # of one image
@@ -137,6 +137,6 @@ def make(name: str) -> tuple[torch.nn.Module, dict, dict]:
     model, text, image = MODELS[name]()
     generator = torch.Generator().manual_seed(1)
     for path, parameter in model.named_parameters():
-        randomise(model.get_submodule(path.rpartition(".")[0]), parameter.data, generator, 0.5)
+        randomize(model.get_submodule(path.rpartition(".")[0]), parameter.data, generator, 0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval(), {"input_ids": words(False)} | text, image

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 import torch
-from accel_kernels.rounding import restored, rounded
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from transformers import DynamicCache
 
 

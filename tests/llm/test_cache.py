@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from accel.llm.blocks import BLOCK, Shape
-from accel.llm.cache import StoreLayer, adopt, is_ours, store_of
+from accel.llm.kv_cache.blocks import BLOCK, Shape
+from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
 
 CPU = torch.device("cpu")
 SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, CPU), Shape(2, 4, torch.float32, CPU))
@@ -418,7 +418,7 @@ def test_a_positive_crop_is_what_this_version_of_transformers_makes_of_it():
         same(ours, stock)
 
 
-def test_early_initialisation_and_saving():
+def test_early_initialization_and_saving():
     ours, stock = pair()
     ours.early_initialization(2, [2, 1, 2], [4, 6, 4], torch.float32, CPU)  # the second layer is of another dtype
     assert ours.is_initialized and ours.get_seq_length() == 0

@@ -14,8 +14,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from accel.llm.blocks import Shape
-from accel.llm.cache import adopt, is_ours
+from accel.llm.kv_cache.blocks import Shape
+from accel.llm.kv_cache.cache import adopt, is_ours
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import accel
-from accel.llm.cache import StoreLayer, is_ours, store_of
-from accel.llm.cache_rounding import CODES, LEAST, codes_for, decibels
+from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
+from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
 
 KINDS = list(CODES)
 CPU = torch.device("cpu")
 
 
 def pair(name: str, kind: str, **changes):
-    """(optimised, stock)."""
+    """(optimized, stock)."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes)
@@ -101,7 +101,7 @@ def test_logits_do_not_depend_on_how_a_text_is_cut(kind):
 
 
 def held(kind: str = "int8", rows: int = 2, tokens: int = 9):
-    """An optimised model, a cache that it has filled, and its tokens."""
+    """An optimized model, a cache that it has filled, and its tokens."""
     ours, stock = pair("llama", kind)
     ids, cache = prompt(rows, tokens), DynamicCache()
     ours(ids, past_key_values=cache)
@@ -253,12 +253,12 @@ def test_text_where_one_layer_stays_as_it_is(mode):
 def test_decibels_see_what_the_size_of_keys_hides():
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 7, 64, generator=g) for heads in (4, 2))
-    assert 38 < decibels(q, k, 1.0, torch.int8) < 46 and 28 < decibels(q, k, 1.0, torch.float8_e4m3fn) < 36
+    assert 38 < key_decibels(q, k, 1.0, torch.int8) < 46 and 28 < key_decibels(q, k, 1.0, torch.float8_e4m3fn) < 36
     k[:, 1, :, 5] += 200.0  # of one head
-    assert decibels(q, k, 1.0, torch.int8) < 12 and decibels(q, k, 1.0, torch.float8_e4m3fn) > LEAST
-    assert decibels(q, k, 1e-6, torch.int8) == math.inf  # no score notices
+    assert key_decibels(q, k, 1.0, torch.int8) < 12 and key_decibels(q, k, 1.0, torch.float8_e4m3fn) > LEAST
+    assert key_decibels(q, k, 1e-6, torch.int8) == math.inf  # no score notices
     k[0, 0, 0, 0] = math.nan
-    assert not decibels(q, k, 1.0, torch.int8) >= LEAST
+    assert not key_decibels(q, k, 1.0, torch.int8) >= LEAST
 
 
 def test_strict_refuses_a_layer_that_stays_as_it_is():
@@ -283,7 +283,7 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
 
 
 def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
-    monkeypatch.setattr("accel.llm.cache_rounding.capability", lambda device: (8, 0))
+    monkeypatch.setattr("accel.llm.analysis.kv_quantization.capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="'fp8' needs .* 8.9 or later, this one has 8.0; give 'int8' or None"):
         codes_for("fp8", torch.device("cuda"))
     assert codes_for("int8", torch.device("cuda")) == torch.int8

@@ -65,7 +65,7 @@ def test_another_model_of_the_same_configuration_computes_what_it_does(name, reg
     assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
 
 
-def test_models_optimised_at_the_same_time_are_all_fused(registries):
+def test_models_optimized_at_the_same_time_are_all_fused(registries):
     first, second = make("llama"), make("bloom")
     meeting(first, lambda: accel.report(second).sites or accel.optimize(second))
     accel.optimize(first)

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.experts import ExpertsForward
+from accel.llm.runtime.experts import ExpertsForward
 
 
 @pytest.fixture
 def pair():
-    """(optimised, stock)."""
+    """(optimized, stock)."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

@@ -173,7 +173,7 @@ def test_saving_and_loading(pair, tmp_path):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_where_it_was_optimised_does_not_matter(mode):
+def test_where_it_was_optimized_does_not_matter(mode):
     stock = make("llama")
     ids, mask = padded()
     ours = copy.deepcopy(stock)
@@ -299,7 +299,7 @@ def test_hooks_of_accelerate(pair):
     same(generate(ours, ids, mask), plain)
 
 
-def test_optimised_after_hooks_came(pair):
+def test_optimized_after_hooks_came(pair):
     from accelerate import dispatch_model
 
     stock = make("llama")

@@ -1,4 +1,4 @@
-"""What optimising leaves in memory: nothing but the weights, and at once, not when the garbage collector comes."""
+"""What optimizing leaves in memory: nothing but the weights, and at once, not when the garbage collector comes."""
 
 import gc
 import warnings
@@ -22,7 +22,7 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*FAST, *OTHERS])
 @pytest.mark.share(2)
-def test_optimising_keeps_nothing_of_what_it_looked_at(name, few_objects):
+def test_optimizing_keeps_nothing_of_what_it_looked_at(name, few_objects):
     """A record of an 8B model is 200 MB; in a circle of references it stayed for many calls."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")

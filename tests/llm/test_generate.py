@@ -85,6 +85,10 @@ def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     if BY_NAME[name].expected == "fast":
         assert count == 0, [site for site in sites if site[2] == "skipped"]
         assert {path for path, _, status, _ in own if status == "patched"} == set(layers(ours))
+    elif BY_NAME[name].expected == "some":
+        fused = {path for path, _, status, _ in own if status == "patched"}
+        calls = runs(stock, lambda: generate(stock, ids, mask))
+        assert 0 < len(fused) < len(layers(ours)) and count == calls * (1 - len(fused) / len(layers(ours)))
     elif BY_NAME[name].expected == "stock":
         assert count > 0
         assert not [site for site in own if site[2] == "patched"]

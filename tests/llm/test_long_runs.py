@@ -173,7 +173,7 @@ def fail(*args):
     raise ZeroDivisionError
 
 
-def test_restored_and_optimised_over_and_over(pair):
+def test_restored_and_optimized_over_and_over(pair):
     ours, stock = pair("llama")
     ids, mask = padded()
     wanted = generate(stock, ids, mask)

@@ -10,9 +10,9 @@ from multimodal import MODELS, make
 from torch import nn
 
 import accel
-from accel.llm import arguments
-from accel.llm.layer import LayerForward
-from accel.llm.recorder import decoder_layers
+from accel.llm.generation import arguments
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.runtime.layer import LayerForward
 
 NEW = 4
 OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose words all see each other

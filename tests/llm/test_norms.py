@@ -6,18 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from families import SIZES, TOKENS, available, padded, randomise
+from families import SIZES, TOKENS, available, padded, randomize
 from torch import nn
 from torch.nn.functional import silu
 
 import accel
-from accel.norm_kind import norm_kind, rms_norm_kinds
+from accel.fusion.norm_kind import norm_kind, rms_norm_kinds
+from accel.fusion.norms import match_rms_norm
 from accel.options import Options
-from accel.patch import ForwardPatch
-from accel.plan import Context
-from accel.rule import Rule
-from accel.rules.norms import match_rms_norm
-from accel.site import Site
+from accel.patching.patch import ForwardPatch
+from accel.patching.rule import Rule
+from accel.patching.site import Site
+from accel.planning.plan import create_context
 
 SSM = {"expand": 2, "chunk_size": 8, "n_groups": 2}
 HYBRID = {
@@ -47,7 +47,7 @@ def hybrid(kind: str, dtype: torch.dtype):
     for module in model.modules():
         if "Norm" in type(module).__name__:
             for parameter in module.parameters(recurse=False):
-                randomise(module, parameter.data, generator, 0.5)
+                randomize(module, parameter.data, generator, 0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
@@ -137,7 +137,7 @@ def test_gates_and_groups_are_told_by_what_they_compute():
 def fused(norm):
     """The norm with its fast forward in place, its untouched copy, and what made calls run stock so far."""
     stock = copy.deepcopy(norm.eval())
-    context = Context.create(Options(), None)
+    context = create_context(Options())
     ForwardPatch(norm, Rule("norm", match_rms_norm).answer(Site("norm", norm), context).forward).apply()
     return norm, stock, lambda: [reason for _, reason, _ in context.ledger.rows()]
 

@@ -1,6 +1,6 @@
-"""What optimising holds for a moment: as much for a deep model as for a shallow one, beyond the model itself.
+"""What optimizing holds for a moment: as much for a deep model as for a shallow one, beyond the model itself.
 
-The rehearsal of the kernels, which a CPU has no use for, runs here all the same: on a GPU it holds the most.
+The warmup of the kernels, which a CPU has no use for, runs here all the same: on a GPU it holds the most.
 """
 
 import pytest
@@ -8,8 +8,10 @@ from families import EVERYTHING, available, make
 from live_bytes import LiveBytes
 
 import accel
-from accel.llm import check, window
-from accel.llm.formulas import formulas
+from accel.llm.analysis.analyze import formulas
+from accel.llm.generation import self_test as check
+from accel.llm.recording import window
+from accel.llm.runtime.attention_kinds import KINDS
 
 # By the name that each has for its depth.
 FAMILIES = (
@@ -32,15 +34,15 @@ def few_positions(monkeypatch):
 
 
 @pytest.fixture
-def rehearsals(monkeypatch):
+def warmups(monkeypatch):
     """Those that ran, as they do on a GPU but for the compiler."""
     runs = []
 
-    def rehearse(forward, lengths, longer=()):
+    def warm_up(forward, lengths, longer=()):
         runs.append(lengths)
         check._run_through(forward, lengths, longer)
 
-    monkeypatch.setattr(check, "_rehearse", rehearse)
+    monkeypatch.setattr(check, "_warm_up", warm_up)
     return runs
 
 
@@ -57,7 +59,7 @@ def model(family: str, **depth):
     ids=str,
 )  # fmt: skip
 @pytest.mark.share(2)
-def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, rehearsals):
+def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, warmups):
     """A record of every layer, or room for keys and values in every layer while only one of a kind runs, is more."""
     peaks = []
     for depth in DEPTHS:
@@ -66,7 +68,7 @@ def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, re
             accel.optimize(one, **options)
         peaks.append(live.peak)
         assert set(accel.report(one).fallbacks) == set() and "forward" in vars(one)
-    assert len(rehearsals) >= 2 * (1 + bool(options))
+    assert len(warmups) >= 2 * (1 + bool(options))
     scores = 2 * 7 * TOKEN_BYTES if options else 0  # by which it is judged what may be rounded
     assert peaks[1] - peaks[0] <= (DEPTHS[1] - DEPTHS[0]) * (SMALL + scores), peaks
 
@@ -78,7 +80,7 @@ def test_layers_are_forgotten_one_by_one(family, name):
     for depth in DEPTHS:
         one, known = model(family, **{name: depth}), {}
         with LiveBytes(one) as live:
-            found = formulas(one, known)
+            found = formulas(one, known, KINDS)
         peaks.append(live.peak)
         assert len(found) == len(known) == depth
         assert all(layer.calls == [] and layer.keys is layer.attended is None for layer, _ in found)

@@ -6,17 +6,17 @@ import pickle
 
 import pytest
 import torch
-from accel_kernels.kv import LENGTH
+from accel_kernels.attention.paged.kv import LENGTH
 from families import BY_NAME, FAMILIES, available, every, make, padded, prompt
 from modes import MODES, flat, generate, same
 from torch import nn
 
 import accel
-from accel.fingerprint import Fingerprint
-from accel.graphs import GraphPool, GraphRunner
-from accel.ledger import Ledger
-from accel.llm import prompt as short
-from accel.llm.prompt import FINE, MOST, STEP, Prompts, filled, room_for
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.runner import GraphPool, GraphRunner
+from accel.llm.generation import prefill as short
+from accel.llm.generation.prefill import FINE, MOST, STEP, Prompts, bucket_for, pad_to_bucket
+from accel.patching.ledger import Ledger
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # Rotated, with a table of positions, with a window, with a softcap, with biases by distance, side by side, rotated by a
@@ -46,7 +46,7 @@ class Anywhere(Prompts):
 
 
 def new_pair(name: str, **changes):
-    """(optimised, and every short prompt of it filled up; stock)."""
+    """(optimized, and every short prompt of it filled up; stock)."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes)
@@ -104,25 +104,25 @@ def talk(model, ids, mask=None, steps: int = 4, **given) -> dict:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 32, 33, 64, 100, 1024])
 def test_few_lengths_and_little_filling(rows):
-    rooms = [room_for(rows, new) for new in range(1, MOST // rows + 1)]
+    rooms = [bucket_for(rows, new) for new in range(1, MOST // rows + 1)]
     assert all(room >= new for new, room in enumerate(rooms, 1))
     steps = (STEP if new * rows <= FINE else 2 * STEP for new in range(1, len(rooms) + 1))
     assert all((room - new) * rows < step for (new, room), step in zip(enumerate(rooms, 1), steps, strict=True))
     assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST // STEP + 2
     assert len(set(rooms)) <= 50 or rows & (rows - 1)
-    assert room_for(rows, MOST // rows + 1) is None
+    assert bucket_for(rows, MOST // rows + 1) is None
 
 
 def test_filled_with_what_is_there():
     ids, positions = prompt(2, 5), torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
-    tokens, at, last = filled(ids, positions, 8)
+    tokens, at, last = pad_to_bucket(ids, positions, 8)
     assert tokens.tolist() == [[*row, row[-1], row[-1], row[-1]] for row in ids.tolist()]
     assert at.tolist() == [[0, 0, 1, 2, 3, 3, 3, 3], [0, 1, 2, 3, 4, 4, 4, 4]]
     assert last.tolist() == [4] and last.dtype == torch.int64
     wide = torch.randn(2, 5, 3)
-    tokens, at, _ = filled(wide, positions[:1], 6)
+    tokens, at, _ = pad_to_bucket(wide, positions[:1], 6)
     assert torch.equal(tokens, torch.cat([wide, wide[:, -1:]], 1)) and at.tolist() == [[0, 0, 1, 2, 3, 3]]
-    assert torch.equal(filled(ids, positions, 5)[0], ids)
+    assert torch.equal(pad_to_bucket(ids, positions, 5)[0], ids)
 
 
 class Bound:
@@ -144,11 +144,11 @@ def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
 
     def rooms(prompts):
         given = [(torch.zeros(1, new, dtype=torch.long), torch.zeros(1, new)) for new in (9, 64, 120, 128, 700)]
-        return [prompts.room(model, *each, 1) for each in given]
+        return [prompts.bucket(model, *each, 1) for each in given]
 
     def called(new):
         tokens = torch.zeros(1, new, dtype=torch.long)
-        return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, room_for(1, new), False)[0]
+        return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, bucket_for(1, new), False)[0]
 
     everything = [16, 64, 128, 128, 704]
     assert called(60) == "graph" and rooms(prompts) == everything
@@ -170,13 +170,13 @@ def test_what_will_pass_is_no_reason_to_try_no_longer():
         return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, 128, False)[0]
 
     prompts.runner.reason = "forward hooks on it would not run"
-    assert called() == "plain" and prompts.room(model, tokens, tokens, 1) == 128
+    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) == 128
     prompts.runner.reason = None
-    assert called() == "plain" and prompts.room(model, tokens, tokens, 1) is None
+    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) is None
     handle = model.register_forward_hook(lambda *args: None)
-    assert prompts.room(model, tokens, tokens, 1) == 128
+    assert prompts.bucket(model, tokens, tokens, 1) == 128
     handle.remove()
-    assert prompts.room(model, tokens, tokens, 1) is None
+    assert prompts.bucket(model, tokens, tokens, 1) is None
 
 
 def test_tables_of_positions_are_not_left():
@@ -204,7 +204,7 @@ def test_logits_and_the_steps_after(name, length, pair_of):
     ours, stock = pair_of(name)
     ids = prompt(1, length, length)
     same(talk(ours, ids), talk(stock, ids))
-    assert shapes(ours) == [((1, room_for(1, length)), ("prompt",))]
+    assert shapes(ours) == [((1, bucket_for(1, length)), ("prompt",))]
 
 
 @pytest.mark.parametrize("lengths", [(9, 5), (16, 1, 7), (31, 33), (20, 20)], ids=str)
@@ -214,7 +214,7 @@ def test_padded_on_the_left(name, lengths, pair_of):
     ids, mask = padded(lengths)
     same(talk(ours, ids, mask), talk(stock, ids, mask))
     variant = ("prompt",) if len(set(lengths)) == 1 else ("prompt", "mask")
-    assert shapes(ours) == [((len(lengths), room_for(len(lengths), max(lengths))), variant)]
+    assert shapes(ours) == [((len(lengths), bucket_for(len(lengths), max(lengths))), variant)]
 
 
 @pytest.mark.parametrize(("name", "mode"), [*every(2, FAST, ["greedy-padded"]), *every(4, FAST, ["greedy"])], ids=str)
@@ -223,7 +223,7 @@ def test_every_family(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(MODE[mode].lengths)
     same(MODE[mode](ours, *inputs), MODE[mode](stock, *inputs))
-    assert len(shapes(ours)) == vars(ours)["forward"].manner.fills
+    assert len(shapes(ours)) == vars(ours)["forward"].convention.fills
 
 
 CALLS = (
@@ -262,7 +262,7 @@ def test_embeddings_are_filled_up_too(pair_of):
 
 def with_filling(monkeypatch, model, change, ids, mask) -> tuple[dict, list[torch.Tensor]]:
     """What comes out, and the cache, where change(tokens behind the prompt) is what it is filled up with."""
-    whole = short.filled
+    whole = short.pad_to_bucket
 
     def other(tokens, positions, room):
         new = tokens.shape[1]
@@ -272,13 +272,13 @@ def with_filling(monkeypatch, model, change, ids, mask) -> tuple[dict, list[torc
         return tokens, positions, last
 
     cache = cache_of(model)
-    monkeypatch.setattr(short, "filled", other)
+    monkeypatch.setattr(short, "pad_to_bucket", other)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     embeds = model.get_input_embeddings()(ids)
     output = model(
         inputs_embeds=embeds, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
     )
-    monkeypatch.setattr(short, "filled", whole)
+    monkeypatch.setattr(short, "pad_to_bucket", whole)
     found = {"logits": output.logits}
     grown = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     at = grown.sum(1, keepdim=True) - 1
@@ -358,7 +358,7 @@ def test_the_kernels_are_told_the_real_length(pair_of):
     cache = cache_of(ours)
     ours(prompt(1, 10), past_key_values=cache, logits_to_keep=1)
     store = cache.layers[0].store
-    assert store.length == 10 and int(store.where[LENGTH]) == 10
+    assert store.length == 10 and int(store.metadata[LENGTH]) == 10
 
 
 # -- what is not filled up ---------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_not_under_the_options_and_in_models_that_forbid_it():
     assert vars(accel.optimize(make("llama"), graphs=True))["forward"].prompts is not None
     for name in ("mixtral", "bloom"):  # experts; no position_ids
         model = accel.optimize(make(name))
-        assert not vars(model)["forward"].manner.fills and vars(model)["forward"].prompts is None
+        assert not vars(model)["forward"].convention.fills and vars(model)["forward"].prompts is None
 
 
 def test_a_class_that_slices_its_logits_otherwise_stays_out():
@@ -398,7 +398,7 @@ def test_a_class_that_slices_its_logits_otherwise_stays_out():
     stock = make("llama")
     stock.__class__ = Other
     ours = accel.optimize(copy.deepcopy(stock))
-    assert vars(ours)["forward"].manner is not None, accel.report(ours)
+    assert vars(ours)["forward"].convention is not None, accel.report(ours)
     assert vars(ours)["forward"].prompts is None
     same(generate(ours, prompt(), None), generate(stock, prompt(), None))
 

@@ -7,15 +7,15 @@ import torch
 from changes import lora
 from families import layers, make, padded, prompt
 from modes import generate, ran_fast
-from quantised import by_token, held_by, logits
+from quantized import by_token, held_by, logits
 from torch import nn
 
 import accel
 from accel.options import Options
-from accel.quant.activations import KERNELS, RowProducts
-from accel.quant.module import QuantisedLinear, dequantising, unrounded
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.activations import KERNELS, RowProducts
+from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")
@@ -25,7 +25,7 @@ def oracle(stock, ours, kind: str):
     """A copy of stock over the weights of ours, with rounded inputs."""
     twin = copy.deepcopy(stock)
     for row in accel.report(ours).weights:
-        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantised
+        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantized
         weight = held.numbers().double() * held.scales.double()
         theirs.weight.data = (weight.t() if type(theirs).__name__ == "Conv1D" else weight).contiguous()
         theirs.register_forward_pre_hook(lambda module, args: (by_token(args[0], kind), *args[1:]))
@@ -104,7 +104,7 @@ def test_an_adapter_on_top_is_added_to_rounded_products(kind, double):
 
 
 @torch.no_grad()
-def test_restore_gives_back_all_and_the_model_can_be_optimised_otherwise(tiny):
+def test_restore_gives_back_all_and_the_model_can_be_optimized_otherwise(tiny):
     model, stock = make("llama-biases"), make("llama-biases")
     before = tiny.snapshot(model)
     for options in ({"activations": "int8"}, {}, {"activations": "int8-outliers"}):
@@ -116,10 +116,10 @@ def test_restore_gives_back_all_and_the_model_can_be_optimised_otherwise(tiny):
 
 
 @torch.no_grad()
-def test_of_linears_that_stay_quantised_rounding_is_taken_back():
+def test_of_linears_that_stay_quantized_rounding_is_taken_back():
     model = make("llama")
     accel.optimize(model, weights="int8", activations="int8", keep_original=False)
-    with pytest.warns(UserWarning, match="stay quantised"):
+    with pytest.warns(UserWarning, match="stay quantized"):
         accel.restore(model)
     assert {str(module.scheme) for module in held_by(model)} == {"int8 by row"}
     accel.optimize(model, activations="int8-outliers")
@@ -165,7 +165,7 @@ def test_linears_of_another_kind_are_left_alone_and_named():
     model = accel.quantize(make("llama"), "int4-g32")
     one = model.model.layers[1].mlp
     plain = nn.Linear(64, 96, bias=False)
-    one.up_proj = QuantisedLinear(quantise(plain.weight, Scheme("int8")), None, torch.float32, Scheme("int8"))
+    one.up_proj = QuantizedLinear(round_to_nearest(plain.weight, Scheme("int8")), None, torch.float32, Scheme("int8"))
     with pytest.raises(ValueError, match="needs a weight of int8 by row; it is int4 by 32 columns"):
         accel.optimize(model, activations="int8", strict=True)
     accel.optimize(model, activations="int8")
@@ -209,10 +209,10 @@ def test_rows_are_rounded_once_for_all_that_share_them():
 # -- the module by itself ----------------------------------------------------------------------------------------------
 
 
-def linear(kind: str, dtype: torch.dtype = torch.float64) -> QuantisedLinear:
+def linear(kind: str, dtype: torch.dtype = torch.float64) -> QuantizedLinear:
     plain = nn.Linear(48, 32, dtype=dtype)
     scheme = Scheme(kind.partition("-")[0], activations=kind)
-    return QuantisedLinear(quantise(plain.weight, scheme), plain.bias, dtype, scheme)
+    return QuantizedLinear(round_to_nearest(plain.weight, scheme), plain.bias, dtype, scheme)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,13 +220,13 @@ def test_a_linear_rounds_many_rows(kind):
     module = linear(kind)
     x = torch.randn(13, 5, 48, dtype=torch.float64)
     x[3, 2, 7] = 31.0
-    held = module.quantised
+    held = module.quantized
     weight = held.numbers().double() * held.scales.double()
     wanted = by_token(x, kind) @ weight.t() + module.bias
     with torch.no_grad():
         torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(module(x.transpose(0, 1)), wanted.transpose(0, 1), rtol=1e-12, atol=1e-12)
-        with dequantising(module):
+        with dequantizing(module):
             torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
         exact = x @ module.weight.t() + module.bias
         for context in (unrounded(module), torch.enable_grad()):

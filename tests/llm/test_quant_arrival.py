@@ -1,4 +1,4 @@
-"""Models that arrive quantised: repacked without a copy where the layout is ours, run fast, given back as they came."""
+"""Models that arrive quantized: repacked without a copy where the layout is ours, run fast, given back as they came."""
 
 import copy
 import json
@@ -6,58 +6,20 @@ import pickle
 
 import pytest
 import torch
-from families import in_turn, layers, make, padded
-from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
+from families import in_turn, make, padded
+from foreign import GptqLinear
 from modes import generate, ran_fast, same
-from quantised import Bytes, Counting, held_by, logits
+from prequantized_models import MAKERS, prequantized
+from quantized import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.llm.quant.arrived import CompressedTensors
-from accel.patch import PatchConflict
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.errors import PatchConflict
+from accel.llm.ptq.formats.prequantized import CompressedTensors
 
 KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")
-
-
-def arrived(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):
-    """(a model whose linears are this library's, the same with their values as plain weights)."""
-    model = make(name, dtype, **changes)
-    twin = copy.deepcopy(model)
-    for path, layer in layers(model).items():
-        for where, linear in list(layer.named_modules()):
-            if type(linear) is nn.Linear:
-                made, values = MAKERS[kind](linear)
-                layer.set_submodule(where, made)
-                twin.get_submodule(f"{path}.{where}").weight.data = values.to(dtype)
-    return model, twin
-
-
-def four_bits(make_linear, linear, symmetric=False, **options):
-    rounded = quantise(linear.weight, Scheme("int4", 32, symmetric))
-    zeros = torch.zeros_like(rounded.scales, dtype=torch.int8) if rounded.zeros is None else rounded.zeros
-    zeros = zeros.clamp_min(-7)  # the first version of GPTQ's format has no room for the least
-    rounded = rounded._replace(zeros=zeros)
-    numbers, zeros = rounded.numbers().int() + 8, zeros.int() + 8
-    return make_linear(numbers, zeros, rounded.scales, linear.bias, **options), rounded.dequantised(torch.float32)
-
-
-def eight_bits(linear):
-    rounded = quantise(linear.weight.float(), Scheme("int8"))
-    made = BitsandbytesLinear(rounded.data, rounded.scales.flatten() * 127, linear.bias)
-    return made, rounded.dequantised(torch.float32)
-
-
-MAKERS = {
-    "gptq": lambda linear: four_bits(GptqLinear, linear),
-    "gptq-v2": lambda linear: four_bits(GptqLinear, linear, offset=0),
-    "gptq-symmetric": lambda linear: four_bits(GptqLinear, linear, symmetric=True),
-    "awq": lambda linear: four_bits(AwqLinear, linear),
-    "bitsandbytes": eight_bits,
-}
 
 
 def sites(model) -> dict[str, tuple[str, str]]:
@@ -70,7 +32,7 @@ def fast(model) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """folders(name, scheme, dtype): where such a model, quantised, is saved; with " bytes" as others save it."""
+    """folders(name, scheme, dtype): where such a model, quantized, is saved; with " bytes" as others save it."""
     made = {}
 
     def folder(name="llama-biases", scheme="int8", dtype=torch.float32):
@@ -109,7 +71,7 @@ def compressed(folder):
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-# transformers itself dequantises packed numbers with zero points
+# transformers itself dequantizes packed numbers with zero points
 SCHEMES = ("int8", "int8 bytes", "int8-asym bytes", "int4-g32", "fp8")
 
 
@@ -158,7 +120,7 @@ def test_numbers_stay_where_they_are(scheme, folders):
 def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
     """Of six layers. Where no operation gives a tensor, as in loading from a file, there is none of numbers either."""
     if kind in KINDS:
-        model, _ = arrived(kind, num_hidden_layers=6)
+        model, _ = prequantized(kind, num_hidden_layers=6)
     else:
         model = make("llama-biases", num_hidden_layers=6)
         accel.quantize(model, kind)
@@ -183,7 +145,7 @@ def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
 @pytest.mark.share(2)
 def test_numbers_are_never_held_twice(kind, activations, folders):
     """Neither repacked nor given back: the model's, and what a few operations need for one weight."""
-    model = arrived(kind)[0] if kind in KINDS else copy.deepcopy(compressed(folders("llama-biases", kind)))
+    model = prequantized(kind)[0] if kind in KINDS else copy.deepcopy(compressed(folders("llama-biases", kind)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with Bytes(model) as counted:
         accel.optimize(model, activations=activations)
@@ -200,7 +162,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 @pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
 @pytest.mark.share(2)
 def test_other_layouts_are_repacked(kind, name):
-    model, twin = arrived(kind, name)
+    model, twin = prequantized(kind, name)
     held = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
     modules = {path: id(module) for path, module in model.named_modules()}
     accel.optimize(model)
@@ -221,12 +183,12 @@ def test_other_layouts_are_repacked(kind, name):
 
 @pytest.mark.parametrize("called", [False, True])
 def test_bitsandbytes_before_and_after_its_first_call(called):
-    model, twin = arrived("bitsandbytes")
+    model, twin = prequantized("bitsandbytes")
     ids = torch.tensor([[3, 4, 5]])
     before = model(ids).logits if called else None
     accel.optimize(model)
     assert len(held_by(model)) == 14
-    module = vars(accel.api._plans(model)[""])["arrival"].pairs[0][0].module
+    module = accel.api._plans(model)[""].patches[0].pairs[0][0].module
     assert module.weight.numel() == 0 and module.state.CB is None and module.weight.CB is None
     same({"x": model(ids).logits}, {"x": twin(ids).logits})
     accel.restore(model)
@@ -236,7 +198,7 @@ def test_bitsandbytes_before_and_after_its_first_call(called):
 
 
 def test_a_half_precision_model_is_compared_in_its_own_dtype():
-    model, twin = arrived("gptq", "llama", torch.float16)
+    model, twin = prequantized("gptq", "llama", torch.float16)
     accel.optimize(model)
     assert len(held_by(model)) == 14 and held_by(model)[0].scales.dtype == torch.float16
     apart = (logits(model)["logits"].float() - logits(twin)["logits"].float()).norm()
@@ -298,7 +260,7 @@ LEFT = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_what_is_not_understood_is_left_alone_and_said(reason):
-    model, _ = arrived("gptq")
+    model, _ = prequantized("gptq")
     module = spoiled(model, LEFT[reason])
     with pytest.raises(ValueError, match=r"strict=True: model.layers.1.mlp.up_proj \(weights\): "):
         accel.optimize(model, strict=True)
@@ -335,21 +297,21 @@ def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
     accel.optimize(model)
     assert model.model.layers[0].mlp.down_proj is module and len(held_by(model)) == 13
     assert sites(model)["model.layers.0.mlp.down_proj"][0] == "skipped"
-    assert len(model._forward_pre_hooks) == 1  # there is something left to dequantise
+    assert len(model._forward_pre_hooks) == 1  # there is something left to dequantize
 
 
-def test_dequantised_by_a_call_before(folders):
+def test_dequantized_by_a_call_before(folders):
     model = compressed(folders("llama-biases", "int8"))
     before = logits(model)["logits"]
     accel.optimize(model)
     assert not held_by(model)
     assert {reason for _, reason in sites(model).values()} == {
-        "its weight was dequantised by a call before accel.optimize"
+        "its weight was dequantized by a call before accel.optimize"
     }
     assert torch.equal(logits(model)["logits"], before) or accel.verify(model).passed
 
 
-def test_quantised_activations_are_said(folders):
+def test_quantized_activations_are_said(folders):
     model = compressed(folders("llama-biases", "fp8"))
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
@@ -363,7 +325,7 @@ def test_quantised_activations_are_said(folders):
 
 @pytest.mark.parametrize("kind", ["int8", "gptq", "bitsandbytes"])
 def test_it_moves_with_the_model_and_comes_back(kind, folders):
-    model = compressed(folders()) if kind == "int8" else arrived(kind)[0]
+    model = compressed(folders()) if kind == "int8" else prequantized(kind)[0]
     accel.optimize(model)
     model.to(torch.bfloat16)
     accel.restore(model)
@@ -373,7 +335,7 @@ def test_it_moves_with_the_model_and_comes_back(kind, folders):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_restored_by_itself(copied):
-    model, twin = arrived("awq")
+    model, twin = prequantized("awq")
     accel.optimize(model)
     other = copied(model)
     accel.restore(model)
@@ -386,7 +348,7 @@ def test_a_copy_is_restored_by_itself(copied):
 def test_planned_anew_and_after_an_error(monkeypatch):
     from accel.llm import family
 
-    model, twin = arrived("gptq")
+    model, twin = prequantized("gptq")
     state = {key: value.clone() for key, value in model.state_dict().items()}
     accel.optimize(model)
     accel.optimize(model, graphs=False)
@@ -398,7 +360,7 @@ def test_planned_anew_and_after_an_error(monkeypatch):
         assert len(held_by(model)) == 14
         raise MemoryError
 
-    monkeypatch.setattr(family, "find_manner", broken)
+    monkeypatch.setattr(family, "find_convention", broken)
     with pytest.raises(MemoryError):
         accel.optimize(model)
     assert not held_by(model)
@@ -406,16 +368,16 @@ def test_planned_anew_and_after_an_error(monkeypatch):
 
 
 def test_a_forward_put_on_top_is_named():
-    model, _ = arrived("gptq")
+    model, _ = prequantized("gptq")
     accel.optimize(model)
     held_by(model)[3].forward = lambda x: x
-    with pytest.raises(PatchConflict, match="QuantisedLinear.forward was replaced"):
+    with pytest.raises(PatchConflict, match="QuantizedLinear.forward was replaced"):
         accel.restore(model)
 
 
 @pytest.mark.parametrize("kind", ["int4-g32", "gptq", "awq", "bitsandbytes"])
 def test_what_arrived_is_saved_as_compressed_tensors(kind, folders, tmp_path):
-    model = compressed(folders("llama-biases", kind)) if kind not in MAKERS else arrived(kind)[0]
+    model = compressed(folders("llama-biases", kind)) if kind not in MAKERS else prequantized(kind)[0]
     accel.optimize(model)
     wanted = logits(model)["logits"]
     model.save_pretrained(tmp_path)
@@ -423,14 +385,14 @@ def test_what_arrived_is_saved_as_compressed_tensors(kind, folders, tmp_path):
     assert (found - wanted).abs().max() < 1e-5
 
 
-def test_it_is_recognised_by_what_it_holds():
+def test_it_is_recognized_by_what_it_holds():
     class Elsewhere(nn.Linear):
         """Of no package we know."""
 
     module = Elsewhere(64, 32)
     del module.weight
     module.weight = nn.Parameter(torch.ones(32, 64, dtype=torch.int8), requires_grad=False)
-    assert CompressedTensors.recognise(module, torch.float32) is None
+    assert CompressedTensors.recognize(module, torch.float32) is None
     module.weight_scale = nn.Parameter(torch.ones(32, 1))
-    assert isinstance(CompressedTensors.recognise(module, torch.float32), CompressedTensors)
-    assert CompressedTensors.recognise(nn.Linear(4, 4), torch.float32) is None
+    assert isinstance(CompressedTensors.recognize(module, torch.float32), CompressedTensors)
+    assert CompressedTensors.recognize(nn.Linear(4, 4), torch.float32) is None

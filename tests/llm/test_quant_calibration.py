@@ -1,4 +1,4 @@
-"""Models quantised layer by layer: what each layer is given, what comes back, and what is refused."""
+"""Models quantized layer by layer: what each layer is given, what comes back, and what is refused."""
 
 import copy
 import math
@@ -8,14 +8,14 @@ import torch
 from families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
 
 import accel
-from accel.llm.compare import off
-from accel.llm.quant import layer_work
-from accel.llm.quant.calibration import METHODS, LayerResult, apply, quantise_layers
-from accel.llm.quant.layer_inputs import LayerInputs, first
-from accel.llm.quant.linears import linears
-from accel.llm.recorder import decoder_layers
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.llm.analysis.compare import off
+from accel.llm.ptq.calibrate import METHODS, LayerResult, apply, quantize_layers
+from accel.llm.ptq.calibration import layer_work
+from accel.llm.ptq.calibration.layer_inputs import LayerInputs, first
+from accel.llm.ptq.calibration.linears import linears
+from accel.llm.recording.recorder import decoder_layers
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 INT4, INT8 = Scheme.parse("int4-g32"), Scheme.parse("int8")
 ALL = [(method, INT8 if method == "smoothquant" else INT4) for method in METHODS]
@@ -32,7 +32,7 @@ def texts(count: int = 2, rows: int = 4, length: int = 24) -> list[dict[str, tor
 
 
 def run(model, method: str, scheme: Scheme, batches=None, **known) -> list:
-    return list(quantise_layers(model, scheme, method, texts() if batches is None else batches, **known))
+    return list(quantize_layers(model, scheme, method, texts() if batches is None else batches, **known))
 
 
 def same(first, second) -> bool:
@@ -132,15 +132,15 @@ def test_to_nearest_needs_no_text_and_is_what_optimize_stores():
     results = run(model, "rtn", INT4, [])
     for result in results:
         assert result.notes == () and result.sqnr_db is None and not result.changed
-        for path, quantised in result.weights.items():
-            assert same(quantised, quantise(stock.get_submodule(path).weight.t(), INT4))
+        for path, quantized in result.weights.items():
+            assert same(quantized, round_to_nearest(stock.get_submodule(path).weight.t(), INT4))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_better_than_to_nearest(method):
     """The first layer, which gets the same inputs whatever was done."""
     for name in ("llama", "gpt2", "gemma2", "phi", "mixtral"):
-        ours, nearest = (next(quantise_layers(model_of(name), INT4, m, texts(8))).sqnr_db for m in (method, "rtn"))
+        ours, nearest = (next(quantize_layers(model_of(name), INT4, m, texts(8))).sqnr_db for m in (method, "rtn"))
         print(f"{name}: {method} {ours:.1f} dB, to nearest {nearest:.1f} dB")
         assert ours > nearest + (1.0 if method == "gptq" else 0.05)
 
@@ -160,7 +160,7 @@ def test_in_half_precision(method, scheme, dtype):
         run(model_of("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype)
     )
     assert abs(result.sqnr_db - exact.sqnr_db) < (1.0 if scheme == INT4 else 3.0)
-    assert all(quantised.scales.dtype == dtype for quantised in result.weights.values())
+    assert all(quantized.scales.dtype == dtype for quantized in result.weights.values())
     assert all(tensor.dtype == dtype for tensor in result.changed.values())
 
 
@@ -175,7 +175,7 @@ def test_padding_is_left_out(method, scheme):
     assert not torch.equal(ids, other)
     for a, b in zip(one, two, strict=True):
         assert all(
-            off(b.weights[path].dequantised(torch.float32), q.dequantised(torch.float32)) < 1e-3
+            off(b.weights[path].dequantized(torch.float32), q.dequantized(torch.float32)) < 1e-3
             for path, q in a.weights.items()
         )
 
@@ -189,7 +189,7 @@ def test_linears_that_get_no_token_are_rounded_to_nearest_with_a_note(method):
     _, result = run(model, method, INT4)
     for name in ("gate_proj", "up_proj", "down_proj"):
         path = f"model.layers.1.mlp.stock.{name}"
-        assert same(result.weights[path], quantise(stock.get_submodule(path).weight, INT4))
+        assert same(result.weights[path], round_to_nearest(stock.get_submodule(path).weight, INT4))
         assert any(path in note and "no token" in note for note in result.notes)
 
 
@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed():
 
     def refused(message, method="gptq", scheme=INT4, batches=None, **known):
         with pytest.raises(ValueError, match=message):
-            quantise_layers(model, scheme, method, texts(1) if batches is None else batches, **known)
+            quantize_layers(model, scheme, method, texts(1) if batches is None else batches, **known)
 
     refused("'best' is not one of 'rtn', 'gptq', 'awq', 'smoothquant'", "best")
     refused("'awq' needs batches", "awq", batches=[])
@@ -288,7 +288,7 @@ def test_a_weight_of_two_modules_is_left_alone():
 def test_modes_of_the_model_and_of_torch_come_back():
     model = model_of("llama").train()
     with torch.enable_grad():
-        generator = quantise_layers(model, INT4, "awq", texts(1))
+        generator = quantize_layers(model, INT4, "awq", texts(1))
         next(generator)
         assert torch.is_grad_enabled() and model.training and not torch.is_inference_mode_enabled()
         assert all(p.requires_grad and p.grad is None for p in model.parameters())

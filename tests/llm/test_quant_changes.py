@@ -1,15 +1,15 @@
-"""What users do to a model with quantised weights: the next call sees it, and what cannot be done is an error."""
+"""What users do to a model with quantized weights: the next call sees it, and what cannot be done is an error."""
 
 import pytest
 import torch
 from changes import CHANGES, lora
 from families import every, make, padded
 from modes import generate, ran_fast, same
-from quantised import held_by, logits, rounded
+from quantized import held_by, logits, rounded
 from torch import nn
 
 import accel
-from accel.llm import recorder
+from accel.llm.recording import recorder
 
 LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",
          "words-in-place", "around-a-matrix", "around-the-attention", "around-the-mlp", "hook-on-a-matrix",
@@ -37,7 +37,7 @@ def test_a_change_is_seen_by_the_next_call(change, name):
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"])
-def test_a_plain_linear_put_among_quantised_ones(name):
+def test_a_plain_linear_put_among_quantized_ones(name):
     stock, ours = make("llama"), make("llama")
     accel.optimize(ours, weights="int4-g32")
     theirs = rounded(stock, ours)
@@ -53,7 +53,7 @@ def test_a_plain_linear_put_among_quantised_ones(name):
     ran_fast(ours)
 
 
-def test_looking_at_a_model_copies_no_quantised_weight(monkeypatch):
+def test_looking_at_a_model_copies_no_quantized_weight(monkeypatch):
     model = make("llama")
     accel.optimize(model, weights="int8", keep_original=False)
     held = {id(tensor) for module in held_by(model) for tensor in module.buffers()}
@@ -94,7 +94,7 @@ def test_an_adapter_stays_through_restore(order):
     assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
 
 
-def test_gradients_reach_an_adapter_over_quantised_weights():
+def test_gradients_reach_an_adapter_over_quantized_weights():
     stock, ours = make("llama"), make("llama")
     accel.optimize(ours, weights="int8")
     theirs = rounded(stock, ours)
@@ -113,11 +113,11 @@ def test_gradients_reach_an_adapter_over_quantised_weights():
 def test_another_dtype_afterwards(dtype):
     model, stock = make("llama-biases"), make("llama-biases")
     accel.optimize(model, weights="fp8")
-    numbers = [module.quantised for module in held_by(model)]
-    copies = [[None if t is None else t.clone() for t in quantised] for quantised in numbers]
+    numbers = [module.quantized for module in held_by(model)]
+    copies = [[None if t is None else t.clone() for t in quantized] for quantized in numbers]
     model.to(dtype)
     for module, copied in zip(held_by(model), copies, strict=True):
-        for tensor, was in zip(module.quantised, copied, strict=True):
+        for tensor, was in zip(module.quantized, copied, strict=True):
             assert (tensor is None) is (was is None)
             assert was is None or (tensor.dtype == was.dtype and torch.equal(tensor.float(), was.float()))
         assert module.weight.dtype == module.bias.dtype == dtype

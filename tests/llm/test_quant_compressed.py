@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from accel_kernels.quantised import Quantised, pack
+from accel_kernels.gemm.quantized_weight import Quantized, pack
 
-from accel.llm.quant import compressed
+from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.options import SCHEMES as NAMES
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in NAMES] + [Scheme("int8", 32), Scheme("int4", None, False)]
 SHAPES = [(16, 128), (19, 384), (33, 256)]
@@ -33,11 +33,11 @@ def package(scheme: Scheme):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_the_package_reads_what_we_write_and_writes_the_same(scheme, shape, dtype):
     theirs, compressor = package(scheme)
-    ours = quantise(weight(*shape, dtype), scheme)
+    ours = round_to_nearest(weight(*shape, dtype), scheme)
     parts = compressed.parts(ours)
     assert set(parts) == set(compressor.compression_param_names(theirs))
     unpacked = compressor.decompress(dict(parts), theirs)
-    assert torch.equal(unpacked["weight"], ours.dequantised(dtype))
+    assert torch.equal(unpacked["weight"], ours.dequantized(dtype))
     if dtype != torch.float32:
         return  # rounded once more, they are not the same numbers again
     state = {"weight": unpacked["weight"], "weight_scale": ours.scales}
@@ -53,7 +53,7 @@ def test_the_package_reads_what_we_write_and_writes_the_same(scheme, shape, dtyp
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_reading_takes_writing_back(scheme, shape):
     """Without a copy, but for 8-bit integers, which lie otherwise in memory."""
-    ours = quantise(weight(*shape), scheme)
+    ours = round_to_nearest(weight(*shape), scheme)
     again = compressed.read(compressed.parts(ours))
     for one, other in zip(ours, again, strict=True):
         assert (one is None) == (other is None)
@@ -67,7 +67,7 @@ def test_reading_takes_writing_back(scheme, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_eight_bits_not_packed_as_files_with_activations_have_them(symmetric, shape):
-    ours = quantise(weight(*shape), Scheme("int8", None, symmetric))
+    ours = round_to_nearest(weight(*shape), Scheme("int8", None, symmetric))
     parts = {"weight": ours.data, "weight_scale": ours.scales, "weight_zero_point": ours.zeros}
     again = compressed.read(parts)
     assert again.data is ours.data and again.scales is ours.scales and again.zeros is ours.zeros
@@ -78,7 +78,7 @@ def test_eight_bits_not_packed_as_files_with_activations_have_them(symmetric, sh
 def test_eight_bits_packed_as_other_tools_write_them(group, symmetric):
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    ours = quantise(weight(19, 128), Scheme("int8", group, symmetric))
+    ours = round_to_nearest(weight(19, 128), Scheme("int8", group, symmetric))
     parts = {"weight_packed": pack_to_int32(ours.data, 8), "weight_scale": ours.scales}
     parts["weight_shape"] = torch.tensor(ours.shape)
     if not symmetric:
@@ -93,10 +93,10 @@ def test_a_scale_for_all_is_one_for_each_row():
     data = torch.randn(16, 32).to(torch.float8_e4m3fn)
     for scale in (torch.tensor(0.25), torch.tensor([0.25]), torch.tensor([[0.25]])):
         read = compressed.read({"weight": data, "weight_scale": scale})
-        assert torch.equal(read.dequantised(torch.float32), data.float() * 0.25) and read.scales.shape == (16, 1)
+        assert torch.equal(read.dequantized(torch.float32), data.float() * 0.25) and read.scales.shape == (16, 1)
 
 
-GOOD = compressed.parts(quantise(weight(16, 64), Scheme("int4", 32, False)))
+GOOD = compressed.parts(round_to_nearest(weight(16, 64), Scheme("int4", 32, False)))
 WRONG = {
     "no weight_scale": {"weight_scale": None},
     "scales of dtype torch.int8": {"weight_scale": torch.ones(16, 2, dtype=torch.int8)},
@@ -142,4 +142,4 @@ def test_zero_points_are_packed_along_the_rows():
     words = compressed.packed_zeros(zeros)
     assert words.shape == (3, 2) and torch.equal(words[0], pack(zeros[:8].t().contiguous()).flatten())
     assert torch.equal(compressed.unpacked_zeros(words, 19), zeros)
-    assert Quantised(*quantise(weight(19, 64), Scheme("int4", 32, False))).zeros.shape == (19, 2)
+    assert Quantized(*round_to_nearest(weight(19, 64), Scheme("int4", 32, False))).zeros.shape == (19, 2)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import make, prompt
-from quantised import held_by
+from quantized import held_by
 
 import accel
-from accel.llm.quant.linears import linears
-from accel.quant.scheme import Scheme
+from accel.llm.ptq.calibration.linears import linears
+from accel.quantization.scheme import Scheme
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them
@@ -45,20 +45,20 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2"])
 def test_a_model_gives_the_same_logits(name, kind, ways, monkeypatch):
     """In float64, where no number is so near to a half that another order of sums puts it on the other side."""
-    emulated = planted(name, torch.float64)
-    ours = accel.optimize(copy.deepcopy(emulated), weights="int8", activations=kind)
-    for path, module in of_layers(emulated).items():
-        held = ours.get_submodule(path).quantised
+    fake_quant = planted(name, torch.float64)
+    ours = accel.optimize(copy.deepcopy(fake_quant), weights="int8", activations=kind)
+    for path, module in of_layers(fake_quant).items():
+        held = ours.get_submodule(path).quantized
         weight = held.numbers().double() * held.scales.double()
         module.weight.data = (weight.t() if type(module).__name__ == "Conv1D" else weight).contiguous()
     monkeypatch.setattr(torch, "float32", torch.float64)  # of norms and rotary tables
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    modules = list(of_layers(emulated).values())
+    modules = list(of_layers(fake_quant).values())
     assert len(modules) == len(held_by(ours)) > 0
     for ids in (prompt(1, 100), prompt(5, 13)):
-        plain, found = emulated(ids).logits, ours(ids).logits
-        with ways.emulated(modules, INPUTS[kind]):
-            assert off(emulated(ids).logits, found) < 1e-9
+        plain, found = fake_quant(ids).logits, ours(ids).logits
+        with ways.fake_quant(modules, INPUTS[kind]):
+            assert off(fake_quant(ids).logits, found) < 1e-9
         assert off(plain, found) > 1e-3
 
 
@@ -66,13 +66,13 @@ def test_a_model_gives_the_same_logits(name, kind, ways, monkeypatch):
 def test_every_linear_gives_the_same_in_the_precision_that_is_measured(kind, ways):
     """float32, weights rounded by the benchmark, each linear on what it is given in the model."""
     stock, ids, seen = planted("llama-biases", torch.float32), prompt(1, 100), {}
-    emulated, _ = ways.quantised(stock, ways.Way("int8"), [{"input_ids": ids}])
+    fake_quant, _ = ways.quantized(stock, ways.Way("int8"), [{"input_ids": ids}])
     ours = accel.optimize(stock, weights="int8", activations=kind)
-    modules = of_layers(emulated)
+    modules = of_layers(fake_quant)
     for path, module in modules.items():
         module.register_forward_pre_hook(lambda module, args, path=path: seen.setdefault(path, args[0]))
-    emulated(ids)
+    fake_quant(ids)
     assert len(seen) == 14
-    with ways.emulated(list(modules.values()), INPUTS[kind]):
+    with ways.fake_quant(list(modules.values()), INPUTS[kind]):
         for path, x in seen.items():
             assert off(ours.get_submodule(path)(x), modules[path](x)) < 1e-6, path

@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from families import make, prompt
-from quantised import held_by, logits
+from quantized import held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -24,7 +24,7 @@ SCHEMES = {"int4-g32": None, "int8-asym": None, "int8": "int8", "fp8": None}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """By scheme: a folder of a quantised model; "stock": of one that is not."""
+    """By scheme: a folder of a quantized model; "stock": of one that is not."""
     root = tmp_path_factory.mktemp("folders")
     for scheme, activations in SCHEMES.items():
         accel.quantize(make("llama-biases"), scheme, activations=activations).save_pretrained(root / scheme)
@@ -58,7 +58,7 @@ def weights_said(config):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_without_its_configuration_a_quantised_folder_is_no_model(scheme, folder):
+def test_without_its_configuration_a_quantized_folder_is_no_model(scheme, folder):
     place = folder(scheme)
     said(place, lambda config: config.pop("quantization_config"))
     with pytest.raises(ValueError, match=r"(lacks|holds) model\.layers\.0\.mlp\.down_proj\.weight"):
@@ -77,7 +77,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("message", KEYS)
-@pytest.mark.parametrize("load", [accel.load, lambda f: saved.load(f, torch.float32, torch.device("cpu"))])
+@pytest.mark.parametrize("load", [accel.load, lambda f: saved.load_saved(f, torch.float32, torch.device("cpu"))])
 def test_weights_that_are_not_the_models_are_named(message, load, folder):
     place = folder("stock")
     assert torch.equal(logits(load(place))["logits"], logits(make("llama-biases"))["logits"])

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from accel_kernels.quantised import unpack
+from accel_kernels.gemm.quantized_weight import unpack
 
-from accel.llm.quant import gptq as module
-from accel.llm.quant.gptq import Hessian
+from accel.llm.ptq.algorithms import gptq as module
+from accel.llm.ptq.algorithms.gptq import Hessian
 from accel.options import SCHEMES as NAMES
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in NAMES]
 
@@ -36,9 +36,9 @@ def gptq(weight: torch.Tensor, *given):
     return module.gptq([weight], *given)[0]
 
 
-def error(x: torch.Tensor, weight: torch.Tensor, quantised) -> torch.Tensor:
+def error(x: torch.Tensor, weight: torch.Tensor, quantized) -> torch.Tensor:
     """(N,) of the products with every row of the weight."""
-    return (x.double() @ (quantised.dequantised(torch.float64) - weight.double()).t()).square().sum(0)
+    return (x.double() @ (quantized.dequantized(torch.float64) - weight.double()).t()).square().sum(0)
 
 
 def test_a_hessian_of_parts_is_that_of_the_whole():
@@ -51,7 +51,7 @@ def test_between_the_best_of_all_roundings_and_the_nearest():
     """Of 8 columns, all 3^8 ways to choose one of the three numbers about the weight are tried."""
     scheme, x = Scheme("int4", 8), correlated(64, 8, seed=1, noise=1.0)
     weight = normal(24, 8, seed=5)
-    found, nearest = gptq(weight, hessian_of(x), scheme), quantise(weight, scheme)
+    found, nearest = gptq(weight, hessian_of(x), scheme), round_to_nearest(weight, scheme)
     torch.testing.assert_close(found.scales, nearest.scales)
     ways = torch.tensor(list(itertools.product((-1, 0, 1), repeat=8)), dtype=torch.float64)
     scales = nearest.scales.double()
@@ -70,7 +70,7 @@ def test_between_the_best_of_all_roundings_and_the_nearest():
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_better_than_the_nearest(scheme, ordered):
     x, weight = correlated(512, 256, seed=2), normal(20, 256, seed=3)
-    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), quantise(weight, scheme)
+    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), round_to_nearest(weight, scheme)
     for mine, plain in zip(found, nearest, strict=True):
         assert (mine is None) == (plain is None)
         assert mine is None or (mine.dtype == plain.dtype and mine.shape == plain.shape)
@@ -83,7 +83,9 @@ def test_where_inputs_have_nothing_to_do_with_each_other_it_is_the_nearest(schem
     weight = normal(12, 128, seed=4)
     for ordered in (False, True):
         found = gptq(weight, torch.diag(torch.rand(128) + 0.1), scheme, ordered)
-        assert torch.equal(found.dequantised(torch.float32), quantise(weight, scheme).dequantised(torch.float32))
+        assert torch.equal(
+            found.dequantized(torch.float32), round_to_nearest(weight, scheme).dequantized(torch.float32)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,7 +95,7 @@ def test_scales_are_in_the_dtype_of_the_weight(dtype):
     assert found.scales.dtype == dtype
     tiny = gptq(weight * 1e-6, hessian_of(x), Scheme.parse("int4-g32"))
     assert tiny.scales.dtype == (torch.float32 if dtype == torch.float16 else dtype)
-    assert bool(tiny.dequantised(torch.float32).isfinite().all())
+    assert bool(tiny.dequantized(torch.float32).isfinite().all())
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -130,11 +132,11 @@ def test_a_scale_too_small_in_the_middle_of_a_weight_is_nothing_to_the_others():
 def test_columns_that_get_nothing_are_rounded_to_nearest_and_in_nobody_s_way():
     scheme, x, weight = Scheme.parse("int4-g32"), correlated(512, 64, seed=2), normal(20, 64, seed=3)
     x[:, 5:40] = 0
-    found, nearest = gptq(weight, hessian_of(x), scheme), quantise(weight, scheme)
+    found, nearest = gptq(weight, hessian_of(x), scheme), round_to_nearest(weight, scheme)
     # The first group's largest may lie among the others, whose values errors change: only what shares its scale.
     same = (found.scales == nearest.scales).repeat_interleave(32, dim=1)
     assert bool(same[:, 5:32].any())
-    off = (found.dequantised(torch.float32) - nearest.dequantised(torch.float32)).abs()
+    off = (found.dequantized(torch.float32) - nearest.dequantized(torch.float32)).abs()
     assert bool((off[:, 5:40][same[:, 5:40]] == 0).all())
     assert error(x, weight, found).sum() < error(x, weight, nearest).sum()
 
@@ -144,24 +146,24 @@ def test_columns_that_get_nothing_are_rounded_to_nearest_and_in_nobody_s_way():
 def test_one_direction_only_and_nothing_at_all(scheme, ordered):
     """A Hessian of rank 1, as of one token; and of rank 0."""
     x, weight = normal(1, 256, seed=2), normal(20, 256, seed=3)
-    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), quantise(weight, scheme)
-    assert bool(found.dequantised(torch.float32).isfinite().all())
+    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), round_to_nearest(weight, scheme)
+    assert bool(found.dequantized(torch.float32).isfinite().all())
     assert error(x, weight, found).sum() < 0.1 * error(x, weight, nearest).sum()
     nothing = gptq(weight, torch.zeros(256, 256), scheme, ordered)
-    assert torch.equal(nothing.dequantised(torch.float32), nearest.dequantised(torch.float32))
+    assert torch.equal(nothing.dequantized(torch.float32), nearest.dequantized(torch.float32))
 
 
 def test_inputs_of_very_different_size_have_an_inverse():
     x = correlated(64, 128, seed=1) * torch.logspace(-8, 4, 128)
     found = gptq(normal(8, 128, seed=2), hessian_of(x), Scheme.parse("int4"))
-    assert bool(found.dequantised(torch.float32).isfinite().all())
+    assert bool(found.dequantized(torch.float32).isfinite().all())
 
 
 def test_zeros_stay_zeros():
     weight = normal(8, 128, seed=2)
     weight[3] = 0
     found = gptq(weight, hessian_of(correlated(64, 128, seed=1)), Scheme.parse("int4-asym"))
-    assert bool((found.dequantised(torch.float32)[3] == 0).all())
+    assert bool((found.dequantized(torch.float32)[3] == 0).all())
 
 
 def by_columns(weight: torch.Tensor, hessian: torch.Tensor, damping: float = 0.01) -> torch.Tensor:

@@ -9,14 +9,14 @@ import torch
 from changes import CHANGES
 from families import BY_NAME, every, in_turn, make, padded, prompt
 from modes import MODES, generate, ran_fast, same
-from quantised import HEADS, held_by, logits, optimized, rounded, sites
+from quantized import HEADS, held_by, logits, optimized, rounded, sites
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.quant import module as holding
-from accel.quant.module import QuantisedLinear
-from accel.quant.scheme import Scheme
+from accel.quantization import module as holding
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.scheme import Scheme
 
 # Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.
 FAMILIES = ("llama", "llama-tied", "gemma2", "granite", "cohere", "gpt2", "mixtral", "deepseek-v3")
@@ -28,7 +28,7 @@ BY_MODE = {mode.name: mode for mode in MODES}
 def test_it_writes_what_stock_writes_over_the_same_weights(name, mode, weights):
     stock, ours = optimized(name, weights)
     head = ours.get_output_embeddings()
-    assert type(head) is QuantisedLinear and head.scheme == Scheme.of_head(weights)
+    assert type(head) is QuantizedLinear and head.scheme == Scheme.of_head(weights)
     assert sites(ours)["lm_head"][0] == "patched" and accel.report(ours).weights[-1]["path"] == "lm_head"
     theirs, inputs = rounded(stock, ours), padded(BY_MODE[mode].lengths)
     same(BY_MODE[mode](ours, *inputs), BY_MODE[mode](theirs, *inputs))
@@ -55,7 +55,7 @@ def test_its_numbers_and_scales_are_those_of_eight_bits_by_hand(name, weights):
     dtype, least, most, shifted = EXPECTED[weights]
     low, high = (weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0))
     scales = (high - low) / (most - least) if shifted else weight.abs().amax(1, keepdim=True) / most
-    held = head.quantised
+    held = head.quantized
     assert held.data.dtype == dtype and held.data.shape == weight.shape and held.scales.shape == (len(weight), 1)
     torch.testing.assert_close(held.scales.double(), scales, rtol=1e-6, atol=0)
     zeros = (least - low / scales).round() if shifted else torch.zeros_like(scales)
@@ -79,10 +79,10 @@ def test_a_step_multiplies_the_last_tokens_by_it_as_it_lies(monkeypatch):
 
     def spied(x, weight, bias):
         seen.append((x.shape, weight))
-        return quantised_projection(x, weight, bias)
+        return quantized_linear(x, weight, bias)
 
-    quantised_projection = holding.quantised_projection
-    monkeypatch.setattr(holding, "quantised_projection", spied)
+    quantized_linear = holding.quantized_linear
+    monkeypatch.setattr(holding, "quantized_linear", spied)
     ours.generate(prompt(3, 40), max_new_tokens=4, do_sample=False)
     assert [shape for shape, _ in seen] == [(3, 1, 64)] * 4
     head = ours.get_output_embeddings()
@@ -141,7 +141,7 @@ def test_tied_words_stay_as_they_are_and_are_tied_again(copied):
         head = one.get_output_embeddings()
         row = accel.report(one).weights[-1]
         assert head in held_by(one) and row["path"] == "lm_head"
-        assert (row["bytes_before"], row["bytes_after"]) == (words.nbytes, words.nbytes + head.quantised.nbytes)
+        assert (row["bytes_before"], row["bytes_after"]) == (words.nbytes, words.nbytes + head.quantized.nbytes)
         assert sites(one)["lm_head"][1].endswith("MB more, since model.embed_tokens keeps the weight that it shares")
     with pytest.raises(RuntimeError, match="cannot be replaced by another, nor tied to it"):
         model.tie_weights()
@@ -159,7 +159,7 @@ def test_without_the_originals(name):
     ids, mask = padded()
     reference = generate(rounded(stock, ours), ids, mask)
     same(generate(ours, ids, mask), reference)
-    with pytest.warns(UserWarning, match="15 linear layers stay quantised"):
+    with pytest.warns(UserWarning, match="15 linear layers stay quantized"):
         accel.restore(ours)
     same(generate(ours, ids, mask), reference)
     accel.optimize(ours, weights="fp8-head")
@@ -235,8 +235,8 @@ def test_verify_tells_its_loss_and_fails_where_it_is_wrong(name, monkeypatch):
     _, ours = optimized(name, "int4-g32-head")
     quality = accel.verify(ours)
     assert quality.passed and quality.lossy == "weights='int4-g32-head'"
-    operation = holding.quantised_projection
-    monkeypatch.setattr(holding, "quantised_projection", lambda x, weight, bias: operation(x, weight, bias) * 1.001)
+    operation = holding.quantized_linear
+    monkeypatch.setattr(holding, "quantized_linear", lambda x, weight, bias: operation(x, weight, bias) * 1.001)
     assert not accel.verify(ours).passed
 
 

@@ -8,14 +8,14 @@ import torch
 from families import every, make, padded
 from foreign import GptqLinear
 from modes import generate, same
-from quantised import HEADS, held_by, logits, optimized, rounded, sites
+from quantized import HEADS, held_by, logits, optimized, rounded, sites
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.quant.module import dequantising
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.module import dequantizing
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 APART = Scheme("int8")
 
@@ -38,23 +38,23 @@ def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_
     assert saved["tie_word_embeddings"] is False and ours.config.tie_word_embeddings == stock.config.tie_word_embeddings
     wanted = logits(rounded(stock, ours))["logits"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype).eval()
-    # The first call of what arrives quantised dequantises it, so it is optimised before.
-    arrived = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype).eval()
+    # The first call of what arrives quantized dequantizes it, so it is optimized before.
+    prequantized = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype).eval()
     loaded, whole = accel.load(tmp_path / "ours", dtype=dtype), weights == "int4-g32-asym-head" and name != "gpt2"
-    with dequantising(loaded):  # as transformers does it, where torch would multiply by the numbers
+    with dequantizing(loaded):  # as transformers does it, where torch would multiply by the numbers
         assert torch.equal(logits(theirs)["logits"], wanted) and torch.equal(logits(loaded)["logits"], wanted)
     assert torch.equal(theirs.get_input_embeddings().weight, stock.get_input_embeddings().weight)
     assert (loaded.get_output_embeddings() in held_by(loaded)) is not whole
     ids, mask = padded((9, 9))
     # GPT-2's layers are saved whole, rounded to bf16, where the original multiplies by their numbers.
     wanted = generate(accel.optimize(theirs) if (name, dtype) == ("gpt2", torch.bfloat16) else ours, ids, mask)
-    for one in (loaded, arrived):
+    for one in (loaded, prequantized):
         accel.optimize(one)
         same(generate(one, ids, mask), wanted, 1e-5 if dtype == torch.float32 else 0.05)
-    if "asym" not in weights:  # which transformers loads dequantised
-        assert sites(arrived)["lm_head"][1].startswith(f"{Scheme.of_head(weights)}, arrived as compressed-tensors")
-    accel.restore(arrived)
-    same(logits(arrived), logits(accel.restore(theirs)))
+    if "asym" not in weights:  # which transformers loads dequantized
+        assert sites(prequantized)["lm_head"][1].startswith(f"{Scheme.of_head(weights)}, arrived as compressed-tensors")
+    accel.restore(prequantized)
+    same(logits(prequantized), logits(accel.restore(theirs)))
 
 
 def test_a_scheme_that_transformers_would_not_read_is_written_whole_and_it_says_so(tmp_path):
@@ -66,7 +66,7 @@ def test_a_scheme_that_transformers_would_not_read_is_written_whole_and_it_says_
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
 
 
-def test_a_folder_whose_configuration_ties_what_it_quantises(tmp_path):
+def test_a_folder_whose_configuration_ties_what_it_quantizes(tmp_path):
     stock, ours = optimized("llama-tied", "int8-head")
     ours.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -79,11 +79,11 @@ def test_a_folder_whose_configuration_ties_what_it_quantises(tmp_path):
 def test_a_head_of_another_library():
     stock = make("llama", vocab_size=104)  # zero points are packed by eight words
     model, values = copy.deepcopy(stock), copy.deepcopy(stock)
-    rounded_head = quantise(stock.lm_head.weight, Scheme("int4", 32, False))
+    rounded_head = round_to_nearest(stock.lm_head.weight, Scheme("int4", 32, False))
     rounded_head = rounded_head._replace(zeros=rounded_head.zeros.clamp_min(-7))
     numbers, zeros = rounded_head.numbers().int() + 8, rounded_head.zeros.int() + 8
     model.lm_head = GptqLinear(numbers, zeros, rounded_head.scales, None)
-    values.lm_head.weight.data = rounded_head.dequantised(torch.float32)
+    values.lm_head.weight.data = rounded_head.dequantized(torch.float32)
     given = model.lm_head
     accel.optimize(model, weights="int8-head")
     assert sites(model)["lm_head"][0] == "patched" and model.lm_head.scheme == Scheme("int4", 32, False)
@@ -106,7 +106,7 @@ def test_methods_leave_it_to_rounding_to_nearest(name, scheme, method, tmp_path)
     stock, model = make(name), make(name)
     accel.quantize(model, scheme, [{"input_ids": ids} for ids in IDS], method=method, out=tmp_path / "out")
     head = model.get_output_embeddings()
-    wanted = quantise(stock.get_output_embeddings().weight, APART)
+    wanted = round_to_nearest(stock.get_output_embeddings().weight, APART)
     assert len(held_by(model)) == 15 and head.scheme == APART
     for one in (head, accel.load(tmp_path / "out").get_output_embeddings()):
         assert torch.equal(one.data, wanted.data) and torch.equal(one.scales, wanted.scales)

@@ -1,4 +1,4 @@
-"""Layers lent to a device one at a time while they are quantised: the same results, and one layer there at most."""
+"""Layers lent to a device one at a time while they are quantized: the same results, and one layer there at most."""
 
 import copy
 from contextlib import contextmanager, suppress
@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from families import make, prompt
-from quantised import logits
+from quantized import logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import accel
-from accel.llm.quant import calibration, layer_inputs, run
-from accel.llm.quant.lent import lent, moved
-from accel.quant.scheme import Scheme
+from accel.llm.ptq import calibrate as calibration
+from accel.llm.ptq import run
+from accel.llm.ptq.calibration import layer_inputs
+from accel.llm.ptq.calibration.layer_offload import lent, moved
+from accel.quantization.scheme import Scheme
 
 CPU = torch.device("cpu")
 DATA = [prompt(2, 24, seed) for seed in range(3)]
@@ -73,12 +75,12 @@ def test_what_is_rounded_is_written_only_where_later_layers_need_it(method):
     for make_it, written in ((make, False), (lambda name: between(make(name)), True)):
         model, wanted = make_it("llama"), make_it("llama")
         before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-        ours = list(calibration.quantise_layers(model, scheme, method, data, device=CPU))
-        theirs = list(calibration.quantise_layers(wanted, scheme, method, data))
+        ours = list(calibration.quantize_layers(model, scheme, method, data, device=CPU))
+        theirs = list(calibration.quantize_layers(wanted, scheme, method, data))
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.weights.keys() == other.weights.keys() and mine.changed.keys() == other.changed.keys()
-            for path, quantised in mine.weights.items():
-                assert torch.equal(quantised.data, other.weights[path].data)
+            for path, quantized in mine.weights.items():
+                assert torch.equal(quantized.data, other.weights[path].data)
         same = [p.data_ptr() == before[name][0] for name, p in model.named_parameters()]
         assert all(same) != written
         assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters()) != written
@@ -93,8 +95,8 @@ def test_an_interrupted_run_leaves_the_model_as_it_was(make_it, monkeypatch):
         yield next(real(*given))
         raise KeyboardInterrupt
 
-    real = run.quantise_layers
-    monkeypatch.setattr(run, "quantise_layers", stopped)
+    real = run.quantize_layers
+    monkeypatch.setattr(run, "quantize_layers", stopped)
     with pytest.raises(KeyboardInterrupt):
         accel.quantize(model, "int8", DATA, method="smoothquant", device="cpu")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -159,7 +161,7 @@ def test_a_layer_and_what_it_is_given_are_on_one_device(name, scheme, method, ac
     data = [] if method == "rtn" else [{"input_ids": ids} for ids in DATA]
     asked = replace(Scheme.parse(scheme), activations=activations)
     with apart:
-        results = list(calibration.quantise_layers(model, asked, method, data, device=there))
+        results = list(calibration.quantize_layers(model, asked, method, data, device=there))
     assert len(results) == model.config.num_hidden_layers and apart.there and not apart.mixed[:3]
     tensors = [one for one in tree_leaves([tuple(result) for result in results]) if isinstance(one, torch.Tensor)]
     assert tensors and apart.there.isdisjoint(one.untyped_storage().data_ptr() for one in tensors)

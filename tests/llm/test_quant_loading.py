@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import in_turn, make, padded
 from modes import generate, ran_fast, same
-from quantised import Bytes, Counting, held_by, logits
+from quantized import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,7 @@ SCHEMES = [name for name in NAMES if name not in ("int4", "int4-asym", "int4-g64
 
 @pytest.fixture
 def saved(tmp_path):
-    """saved(name, scheme): (the quantised model, its folder)."""
+    """saved(name, scheme): (the quantized model, its folder)."""
 
     def save(name="llama-biases", scheme="int8", dtype=torch.float32, **changes):
         model = accel.quantize(make(name, dtype, **changes), scheme)
@@ -132,11 +132,11 @@ def test_it_can_be_saved_again(saved, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "again"))
     assert before == after
-    with pytest.raises(ValueError, match="nothing to quantise"):
+    with pytest.raises(ValueError, match="nothing to quantize"):
         accel.quantize(accel.load(folder), "int8")
 
 
-def test_an_unquantised_folder_and_transposed_weights(tmp_path):
+def test_an_unquantized_folder_and_transposed_weights(tmp_path):
     stock = make("llama")
     stock.save_pretrained(tmp_path / "plain")
     assert torch.equal(logits(accel.load(tmp_path / "plain"))["logits"], logits(stock)["logits"])
@@ -222,7 +222,7 @@ DAMAGE = {
     r"layers.0.mlp.down_proj is \(64, 96\) in the file and \(64, 112\) in the model": lambda folder: configured(
         folder, intermediate_size=112
     ),
-    r"quantises model.layers.1.mlp.down_proj, which is no linear layer": lambda folder: configured(
+    r"quantizes model.layers.1.mlp.down_proj, which is no linear layer": lambda folder: configured(
         folder, num_hidden_layers=1
     ),
 }

@@ -1,4 +1,4 @@
-"""Models with quantised weights: they write what stock code writes over the same weights, whatever their structure."""
+"""Models with quantized weights: they write what stock code writes over the same weights, whatever their structure."""
 
 import copy
 import functools
@@ -8,10 +8,10 @@ import pytest
 import torch
 from families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded, prompt
 from modes import MODES, generate, ran_fast, same
-from quantised import rounded
+from quantized import rounded
 
 import accel
-from accel.quant.module import QuantisedLinear
+from accel.quantization.module import QuantizedLinear
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"]
@@ -25,8 +25,8 @@ NOISE_DB = {"int8": 40, "int8-asym": 40, "int4-g32": 18, "int4-g32-asym": 19, "f
 
 
 @functools.cache
-def quantised(name: str, weights: str, dtype: torch.dtype = torch.float32):
-    """(optimised with these weights, stock over the same ones rounded)."""
+def quantized(name: str, weights: str, dtype: torch.dtype = torch.float32):
+    """(optimized with these weights, stock over the same ones rounded)."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, dtype)
@@ -67,32 +67,32 @@ def linears(model) -> set[str]:
 )
 @pytest.mark.share(2)
 def test_every_fast_family(name, mode, monkeypatch):
-    ours, reference = quantised(name, "int8")
+    ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == linears(reference)
     inputs = padded(BY_MODE[mode].lengths)
     if not any("shared_expert" in path for path in linears(reference)):  # which a mixture's own code calls
-        monkeypatch.setattr(QuantisedLinear, "forward", None)  # the others are part of fused operations
+        monkeypatch.setattr(QuantizedLinear, "forward", None)  # the others are part of fused operations
     same(BY_MODE[mode](ours, *inputs), BY_MODE[mode](reference, *inputs))
     ran_fast(ours)
 
 
 @pytest.mark.parametrize(("name", "mode"), every(3, CORE, USED))
 def test_every_mode(name, mode):
-    ours, reference = quantised(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
+    ours, reference = quantized(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
     inputs = padded(BY_MODE[mode].lengths)
     same(BY_MODE[mode](ours, *inputs), BY_MODE[mode](reference, *inputs))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_those_not_understood_run_their_own_code_over_quantised_linears(name):
-    ours, reference = quantised(name, "int8")
+def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
+    ours, reference = quantized(name, "int8")
     ids, mask = padded((9, 9))
     same(generate(ours, ids, mask), generate(reference, ids, mask))
     same({"x": ours(ids).logits}, {"x": reference(ids).logits})
     if name == "rwkv":  # it writes into its weights
         reasons = [reason for _, rule, _, reason in accel.report(ours).sites if rule == "weights"]
-        assert any("does not run with quantised linears: RuntimeError" in reason for reason in reasons)
-        assert any(reason.startswith("nothing to quantise as 'int8': rwkv.") for reason in reasons)
+        assert any("does not run with quantized linears: RuntimeError" in reason for reason in reasons)
+        assert any(reason.startswith("nothing to quantize as 'int8': rwkv.") for reason in reasons)
         assert not accel.report(ours).weights
     else:
         assert accel.report(ours).weights
@@ -102,7 +102,7 @@ def test_those_not_understood_run_their_own_code_over_quantised_linears(name):
     ("name", "weights", "dtype"), every(4, CORE, SCHEMES, (torch.bfloat16, torch.float16)), ids=str
 )
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
-    ours, reference = quantised(name, weights, dtype)
+    ours, reference = quantized(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision
     ids = prompt(3, 12)
     wanted = exact(ids).logits.double()
@@ -111,7 +111,7 @@ def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, w
 
 
 def test_experts_are_left_alone_and_named():
-    ours, _ = quantised("mixtral", "int8")
+    ours, _ = quantized("mixtral", "int8")
     sites = {path: (status, reason) for path, rule, status, reason in accel.report(ours).sites if rule == "weights"}
     for path in layers(ours):
         assert sites[f"{path}.self_attn.q_proj"] == ("patched", "int8 by row")
@@ -120,10 +120,10 @@ def test_experts_are_left_alone_and_named():
 
 
 def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up():
-    ours, _ = quantised("llama-biases", "int4-g32-asym")
+    ours, _ = quantized("llama-biases", "int4-g32-asym")
     generate(ours, *padded())
     bound = vars(next(iter(layers(ours).values())))["forward"].bound
-    assert bound.joint is not None and bound.joint.now()[0].shape == (64 + 32 + 32, 64)
+    assert bound.attention.joint is not None and bound.attention.joint.now()[0].shape == (64 + 32 + 32, 64)
     assert bound.mlp.gate is not None and bound.mlp.up is not None
     held = layers(ours)["model.layers.0"].self_attn
     for name in ("data", "scales", "zeros", "bias"):

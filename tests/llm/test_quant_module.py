@@ -1,4 +1,4 @@
-"""The module that holds a quantised weight: what it computes, how it travels, what code sees that looks at it."""
+"""The module that holds a quantized weight: what it computes, how it travels, what code sees that looks at it."""
 
 import copy
 import io
@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.fingerprint import Fingerprint
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.options import SCHEMES as NAMES
-from accel.quant.module import QuantisedLinear, dequantising
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.module import QuantizedLinear, dequantizing
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 INPUTS, OUTPUTS = 128, 24
 
 
-def linear(weights: str = "int4-g32-asym", bias: bool = True, dtype: torch.dtype = torch.float32) -> QuantisedLinear:
+def linear(weights: str = "int4-g32-asym", bias: bool = True, dtype: torch.dtype = torch.float32) -> QuantizedLinear:
     torch.manual_seed(0)
     plain = nn.Linear(INPUTS, OUTPUTS, bias, dtype=dtype)
     scheme = Scheme.parse(weights)
-    return QuantisedLinear(quantise(plain.weight, scheme), plain.bias, dtype, scheme)
+    return QuantizedLinear(round_to_nearest(plain.weight, scheme), plain.bias, dtype, scheme)
 
 
 def x(rows: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,12 +41,12 @@ def test_it_multiplies_with_the_weight_it_shows(weights, bias, dtype):
         found = module(x(dtype=dtype))
         if weights == "int8" and dtype == torch.bfloat16:  # by its numbers, not by the weight rounded to bf16
             shift = None if module.bias is None else module.bias.double()
-            truth = F.linear(x(dtype=dtype).double(), module.quantised.dequantised(torch.float64), shift)
+            truth = F.linear(x(dtype=dtype).double(), module.quantized.dequantized(torch.float64), shift)
             assert (found - truth).abs().max() <= 2 * (wanted - truth).abs().max()
         else:
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         torch.testing.assert_close(module(x(dtype=dtype).transpose(0, 1)), found.transpose(0, 1))
-        with dequantising(module):
+        with dequantizing(module):
             torch.testing.assert_close(module(x(dtype=dtype)), wanted, rtol=0, atol=0)
     assert not module.exact
 
@@ -157,9 +157,9 @@ def test_columns_are_looked_up_again_wherever_they_come_from():
     """Loaded over others, moved, copied, pickled: the mask that the kernel reads is that of the buffer."""
     torch.manual_seed(0)
     plain, scheme = nn.Linear(INPUTS, OUTPUTS), Scheme("int8", activations="int8-outliers-static")
-    weight = quantise(plain.weight, scheme)
-    module = QuantisedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([3, 90]))
-    other = QuantisedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([7, 8]))
+    weight = round_to_nearest(plain.weight, scheme)
+    module = QuantizedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([3, 90]))
+    other = QuantizedLinear(weight, plain.bias, torch.float32, scheme, input_columns=torch.tensor([7, 8]))
     module.load_state_dict(other.state_dict())
     twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module).to(torch.bfloat16)]
     for one in (module, *twins):

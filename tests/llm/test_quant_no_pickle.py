@@ -1,4 +1,4 @@
-"""No pickle is read, which could run any code: not by quantising, nor going on, nor loading; safetensors are wanted."""
+"""No pickle is read, which could run any code: not by quantizing, nor going on, nor loading; safetensors are wanted."""
 
 import _pickle
 import pickle
@@ -6,15 +6,15 @@ import pickle
 import pytest
 import torch
 from families import make
-from quantised import held_by, logits
+from quantized import held_by, logits
 from safetensors.torch import save_file
 from torch import _weights_only_unpickler, serialization
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import accel
-from accel.cli import app
-from accel.llm.quant import run as running
+from accel.commands.app import app
+from accel.llm.ptq import run as running
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -46,9 +46,9 @@ def command(*given) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("scheme", "method"), [("int8", "rtn"), ("int4-g32", "gptq"), ("fp8", "rtn")])
-def test_quantising_going_on_and_loading_read_none(scheme, method, no_pickle, tmp_path, monkeypatch):
+def test_quantizing_going_on_and_loading_read_none(scheme, method, no_pickle, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
-    out, real = tmp_path / "out", running.quantise_layers
+    out, real = tmp_path / "out", running.quantize_layers
     data = None if method == "rtn" else IDS
 
     def interrupted(*given):
@@ -56,13 +56,13 @@ def test_quantising_going_on_and_loading_read_none(scheme, method, no_pickle, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
-        patches.setattr(running, "quantise_layers", interrupted)
+        patches.setattr(running, "quantize_layers", interrupted)
         accel.quantize(make("llama"), scheme, data, method=method, out=out)
     assert [path.name for path in (out / "unfinished").glob("*.safetensors")] == ["model.layers.0.safetensors"]
     model = accel.quantize(make("llama"), scheme, data, method=method, out=out)
-    loaded, arrived = accel.load(out), accel.optimize(AutoModelForCausalLM.from_pretrained(out))
-    assert len(held_by(loaded)) == len(held_by(arrived)) == 14
-    for other in (loaded, arrived):
+    loaded, prequantized = accel.load(out), accel.optimize(AutoModelForCausalLM.from_pretrained(out))
+    assert len(held_by(loaded)) == len(held_by(prequantized)) == 14
+    for other in (loaded, prequantized):
         torch.testing.assert_close(logits(other)["logits"], logits(model)["logits"], rtol=0, atol=1e-5)
 
 
@@ -72,11 +72,11 @@ def test_the_command_reads_none(no_pickle, tmp_path):
     assert command("verify", tmp_path / "out")[0] == 0
 
 
-@pytest.fixture(params=["plain", "quantised", "in shards"])
+@pytest.fixture(params=["plain", "quantized", "in shards"])
 def pickled(request, tmp_path):
     """A folder whose weights are a pickle alone."""
     model, folder = make("llama"), tmp_path / "pickled"
-    if request.param == "quantised":
+    if request.param == "quantized":
         accel.quantize(model, "int8")
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()

@@ -1,6 +1,6 @@
 """Models that bitsandbytes makes, and layers as GPTQModel packs our rounding, where these packages are installed.
 
-Stand-ins are tested elsewhere. No model that GPTQModel has quantised and saved is loaded here.
+Stand-ins are tested elsewhere. No model that GPTQModel has quantized and saved is loaded here.
 """
 
 import copy
@@ -9,13 +9,13 @@ import pytest
 import torch
 from families import layers, make, padded
 from modes import generate, same
-from quantised import held_by, logits
+from quantized import held_by, logits
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 SIZES = {"intermediate_size": 128}  # which its 4 bits divide
 
@@ -80,7 +80,7 @@ def packed(kind: type, linear: nn.Linear, rounded, scrambled: bool) -> nn.Module
         bias=linear.bias is not None, pack_dtype=torch.int32, register_buffers=True,
     )  # fmt: skip
     plain, groups = copy.deepcopy(linear).half(), torch.arange(k) // rounded.group
-    plain.weight.data = rounded.dequantised(torch.float16)
+    plain.weight.data = rounded.dequantized(torch.float16)
     if scrambled:
         order = torch.randperm(k)
         plain.weight.data, groups = plain.weight.data[:, order].contiguous(), groups[order]
@@ -100,9 +100,9 @@ def test_four_bits_of_gptqmodel(module, name, scrambled):
     for path, layer in layers(model).items():
         for where, linear in list(layer.named_modules()):
             if type(linear) is nn.Linear:
-                rounded = quantise(linear.weight, Scheme.parse("int4-g32-asym"))
+                rounded = round_to_nearest(linear.weight, Scheme.parse("int4-g32-asym"))
                 layer.set_submodule(where, packed(getattr(package, name), linear, rounded, scrambled))
-                twin.get_submodule(f"{path}.{where}").weight.data = rounded.dequantised(torch.float16)
+                twin.get_submodule(f"{path}.{where}").weight.data = rounded.dequantized(torch.float16)
                 count += 1
     with torch.no_grad():
         before = logits(model)["logits"]

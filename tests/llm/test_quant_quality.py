@@ -15,9 +15,9 @@ from held_out import FOLDER, HELD_OUT, WINDOW, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
-from accel.llm.compare import off
-from accel.llm.quant.calibration import quantise_layers
-from accel.quant.scheme import Scheme
+from accel.llm.analysis.compare import off
+from accel.llm.ptq.calibrate import quantize_layers
+from accel.quantization.scheme import Scheme
 
 TEXT = Path(__file__).with_name("training_text.txt")
 
@@ -57,7 +57,7 @@ def windows(tokenizer) -> list[torch.Tensor]:
 
 def calibrated(stock, name: str, method: str, windows):
     model = copy.deepcopy(stock)
-    results = list(quantise_layers(model, Scheme.parse(name), method, [{"input_ids": ids} for ids in windows]))
+    results = list(quantize_layers(model, Scheme.parse(name), method, [{"input_ids": ids} for ids in windows]))
     return model, results
 
 

@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
-from accel_kernels.quantised import pack, unpack
+from accel_kernels.gemm.quantized_weight import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.options import SCHEMES as NAMES
 from accel.options import WEIGHTS
-from accel.quant import rounding
-from accel.quant.rounding import quantise, sqnr_db
-from accel.quant.scheme import Scheme
+from accel.quantization import rounding
+from accel.quantization.rounding import round_to_nearest, sqnr_db
+from accel.quantization.scheme import Scheme
 
 SCHEMES = [Scheme.parse(name) for name in NAMES]
 GROUPED = 128  # columns that fit every scheme
@@ -38,20 +38,20 @@ def weights(draw):
 
 
 def checked(w: torch.Tensor, scheme: Scheme):
-    """The quantised weight, of which no element is further off than its scale allows."""
-    quantised = quantise(w, scheme)
-    assert quantised.shape == tuple(w.shape) and quantised.group == (scheme.group or w.shape[1])
-    assert (quantised.zeros is None) == (scheme.symmetric or scheme.number == "fp8")
-    assert quantised.scales.dtype in (w.dtype, torch.float32) and bool((quantised.scales > 0).all())
-    got = quantised.dequantised(torch.float64)
-    exact, steps = w.double(), quantised.scales.double().repeat_interleave(quantised.group, dim=1)
+    """The quantized weight, of which no element is further off than its scale allows."""
+    quantized = round_to_nearest(w, scheme)
+    assert quantized.shape == tuple(w.shape) and quantized.group == (scheme.group or w.shape[1])
+    assert (quantized.zeros is None) == (scheme.symmetric or scheme.number == "fp8")
+    assert quantized.scales.dtype in (w.dtype, torch.float32) and bool((quantized.scales > 0).all())
+    got = quantized.dequantized(torch.float64)
+    exact, steps = w.double(), quantized.scales.double().repeat_interleave(quantized.group, dim=1)
     if scheme.number == "fp8":  # three bits after the first; steps of 2^-9 below 2^-6
         allowed = torch.maximum(exact.abs() * 2**-4, steps * 2**-10) + exact.abs() * 2**-7 * (exact.abs() > 440 * steps)
     else:
         allowed = 0.5 * steps
     assert bool(((got - exact).abs() <= allowed * (1 + 1e-5)).all())
     assert bool((got[exact == 0] == 0).all())
-    return quantised
+    return quantized
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -65,7 +65,7 @@ def test_no_element_is_further_off_than_half_a_step(scheme, w):
 def test_scales_are_no_larger_than_they_must_be(scheme):
     """The largest number is used in every group, or the step were larger than it has to be."""
     w = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
-    numbers = quantise(w, scheme).numbers().float().unflatten(1, (-1, scheme.group or 256))
+    numbers = round_to_nearest(w, scheme).numbers().float().unflatten(1, (-1, scheme.group or 256))
     low, high = scheme.range
     if scheme.symmetric:
         assert bool((numbers.abs().amax(-1) == high).all())
@@ -79,22 +79,22 @@ def test_zeros_and_what_is_hardly_more(scheme, dtype):
     least = torch.finfo(dtype).smallest_normal
     w = torch.zeros(4, GROUPED, dtype=dtype)
     w[1, 5], w[2, 7], w[3] = least, -3 * least, torch.finfo(dtype).max / 4
-    quantised = checked(w, scheme)
-    assert quantised.dequantised(dtype).isfinite().all()
-    assert torch.equal(quantised.dequantised(dtype)[0], w[0])
-    assert (quantised.scales.dtype == torch.float32) == (dtype != torch.bfloat16)  # which has float32's exponents
+    quantized = checked(w, scheme)
+    assert quantized.dequantized(dtype).isfinite().all()
+    assert torch.equal(quantized.dequantized(dtype)[0], w[0])
+    assert (quantized.scales.dtype == torch.float32) == (dtype != torch.bfloat16)  # which has float32's exponents
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_a_few_rows_at_a_time_give_the_same(scheme, monkeypatch):
     w = torch.randn(37, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    whole, ratio = quantise(w, scheme), sqnr_db(w, quantise(w, scheme))
+    whole, ratio = round_to_nearest(w, scheme), sqnr_db(w, round_to_nearest(w, scheme))
     monkeypatch.setattr(rounding, "AT_ONCE", 5 * 256)
-    for a, b in zip(whole, quantise(w, scheme), strict=True):
+    for a, b in zip(whole, round_to_nearest(w, scheme), strict=True):
         assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert sqnr_db(w, whole) == pytest.approx(ratio)
     turned = w.t().contiguous().t()  # as GPT-2 stores it
-    assert torch.equal(quantise(turned, scheme).dequantised(w.dtype), whole.dequantised(w.dtype))
+    assert torch.equal(round_to_nearest(turned, scheme).dequantized(w.dtype), whole.dequantized(w.dtype))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_refused(scheme, value):
     w = torch.randn(3, GROUPED)
     w[1, 9] = value
     with pytest.raises(ValueError, match="NaN or Inf"):
-        quantise(w, scheme)
+        round_to_nearest(w, scheme)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_no_number_is_refused(scheme, value):
 )
 def test_columns_that_do_not_fit_are_named(name, columns, unit):
     with pytest.raises(ValueError, match=f"{columns} inputs, not a multiple of {unit}"):
-        quantise(torch.randn(4, columns), Scheme.parse(name))
+        round_to_nearest(torch.randn(4, columns), Scheme.parse(name))
 
 
 def test_names():
@@ -132,16 +132,16 @@ def test_names_of_heads():
 
 def test_signal_to_noise_by_hand():
     w = torch.tensor([[127.0, 0.25, -3.5, 0, 0, 0, 0, 0]])
-    quantised = quantise(w, Scheme.parse("int8"))
-    assert quantised.data.tolist() == [[127, 0, -4, 0, 0, 0, 0, 0]] and quantised.scales.tolist() == [[1.0]]
-    assert sqnr_db(w, quantised) == pytest.approx(10 * math.log10((127**2 + 0.25**2 + 3.5**2) / (0.25**2 + 0.5**2)))
-    assert sqnr_db(torch.zeros(2, 8), quantise(torch.zeros(2, 8), Scheme.parse("int8"))) == math.inf
+    quantized = round_to_nearest(w, Scheme.parse("int8"))
+    assert quantized.data.tolist() == [[127, 0, -4, 0, 0, 0, 0, 0]] and quantized.scales.tolist() == [[1.0]]
+    assert sqnr_db(w, quantized) == pytest.approx(10 * math.log10((127**2 + 0.25**2 + 3.5**2) / (0.25**2 + 0.5**2)))
+    assert sqnr_db(torch.zeros(2, 8), round_to_nearest(torch.zeros(2, 8), Scheme.parse("int8"))) == math.inf
 
 
 def test_asymmetric_by_hand():
     w = torch.tensor([[0.0, 1, 2, 15] * 8])
-    quantised = quantise(w, Scheme.parse("int4-g32-asym"))
-    assert quantised.scales.tolist() == [[1.0]] and quantised.zeros.tolist() == [[-8]]
-    assert torch.equal(unpack(quantised.data), torch.tensor([[-8, -7, -6, 7] * 8], dtype=torch.int8))
-    assert torch.equal(pack(unpack(quantised.data)), quantised.data)
-    assert torch.equal(quantised.dequantised(torch.float32), w)
+    quantized = round_to_nearest(w, Scheme.parse("int4-g32-asym"))
+    assert quantized.scales.tolist() == [[1.0]] and quantized.zeros.tolist() == [[-8]]
+    assert torch.equal(unpack(quantized.data), torch.tensor([[-8, -7, -6, 7] * 8], dtype=torch.int8))
+    assert torch.equal(pack(unpack(quantized.data)), quantized.data)
+    assert torch.equal(quantized.dequantized(torch.float32), w)

@@ -1,4 +1,4 @@
-"""Quantised models saved: stock transformers, without accel, computes the same from the folder."""
+"""Quantized models saved: stock transformers, without accel, computes the same from the folder."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from families import every, make, padded, prompt
-from quantised import held_by, logits, rounded
+from quantized import held_by, logits, rounded
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -6,14 +6,14 @@ import pytest
 import torch
 from families import make, prompt
 
-from accel.llm.compare import off
-from accel.llm.quant import smooth
-from accel.llm.quant.calibration import LayerResult, quantise_layers
-from accel.llm.quant.clipping import LEAST, BlockHessian, clipped
-from accel.llm.quant.emulated import rounded_by_token, rounding_inputs
-from accel.llm.quant.folding import layer_groups
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.llm.analysis.compare import off
+from accel.llm.ptq.algorithms import smoothquant as smooth
+from accel.llm.ptq.algorithms.clipping import LEAST, BlockHessian, clipped
+from accel.llm.ptq.calibrate import LayerResult, quantize_layers
+from accel.llm.ptq.calibration.fake_quant import rounded_by_token, rounding_inputs
+from accel.llm.ptq.calibration.folding import layer_groups
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 GROUPED = [Scheme.parse(name) for name in ("int4-g32", "int4-g32-asym", "int4-g64", "int4")]
 
@@ -37,8 +37,8 @@ def test_no_group_is_worse_for_being_clipped(scheme):
         hessian(rows)
     parts = x.unflatten(1, (-1, scheme.group))
     torch.testing.assert_close(hessian.mean, torch.einsum("tgi,tgj->gij", parts, parts) / 200)
-    narrow, plain = clipped(weight, hessian.mean, scheme), quantise(weight, scheme)
-    mine, own = (by_group(x, q.dequantised(torch.float32) - weight, scheme.group) for q in (narrow, plain))
+    narrow, plain = clipped(weight, hessian.mean, scheme), round_to_nearest(weight, scheme)
+    mine, own = (by_group(x, q.dequantized(torch.float32) - weight, scheme.group) for q in (narrow, plain))
     assert bool((mine <= own * (1 + 1e-4)).all()) and mine.sum() < 0.95 * own.sum()
     ratio = narrow.scales / plain.scales
     assert float(ratio.min()) >= LEAST * 0.99 and float(ratio.max()) <= 1.001 and float(ratio.min()) < 0.9
@@ -63,8 +63,8 @@ def test_awq_scales_up_what_gets_large_inputs():
     layer.input_layernorm.weight.data[[5, 40]] *= 30
     before = layer.input_layernorm.weight.detach().clone()
     ids = [{"input_ids": prompt(4, 24)}]
-    nearest = next(quantise_layers(copy.deepcopy(model), Scheme.parse("int4-g32"), "rtn", ids)).sqnr_db
-    found = next(quantise_layers(model, Scheme.parse("int4-g32"), "awq", ids))
+    nearest = next(quantize_layers(copy.deepcopy(model), Scheme.parse("int4-g32"), "rtn", ids)).sqnr_db
+    found = next(quantize_layers(model, Scheme.parse("int4-g32"), "awq", ids))
     scales = before / layer.input_layernorm.weight
     others = [channel for channel in range(64) if channel not in (5, 40)]
     assert float(scales[[5, 40]].min()) > 2 * float(scales[others].median())
@@ -80,8 +80,8 @@ def test_smooth_quant_evens_out_what_goes_into_the_linears():
         layer.self_attn.get_submodule(name).weight.data[:, [5, 40]] /= 100
     ids = [{"input_ids": prompt(4, 24)}]
     assert off(model(**ids[0]).logits, stock(**ids[0]).logits) < 1e-5 and groups[0].label == "attention"
-    found = next(quantise_layers(model, Scheme.parse("int8"), "smoothquant", ids))
-    even = next(quantise_layers(stock, Scheme.parse("int8"), "smoothquant", ids))
+    found = next(quantize_layers(model, Scheme.parse("int8"), "smoothquant", ids))
+    even = next(quantize_layers(stock, Scheme.parse("int8"), "smoothquant", ids))
     weight = layer.input_layernorm.weight.abs()
     assert float(weight[[5, 40]].max()) < 15 * float(weight.median())
     assert found.sqnr_db > even.sqnr_db - 1
@@ -106,7 +106,7 @@ def test_smooth_quant_takes_the_exponent_that_leaves_most_of_the_layer(size, see
             norm.weight.data[planted] *= size
             for path in linears:
                 layer.get_submodule(path).weight.data[:, planted] /= size
-        return next(quantise_layers(model, Scheme.parse("int8"), "smoothquant", [{"input_ids": prompt(4, 24)}]))
+        return next(quantize_layers(model, Scheme.parse("int8"), "smoothquant", [{"input_ids": prompt(4, 24)}]))
 
     chosen, every = result().sqnr_db, smooth.EXPONENTS
     found = {}

@@ -7,16 +7,16 @@ import pytest
 import torch
 from families import make, padded, prompt
 from modes import generate, ran_fast
-from quantised import by_token, held_by
+from quantized import by_token, held_by
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.llm.quant import run as running
-from accel.llm.quant.calibration import quantise_layers
-from accel.quant.activations import RowProducts, kind_of
-from accel.quant.module import QuantisedLinear, dequantising
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.llm.ptq import run as running
+from accel.llm.ptq.calibrate import quantize_layers
+from accel.quantization.activations import RowProducts, kind_of
+from accel.quantization.module import QuantizedLinear, dequantizing
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}
@@ -40,11 +40,11 @@ def oracle(stock, ours, kind: str):
     """A copy of stock over the weights of ours, whose linears round what they are given."""
     twin = copy.deepcopy(stock)
     for path, module in ours.named_modules():
-        if type(module) is not QuantisedLinear:
+        if type(module) is not QuantizedLinear:
             continue
-        theirs, held, scale = twin.get_submodule(path), module.quantised, module.input_scale.double()
+        theirs, held, scale = twin.get_submodule(path), module.quantized, module.input_scale.double()
         weight = held.numbers().double() * held.scales.double()
-        theirs.weight.data = (weight.t() if module.turned else weight).contiguous()
+        theirs.weight.data = (weight.t() if module.transposed else weight).contiguous()
         theirs.register_forward_pre_hook(lambda _, args, scale=scale: (by_scale(args[0], kind, scale), *args[1:]))
     return twin
 
@@ -89,7 +89,7 @@ def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
     accel.quantize(model, kind_of(kind), data, method="rtn", activations=kind)
     largest = {}
     for path, module in model.named_modules():
-        if type(module) is QuantisedLinear:
+        if type(module) is QuantizedLinear:
 
             def note(_, args, path=path):
                 largest[path] = args[0][mask.bool()].abs().max() / MOST[kind]
@@ -151,17 +151,19 @@ def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
     assert torch.equal(loaded(ids).logits, wanted)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(accel.load(tmp_path / "again")(ids).logits, wanted)
-    theirs, arrived = (AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval() for _ in range(2))
-    before = {key: value.clone() for key, value in arrived.state_dict().items()}
-    accel.optimize(arrived, activations=kind)
-    assert {module.activations for module in held_by(arrived)} == {kind}
+    theirs, prequantized = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval() for _ in range(2)
+    )
+    before = {key: value.clone() for key, value in prequantized.state_dict().items()}
+    accel.optimize(prequantized, activations=kind)
+    assert {module.activations for module in held_by(prequantized)} == {kind}
     accel.optimize(loaded)
-    assert torch.equal(arrived(ids).logits, loaded(ids).logits)
-    accel.restore(arrived)
-    assert all(torch.equal(value, before[key]) for key, value in arrived.state_dict().items())
-    accel.optimize(arrived)  # not asked for, and said
-    assert {module.activations for module in held_by(arrived)} == {None}
-    assert "activations keep their dtype" in str(accel.report(arrived).sites)
+    assert torch.equal(prequantized(ids).logits, loaded(ids).logits)
+    accel.restore(prequantized)
+    assert all(torch.equal(value, before[key]) for key, value in prequantized.state_dict().items())
+    accel.optimize(prequantized)  # not asked for, and said
+    assert {module.activations for module in held_by(prequantized)} == {None}
+    assert "activations keep their dtype" in str(accel.report(prequantized).sites)
     scales = {path: module.input_scale for path, module in theirs.named_modules() if hasattr(module, "input_scale")}
     assert len(scales) == 14 and all(torch.equal(v, model.get_submodule(p).input_scale) for p, v in scales.items())
     if dtype == torch.float32:  # numbers next to a half fall to either side; in bf16 the sums before them do
@@ -219,23 +221,23 @@ def test_smoothquant_is_tried_with_the_inputs_it_will_have(kind):
         losses.append(off(model(ids).logits, stock(ids).logits))
     assert losses[1] < 0.5 * losses[0]
     results = list(
-        quantise_layers(copy.deepcopy(stock), Scheme("int8", activations="int8-static"), "smoothquant", DATA)
+        quantize_layers(copy.deepcopy(stock), Scheme("int8", activations="int8-static"), "smoothquant", DATA)
     )
     again = dict.fromkeys([results[0].path], results[0])
-    twice = quantise_layers(copy.deepcopy(stock), Scheme("int8", activations="int8-static"), "smoothquant", DATA, again)
+    twice = quantize_layers(copy.deepcopy(stock), Scheme("int8", activations="int8-static"), "smoothquant", DATA, again)
     assert all(torch.equal(scale, other.inputs[path]) for one, other in zip(results, twice, strict=True)
                for path, scale in one.inputs.items())  # fmt: skip
 
 
 def test_an_interrupted_run_goes_on_and_another_is_refused(tmp_path, monkeypatch):
-    real = running.quantise_layers
+    real = running.quantize_layers
 
     def first(*given):
         yield next(iter(real(*given)))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
-        patches.setattr(running, "quantise_layers", first)
+        patches.setattr(running, "quantize_layers", first)
         quantized("llama", "int8-static", out=tmp_path)
     with pytest.raises(ValueError, match="another activations: int8-static, now None"):
         accel.quantize(make("llama"), "int8", DATA, method="rtn", out=tmp_path)
@@ -249,7 +251,7 @@ def test_linears_that_no_token_reaches_round_nothing():
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.zero_()
     accel.quantize(model, "int8", DATA, method="rtn", activations="int8-static")
-    kinds = {path: module.activations for path, module in model.named_modules() if type(module) is QuantisedLinear}
+    kinds = {path: module.activations for path, module in model.named_modules() if type(module) is QuantizedLinear}
     assert kinds.pop("model.layers.1.mlp.down_proj") is None and set(kinds.values()) == {"int8-static"}
 
 
@@ -269,7 +271,7 @@ def test_without_calibration_it_is_an_error_that_says_what_to_call(options, tiny
 
 
 @torch.no_grad()
-def test_quantised_without_a_scale_it_is_an_error_too():
+def test_quantized_without_a_scale_it_is_an_error_too():
     model = accel.quantize(make("llama"), "int8")
     with pytest.raises(ValueError, match="no linear layer of the model holds what it needs"):
         accel.optimize(model, activations="int8-static")
@@ -284,16 +286,16 @@ def test_quantised_without_a_scale_it_is_an_error_too():
 def test_a_linear_rounds_many_rows_and_its_scale_goes_with_it(kind):
     plain, scheme = torch.nn.Linear(48, 32, dtype=torch.float64), Scheme(kind_of(kind), activations=kind)
 
-    def linear(scale: float) -> QuantisedLinear:
-        held = quantise(plain.weight, scheme)
-        return QuantisedLinear(held, plain.bias, torch.float64, scheme, input_scale=torch.tensor([scale]))
+    def linear(scale: float) -> QuantizedLinear:
+        held = round_to_nearest(plain.weight, scheme)
+        return QuantizedLinear(held, plain.bias, torch.float64, scheme, input_scale=torch.tensor([scale]))
 
     module, x = linear(0.015), torch.randn(13, 5, 48, dtype=torch.float64)
     x[3, 2, 7] = 31.0
-    weight = module.quantised.numbers().double() * module.quantised.scales.double()
+    weight = module.quantized.numbers().double() * module.quantized.scales.double()
     wanted = by_scale(x, kind, module.input_scale.double()) @ weight.t() + module.bias
     torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
-    with dequantising(module):
+    with dequantizing(module):
         torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
     other = linear(1.0)
     other.load_state_dict(module.state_dict())
@@ -357,9 +359,9 @@ def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(doub
 def oracle_of_columns(stock, ours):
     twin = copy.deepcopy(stock)
     for path, module in ours.named_modules():
-        if type(module) is QuantisedLinear:
+        if type(module) is QuantizedLinear:
             theirs, columns = twin.get_submodule(path), module.input_columns
-            theirs.weight.data = module.quantised.numbers().double() * module.quantised.scales.double()
+            theirs.weight.data = module.quantized.numbers().double() * module.quantized.scales.double()
             theirs.register_forward_pre_hook(lambda _, args, columns=columns: (without(args[0], columns), *args[1:]))
     return twin
 
@@ -397,5 +399,5 @@ class Overlooking(RowProducts):
 @torch.no_grad()
 def test_columns_that_are_forgotten_do_not_pass(monkeypatch):
     model = accel.optimize(accel.quantize(planted(), "int8", DATA, **COLUMNS))
-    monkeypatch.setattr("accel.quant.rounded.KERNELS", Overlooking())
+    monkeypatch.setattr("accel.verification.rounded_products.KERNELS", Overlooking())
     assert not accel.verify(model, input_ids=prompt(1, 80)).passed

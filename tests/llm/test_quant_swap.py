@@ -1,4 +1,4 @@
-"""Weights quantised and taken back: bit for bit, whatever came between; what cannot be done is said."""
+"""Weights quantized and taken back: bit for bit, whatever came between; what cannot be done is said."""
 
 import copy
 import math
@@ -8,14 +8,14 @@ import pytest
 import torch
 from families import layers, make, padded
 from modes import generate, same
-from quantised import held_by, logits, rounded, sites
+from quantized import held_by, logits, rounded, sites
 from torch import nn
 
 import accel
-from accel.patch import PatchConflict
-from accel.plan import PLAN
-from accel.quant import swap
-from accel.quant.module import QuantisedLinear
+from accel.errors import PatchConflict
+from accel.planning.plan import PLAN
+from accel.quantization import patch as swap
+from accel.quantization.module import QuantizedLinear
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
 
@@ -59,7 +59,7 @@ def test_linears_that_share_a_weight_share_it_again():
     ids, mask = padded()
     accel.optimize(model, weights="int8")
     same(generate(model, ids, mask), generate(rounded(model_of(model), model), ids, mask))
-    assert other.gate_proj is one.gate_proj and type(one.gate_proj) is QuantisedLinear
+    assert other.gate_proj is one.gate_proj and type(one.gate_proj) is QuantizedLinear
     accel.restore(model)
     assert other.up_proj.weight is one.up_proj.weight and other.gate_proj is one.gate_proj
 
@@ -89,7 +89,7 @@ def pickled(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
-def test_a_copy_is_quantised_by_itself(copied, weights):
+def test_a_copy_is_quantized_by_itself(copied, weights):
     stock, model = make("qwen2"), make("qwen2")
     accel.optimize(model, weights=weights)
     ids, mask = padded()
@@ -130,7 +130,7 @@ def test_restore_refuses_where_a_forward_was_put_on_top():
     module.forward = lambda x: 2 * type(module).forward(module, x)
     before = logits(model)
     for call in (accel.restore, accel.verify, accel.optimize):
-        with pytest.raises(PatchConflict, match="QuantisedLinear.forward was replaced after accel.optimize"):
+        with pytest.raises(PatchConflict, match="QuantizedLinear.forward was replaced after accel.optimize"):
             call(model)
         assert len(held_by(model)) == 14
     same(logits(model), before)
@@ -163,7 +163,7 @@ def test_offloaded_afterwards(weights, buffers):
 # -- the originals dropped ---------------------------------------------------------------------------------------------
 
 
-def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path):
+def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path):
     model, stock = make("llama-biases"), make("llama-biases")
     originals = [layer.mlp.up_proj for layer in layers(model).values()]
     accel.optimize(model, weights="int8", keep_original=False)
@@ -175,7 +175,7 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path)
     same(generate(model, ids, mask), generate(reference, ids, mask))
     quality = accel.verify(model)
     assert quality.passed and quality.lossy is None and "originals were not kept" in quality.note
-    with pytest.warns(UserWarning, match="14 linear layers stay quantised"):
+    with pytest.warns(UserWarning, match="14 linear layers stay quantized"):
         accel.restore(model)
     assert len(held_by(model)) == 14 and accel.report(model).sites == []
     same(generate(model, ids, mask), generate(reference, ids, mask))
@@ -185,7 +185,7 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantised(tmp_path)
     same(generate(model, ids, mask), generate(reference, ids, mask))
     assert accel.report(model).fallbacks == [] and not accel.report(model).weights
     assert accel.verify(model).passed
-    with pytest.warns(UserWarning, match="nothing to quantise as 'fp8': model.layers.0.*: is int8 by row already"):
+    with pytest.warns(UserWarning, match="nothing to quantize as 'fp8': model.layers.0.*: is int8 by row already"):
         accel.optimize(model, weights="fp8")
     assert {reason for path, (_, reason) in sites(model).items() if path} == {"is int8 by row already"}
     same(generate(model, ids, mask), generate(reference, ids, mask))
@@ -195,7 +195,7 @@ def reachable(plan, module) -> bool:
     return any(original is module for patch in plan.patches if hasattr(patch, "pairs") for original, _ in patch.pairs)
 
 
-# -- what cannot be quantised ------------------------------------------------------------------------------------------
+# -- what cannot be quantized ------------------------------------------------------------------------------------------
 
 
 def test_wrong_names_are_refused_and_the_valid_ones_named():
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
     assert sites(model)["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
     ids, mask = padded()
     same(generate(model, ids, mask), generate(rounded(stock, model), ids, mask))
-    with pytest.warns(UserWarning, match="nothing to quantise as 'int4'"):
+    with pytest.warns(UserWarning, match="nothing to quantize as 'int4'"):
         accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
     assert not held_by(model) and not accel.report(model).weights
     same(generate(model, ids, mask), generate(stock, ids, mask))
@@ -255,7 +255,7 @@ def test_a_scheme_that_fits_no_linear_is_told(weights, tiny):
     with pytest.raises(ValueError, match=f"strict=True: model.layers.0.self_attn.q_proj .weights.: {reason}"):
         accel.optimize(model, weights=weights, strict=True)
     tiny.assert_same_state(before, tiny.snapshot(model))
-    told = f"nothing to quantise as '{weights}': model.layers.0.self_attn.q_proj: {reason}"
+    told = f"nothing to quantize as '{weights}': model.layers.0.self_attn.q_proj: {reason}"
     with pytest.warns(UserWarning) as warned:
         accel.optimize(model, weights=weights)
     (mine,) = (one for one in warned if "accel" in str(one.message))
@@ -277,7 +277,7 @@ def test_weights_that_are_of_the_scheme_already_are_no_reason_to_warn(recwarn):
     assert {status for status, _ in sites(model).values()} == {"skipped"} and "" not in sites(model)
 
 
-def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):
+def test_an_error_after_quantizing_takes_it_back(tiny, monkeypatch):
     from accel.llm import family
 
     model = make("llama")
@@ -287,7 +287,7 @@ def test_an_error_after_quantising_takes_it_back(tiny, monkeypatch):
         assert len(held_by(model)) == 14
         raise MemoryError
 
-    monkeypatch.setattr(family, "find_manner", broken)
+    monkeypatch.setattr(family, "find_convention", broken)
     with pytest.raises(MemoryError):
         accel.optimize(model, weights="int8")
     tiny.assert_same_state(before, tiny.snapshot(model))
@@ -302,7 +302,7 @@ def test_an_error_at_the_very_end_takes_it_back_too(keep, tiny):
     tiny.assert_same_state(before, tiny.snapshot(model))
 
 
-def test_an_error_while_quantised_again_leaves_it_stock(tiny, monkeypatch):
+def test_an_error_while_quantized_again_leaves_it_stock(tiny, monkeypatch):
     model = make("llama")
     before = tiny.snapshot(model)
     accel.optimize(model, weights="int8")

@@ -20,7 +20,7 @@ def contents(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def quantised(method: str, scheme: str, out) -> dict[str, bytes]:
+def quantized(method: str, scheme: str, out) -> dict[str, bytes]:
     data = None if method == "rtn" else IDS
     accel.quantize(make("llama", num_hidden_layers=3), scheme, data, method=method, out=out)
     return contents(out)
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
     def of(*how: str) -> dict[str, bytes]:
         if how not in found:
-            found[how] = quantised(*how, tmp_path_factory.mktemp("whole") / "out")
+            found[how] = quantized(*how, tmp_path_factory.mktemp("whole") / "out")
         return found[how]
 
     return of
@@ -62,21 +62,21 @@ def killed(monkeypatch):
 @pytest.mark.parametrize("how", [("rtn", "int8"), ("gptq", "int4-g32-asym")], ids="-".join)
 def test_killed_in_the_middle_of_a_file_it_goes_on_to_the_same_bytes(how, name, killed, whole, tmp_path):
     out = tmp_path / "out"
-    killed(name, lambda: quantised(*how, out))
+    killed(name, lambda: quantized(*how, out))
     done, (half,) = WRITES[: WRITES.index(name)], contents(out).keys() - {f"unfinished/{one}" for one in WRITES}
     assert contents(out).keys() == {f"unfinished/{one}" for one in done} | {half} and name in half
-    assert quantised(*how, out) == whole(*how)
+    assert quantized(*how, out) == whole(*how)
 
 
 def test_killed_twice_in_the_same_file(killed, whole, tmp_path):
     for _ in range(2):
-        killed("model.layers.1.safetensors", lambda: quantised("rtn", "int8", tmp_path / "out"))
-    assert quantised("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
+        killed("model.layers.1.safetensors", lambda: quantized("rtn", "int8", tmp_path / "out"))
+    assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
 
 
 def test_killed_before_the_first_byte(whole, tmp_path):
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
-    assert quantised("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
+    assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
 
 
 ALIKE = ("unfinished", "unfinished/mine.txt", "run.json.part", "mine/unfinished/run.json.part")
@@ -88,5 +88,5 @@ def test_what_only_looks_alike_is_left_alone(mine, tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     with pytest.raises(ValueError, match="is not empty and holds no interrupted run"):
-        quantised("rtn", "int8", tmp_path / "out")
+        quantized("rtn", "int8", tmp_path / "out")
     assert contents(tmp_path / "out") == {mine: b"mine"}

@@ -1,4 +1,4 @@
-"""What verify and report say of quantised weights: the loss is told, anything else that is wrong still fails."""
+"""What verify and report say of quantized weights: the loss is told, anything else that is wrong still fails."""
 
 import json
 import math
@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels import int8_linear, quantise_rows, quantised_projection
+from accel_kernels import int8_linear, quantize_rows, quantized_linear
 from families import in_turn, layers, make, padded, prompt
 
 import accel
-from accel.agreement import perplexity
-from accel.quant import rounded as judging
-from accel.quant.activations import RowProducts
+from accel.quantization.activations import RowProducts
+from accel.verification import rounded_products as judging
+from accel.verification.agreement import perplexity
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
@@ -27,7 +27,7 @@ def test_the_loss_is_told_and_passes(name):
         assert quality.verdict.startswith(f"lossy, as asked for (weights='{weights}')")
         assert quality.agreement.kl > 1e-7
         assert {part.error is not None and part.lossy is None for part in quality.parts.values()} == {True}
-        assert "same quantised weights" in str(quality) and "perplexity of the given text" in str(quality)
+        assert "same quantized weights" in str(quality) and "perplexity of the given text" in str(quality)
         figures.append(quality.agreement.kl)
     assert 10 * figures[0] < figures[1]
     assert json.loads(json.dumps(quality.to_dict()))["agreement"]["perplexity"] > 1
@@ -66,18 +66,18 @@ def test_what_is_wrong_beyond_the_rounding_fails(only):
     assert accel.verify(model, input_ids=ids).passed
 
     def wrong(x, *given, **more):
-        y = quantised_projection(x, *given, **more)
+        y = quantized_linear(x, *given, **more)
         return 1.01 * y if only(x.shape[:-1].numel()) else y
 
     for layer in layers(model).values():
-        object.__setattr__(vars(layer)["forward"].kernels, "quantised_projection", wrong)
+        object.__setattr__(vars(layer)["forward"].kernels, "quantized_linear", wrong)
     quality = accel.verify(model, input_ids=ids)
     assert not quality.passed and quality.lossy == "weights='int8'"
     name = "prompt" if only(9) else "decode"
     assert quality.verdict.startswith(f"FAILED: {name}: relative RMS")
 
 
-def test_the_model_is_quantised_again_after_verify(tiny):
+def test_the_model_is_quantized_again_after_verify(tiny):
     model = make("llama-biases")
     accel.optimize(model, weights="fp8")
     ids, mask = padded()
@@ -129,10 +129,10 @@ def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activati
 WRONG = {
     "a product that is 1 % off": {"int8_linear": lambda *given, **more: 1.01 * int8_linear(*given, **more)},
     "no bias": {"int8_linear": lambda x, weight, bias, **more: int8_linear(x, weight, **more)},
-    "no norm": {"quantise_rows": lambda x, norm=None, **more: quantise_rows(x, **more)},
-    "a scale too large": {"quantise_rows": lambda x, **more: _coarse(quantise_rows(x, **more))},
-    "cut off": {"quantise_rows": lambda x, **more: _cut(quantise_rows(x, **more))},
-    "outliers overlooked": {"quantise_rows": lambda x, outliers=None, **more: quantise_rows(x, outliers=100.0, **more)},
+    "no norm": {"quantize_rows": lambda x, norm=None, **more: quantize_rows(x, **more)},
+    "a scale too large": {"quantize_rows": lambda x, **more: _coarse(quantize_rows(x, **more))},
+    "cut off": {"quantize_rows": lambda x, **more: _cut(quantize_rows(x, **more))},
+    "outliers overlooked": {"quantize_rows": lambda x, outliers=None, **more: quantize_rows(x, outliers=100.0, **more)},
     "NaN": {"int8_linear": lambda *given, **more: torch.nan * int8_linear(*given, **more)},
 }  # fmt: skip
 

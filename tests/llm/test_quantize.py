@@ -7,14 +7,14 @@ import pytest
 import torch
 from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 from modes import generate, same, tokenizer
-from quantised import held_by, logits
+from quantized import held_by, logits
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.llm.quant import run as running
-from accel.llm.quant.batches import batches, windows
-from accel.llm.quant.calibration import LayerResult
-from accel.quant.module import QuantisedLinear
+from accel.llm.ptq import run as running
+from accel.llm.ptq.calibrate import LayerResult
+from accel.llm.ptq.calibration.batches import batches, windows
+from accel.quantization.module import QuantizedLinear
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 TEXTS = ["abcdef", "hello there", "once more"]
@@ -31,13 +31,13 @@ def by_option(name: str, scheme: str):
 def method_with_data(monkeypatch):
     """Stands for a calibrated method: it notes what it is given and rounds as "rtn" does."""
     seen = []
-    real = running.quantise_layers
+    real = running.quantize_layers
 
-    def quantise_layers(model, scheme, method, batches, known, device):
+    def quantize_layers(model, scheme, method, batches, known, device):
         seen.append((method, batches, dict(known)))
         return real(model, scheme, "rtn", [], known)
 
-    monkeypatch.setattr(running, "quantise_layers", quantise_layers)
+    monkeypatch.setattr(running, "quantize_layers", quantize_layers)
     return seen
 
 
@@ -46,15 +46,15 @@ def interrupted(monkeypatch):
     """interrupted(n): the n-th layer is never done."""
 
     def after(count: int):
-        real = running.quantise_layers
+        real = running.quantize_layers
 
-        def quantise_layers(*given):
+        def quantize_layers(*given):
             for number, result in enumerate(real(*given)):
                 if number == count:
                     raise KeyboardInterrupt
                 yield result
 
-        monkeypatch.setattr(running, "quantise_layers", quantise_layers)
+        monkeypatch.setattr(running, "quantize_layers", quantize_layers)
 
     yield after
 
@@ -78,12 +78,12 @@ def test_it_is_what_the_option_makes_and_stays(name, scheme):
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 
 
-# All of them with weights quantised by the option: test_quant_models.py.
+# All of them with weights quantized by the option: test_quant_models.py.
 @pytest.mark.parametrize(
     "name", [family.name for number, family in enumerate(FAST) if EVERYTHING or family.core or number % 3 == 0]
 )
 @pytest.mark.share(2)
-def test_every_family_that_is_fast_is_so_with_quantised_weights_of_its_own(name):
+def test_every_family_that_is_fast_is_so_with_quantized_weights_of_its_own(name):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = accel.quantize(make(name), "int8")
@@ -139,13 +139,13 @@ def test_a_second_run_goes_on(done, method, scheme, tmp_path, interrupted, monke
     written = sorted(path.name for path in (out / "unfinished").iterdir())
     assert written == [f"model.layers.{number}.safetensors" for number in range(done)] + ["run.json"]
     known = []
-    real = running.quantise_layers
+    real = running.quantize_layers
 
-    def quantise_layers(*given):
+    def quantize_layers(*given):
         known.extend(given[4])
         return real(*given)
 
-    monkeypatch.setattr(running, "quantise_layers", quantise_layers)
+    monkeypatch.setattr(running, "quantize_layers", quantize_layers)
     accel.quantize(model, scheme, data, method=method, out=out)
     assert known == [f"model.layers.{number}" for number in range(done)]
     assert not (out / "unfinished").exists()
@@ -235,7 +235,7 @@ def test_a_save_that_fails_is_gone_on_with(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patches:
-        patches.setattr(running.Saving, "__call__", full)
+        patches.setattr(running.SaveOverride, "__call__", full)
         with pytest.raises(OSError, match="No space"):
             accel.quantize(make("llama"), "int8", out=tmp_path)
     monkeypatch.setattr(running, "_linears", lambda results: pytest.fail() if len(results) < 2 else 14)
@@ -275,13 +275,13 @@ def test_what_is_wrong_is_named_before_anything_changes(message, tiny, tmp_path)
 
 def test_groups_that_fit_nowhere_are_an_error_and_others_are_left_alone():
     model = make("llama")  # of 64 and 96 inputs
-    with pytest.raises(ValueError, match=r"nothing to quantise as 'int4': model.layers.0.self_attn.q_proj: 64 inputs"):
+    with pytest.raises(ValueError, match=r"nothing to quantize as 'int4': model.layers.0.self_attn.q_proj: 64 inputs"):
         accel.quantize(model, "int4")
     assert not held_by(model)
     accel.quantize(model, "int4-g64")
     kinds = {type(layer.mlp.down_proj) for layer in layers(model).values()}
     assert kinds == {torch.nn.Linear} and len(held_by(model)) == 12
-    with pytest.raises(ValueError, match=r"nothing to quantise as 'int8'"):
+    with pytest.raises(ValueError, match=r"nothing to quantize as 'int8'"):
         accel.quantize(accel.quantize(make("llama"), "int8"), "int8")
 
 
@@ -293,7 +293,7 @@ def test_no_number_in_a_weight(tiny):
     assert not held_by(model) and "save_pretrained" not in vars(model)
 
 
-def test_objects_that_are_no_language_models_and_optimised_ones(tiny):
+def test_objects_that_are_no_language_models_and_optimized_ones(tiny):
     with pytest.raises(TypeError, match="causal language model of transformers, not a UNet2DConditionModel"):
         accel.quantize(tiny.unet(), "int8")
     model = accel.optimize(make("llama"))
@@ -318,10 +318,10 @@ def test_with_adapters_in_it_nothing_is_saved(tmp_path):
 
 def test_results_that_are_not_of_the_model(monkeypatch):
     model = make("llama")
-    real = running.quantise_layers
+    real = running.quantize_layers
 
     def answered(change):
-        monkeypatch.setattr(running, "quantise_layers", lambda *given: map(change, real(*given)))
+        monkeypatch.setattr(running, "quantize_layers", lambda *given: map(change, real(*given)))
         accel.quantize(model, "int8")
 
     with pytest.raises(ValueError, match="gave no weight for model.layers.0.mlp.down_proj"):
@@ -352,7 +352,7 @@ def test_every_kind_of_data_is_the_same_batches(method_with_data):
 
 
 def test_rows_as_long_come_together_padded_ones_alone(monkeypatch):
-    monkeypatch.setattr("accel.llm.quant.batches.TOGETHER", 20)
+    monkeypatch.setattr("accel.llm.ptq.calibration.batches.TOGETHER", 20)
     model = make("llama")
     rows = [torch.full((1, length), number) for number, length in enumerate((5, 5, 5, 5, 5, 7, 5, 5))]
     padded = {"input_ids": rows[6], "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
@@ -379,15 +379,15 @@ def test_rows_and_tokens_are_bounded():
 
 def test_changed_parameters_are_put_in_place_and_saved(monkeypatch, tmp_path):
     """As of a method that moves scales from a norm into the weights behind it."""
-    model, real = make("llama"), running.quantise_layers
+    model, real = make("llama"), running.quantize_layers
 
     def scaled(result: LayerResult) -> LayerResult:
         name = f"{result.path}.input_layernorm.weight"
         return result._replace(changed={name: torch.full((64,), 0.5)})
 
-    monkeypatch.setattr(running, "quantise_layers", lambda *given: map(scaled, real(*given)))
+    monkeypatch.setattr(running, "quantize_layers", lambda *given: map(scaled, real(*given)))
     accel.quantize(model, "int8", out=tmp_path / "out")
     assert all((layer.input_layernorm.weight == 0.5).all() for layer in layers(model).values())
-    assert type(model.model.layers[0].mlp.up_proj) is QuantisedLinear
+    assert type(model.model.layers[0].mlp.up_proj) is QuantizedLinear
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded)["logits"], logits(model)["logits"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import SIZES, TOKENS, available, padded, randomise
+from families import SIZES, TOKENS, available, padded, randomize
 from modes import generate, same
 
 import accel
@@ -40,7 +40,7 @@ def test_the_reason_is_true(kind):
     stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(known | TOKENS | config))).eval()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in stock.named_parameters():
-        randomise(stock.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
+        randomize(stock.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
     stock.generation_config.eos_token_id, stock.generation_config.pad_token_id = None, 0
     ours = accel.optimize(copy.deepcopy(stock))
     (reason,) = (reason for _, rule, _, reason in accel.report(ours).sites if rule == "language model")

@@ -202,6 +202,16 @@ def test_a_change_is_seen_and_undone(name, pair):
     assert reasons(ours) == told, "it is fast again"
 
 
+def test_what_is_replaced_before_the_first_call_is_seen(pair):
+    ours, stock = pair("llama")
+    kind, ids = type(attention(stock)), padded()[0]
+    with put(kind, "forward", halved(kind.forward)):
+        same(generate(ours, ids, None), generate(stock, ids, None))
+    assert {reason for _, reason, _ in accel.report(ours).fallbacks} == {
+        f"{kind.__name__}.forward was replaced after accel.optimize"
+    }
+
+
 def test_a_copy_made_while_something_was_changed_knows_it(pair):
     ours, stock = pair("mistral")
     ids, mask = padded()
@@ -220,7 +230,7 @@ def test_fields_that_no_layer_reads_cost_nothing(pair):
     assert not reasons(ours)
 
 
-def test_optimised_again_it_is_fast_with_what_was_changed():
+def test_optimized_again_it_is_fast_with_what_was_changed():
     ours = accel.optimize(make("mistral"))
     stock = make("mistral")
     ids, mask = padded()

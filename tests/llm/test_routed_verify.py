@@ -7,10 +7,10 @@ import torch
 from families import BY_NAME, available, make, prompt
 
 import accel
-from accel.llm.experts import ExpertsForward
-from accel.llm.mlp import BoundMlp
 from accel.llm.routed import far, median_rms, routed
-from accel.plan import PLAN
+from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.runtime.mlp import BoundMlp
+from accel.planning.plan import PLAN
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def optimised(name: str = "mixtral", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options):
+def optimized(name: str = "mixtral", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options):
     torch.manual_seed(seed)
     return accel.optimize(make(name, dtype, max_position_embeddings=256), **options)
 
@@ -30,7 +30,7 @@ def optimised(name: str = "mixtral", seed: int = 0, dtype: torch.dtype = torch.b
 @pytest.mark.share(2)
 def test_where_rounding_sends_tokens_is_not_judged(seed):
     """Judged by every token, 1 and 11 failed; with ours and stock exchanged others would."""
-    ours = optimised(seed=seed, weights="int8")
+    ours = optimized(seed=seed, weights="int8")
     quality = accel.verify(ours, input_ids=prompt(1, 96, seed))
     assert quality.passed, str(quality)
     for name in ("prompt", "decode"):
@@ -42,7 +42,7 @@ def test_where_rounding_sends_tokens_is_not_judged(seed):
 
 
 def test_as_much_in_float32():
-    quality = accel.verify(optimised(dtype=torch.float32))
+    quality = accel.verify(optimized(dtype=torch.float32))
     assert quality.passed and all(part.allowed < 1e-4 for part in quality.parts.values()), str(quality)
 
 
@@ -54,7 +54,7 @@ def swapped(self, fast, x, index, weights):
     return fast(self, x, index ^ 1, weights)
 
 
-def unnormalised(self, fast, x, index, weights):
+def unnormalized(self, fast, x, index, weights):
     return fast(self, x, index, weights if index.shape[1] == 1 else weights * 0.8)
 
 
@@ -68,7 +68,7 @@ def shares_changed(self, fast, x, index, weights):
     [
         (one_expert, "each expert"),
         (swapped, "each expert"),
-        (unnormalised, "routed layers"),
+        (unnormalized, "routed layers"),
         (shares_changed, "routed layers"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -76,7 +76,7 @@ def shares_changed(self, fast, x, index, weights):
 @pytest.mark.share(2)
 def test_wrong_experts_fail(wrong, part, dtype, weights, monkeypatch):
     for seed in range(2):
-        ours = optimised(seed=seed, dtype=dtype, weights=weights)
+        ours = optimized(seed=seed, dtype=dtype, weights=weights)
         with monkeypatch.context() as patch:
             fast = ExpertsForward.fast
             patch.setattr(ExpertsForward, "fast", lambda self, *given, fast=fast: wrong(self, fast, *given))
@@ -86,7 +86,7 @@ def test_wrong_experts_fail(wrong, part, dtype, weights, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_is_wrong_around_the_routed_layers_fails(dtype, monkeypatch):
-    ours, call = optimised(dtype=dtype), BoundMlp.__call__
+    ours, call = optimized(dtype=dtype), BoundMlp.__call__
     with monkeypatch.context() as patch:
         patch.setattr(BoundMlp, "__call__", lambda self, *args, **kwargs: 1.1 * call(self, *args, **kwargs))
         quality = accel.verify(ours)
@@ -94,7 +94,7 @@ def test_what_is_wrong_around_the_routed_layers_fails(dtype, monkeypatch):
 
 
 def test_a_router_that_chooses_otherwise_fails():
-    ours = optimised()
+    ours = optimized()
     (path, layer), *_ = routed(vars(ours)[PLAN]).items()
     quality = accel.verify(ours)
     assert quality.parts["routed layers"].error < quality.parts["routed layers"].allowed
@@ -114,14 +114,14 @@ def test_a_router_that_chooses_otherwise_fails():
 def test_experts_of_layers_that_are_not_understood():
     if not available(BY_NAME["llama4"].kind):
         pytest.skip("this transformers has no llama4")
-    ours = optimised("llama4")
+    ours = optimized("llama4")
     assert len(routed(vars(ours)[PLAN])) == 2
     quality = accel.verify(ours)
     assert quality.passed and "routed layers" in quality.parts, str(quality)
 
 
 def test_models_without_routers_are_judged_by_every_token():
-    ours = optimised("llama")
+    ours = optimized("llama")
     assert not routed(vars(ours)[PLAN])
     quality = accel.verify(ours)
     assert quality.passed and set(quality.parts) == {"prompt", "decode"}

@@ -1,4 +1,4 @@
-"""examples/models/tiny-lm: what its card says of it is so, and optimised it writes the tokens that stock writes."""
+"""examples/models/tiny-lm: what its card says of it is so, and optimized it writes the tokens that stock writes."""
 
 import copy
 import re
@@ -119,7 +119,7 @@ def test_the_chat_template_grows_by_whole_turns(tokenizer):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.share(2)
-def test_optimised_it_writes_the_tokens_of_stock(stock, fast, tokenizer, mode):
+def test_optimized_it_writes_the_tokens_of_stock(stock, fast, tokenizer, mode):
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         assert write(fast, inputs, **MODES[mode]) == write(stock, inputs, **MODES[mode])
@@ -161,7 +161,7 @@ LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (
 
 
 @pytest.mark.parametrize("weights", LOSS if EVERYTHING else ("int8", "int4-g32-asym"))
-def test_quantised_it_reads_almost_as_well(stock, third, tokenizer, weights):
+def test_quantized_it_reads_almost_as_well(stock, third, tokenizer, weights):
     """On a third of the text."""
     model = accel.optimize(copy.deepcopy(stock), weights=weights)
     found, (allowed, count) = perplexity(model, tokenizer, every=3), LOSS[weights]

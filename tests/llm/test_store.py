@@ -7,13 +7,13 @@ import weakref
 
 import pytest
 import torch
-from accel_kernels import attend
-from accel_kernels.rounding import restored, rounded
+from accel_kernels import paged_attention
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.llm.blocks import BLOCK, Blocks, Shape
-from accel.llm.store import AHEAD, Store
+from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
+from accel.llm.kv_cache.store import AHEAD, Store
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, as far as torch is concerned
 SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, OTHER), Shape(2, 4, torch.float32, CPU))
@@ -55,7 +55,7 @@ class Lists:
         """(2, rows, tokens, heads, dim)."""
         return torch.stack([row[layer] for row in self.rows], 1)
 
-    def valid(self, tokens: int) -> torch.Tensor:
+    def padding_mask(self, tokens: int) -> torch.Tensor:
         return torch.stack([torch.cat([seen, torch.ones(tokens - len(seen)).bool()]) for seen in self.seen])
 
 
@@ -70,7 +70,7 @@ def append(store: Store, new: list[torch.Tensor]) -> None:
     store.reserve(rows, start + tokens)
     for layer, (keys, values) in enumerate(new):
         kv = store.kv(layer)
-        assert kv.fresh == (start == 0) and kv.layer == layer
+        assert kv.is_prefill == (start == 0) and kv.layer == layer
         kv.write(start, keys, values)
     store.advance(tokens)
 
@@ -90,10 +90,15 @@ def check(store: Store, lists: Lists) -> None:
     store.reserve(store.rows, length + 1)
     own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
     assert torch.equal(store.table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
-    head = [length, store.table.data_ptr(), 0 if store.valid is None else store.valid.data_ptr(), store.blocks.columns]
+    head = [
+        length,
+        store.table.data_ptr(),
+        0 if store.padding_mask is None else store.padding_mask.data_ptr(),
+        store.blocks.columns,
+    ]
     kvs = [store.kv(layer) for layer in range(len(store.shapes))]
     kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales)]
-    assert store.where.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
+    assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
     alike = store.shapes[0] == store.shapes[2]
     assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base
     if not length:
@@ -105,10 +110,10 @@ def check(store: Store, lists: Lists) -> None:
         assert torch.equal(stored, lists.stacked(layer))
         if kv.key_scales is not None:  # as kernels find them
             assert kv.key_scales.stride() == kv.value_scales.stride() == (BLOCK * kv.keys.shape[2], 1, BLOCK)
-    if store.valid is None:
-        assert lists.valid(store.capacity).all()
+    if store.padding_mask is None:
+        assert lists.padding_mask(store.capacity).all()
     else:
-        assert torch.equal(store.valid, lists.valid(store.capacity))
+        assert torch.equal(store.padding_mask, lists.padding_mask(store.capacity))
 
 
 number = st.integers(0, 2**16)
@@ -143,9 +148,9 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
             store.crop(lists.length)
         elif name == "reorder" and lists.length:
             index = [i % rows for i in what[:rows]]
-            addresses = store.where[1:].tolist()
+            addresses = store.metadata[1:].tolist()
             store.reorder(torch.tensor(index))
-            assert store.where[1:].tolist() == addresses
+            assert store.metadata[1:].tolist() == addresses
             lists.choose(index)
         elif name == "select" and lists.length:
             index = [i % rows for i in what]
@@ -160,9 +165,9 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
             tokens = min(lists.length, what % 6)
             store.reserve(rows, lists.length + 1)
             lists.seen = [torch.tensor([what >> (r + t) & 1 > 0 for t in range(tokens)]).bool() for r in range(rows)]
-            store.set_valid(torch.stack(lists.seen).to([torch.int64, torch.bool][what % 2]))
+            store.set_padding_mask(torch.stack(lists.seen).to([torch.int64, torch.bool][what % 2]))
         elif name == "forget" and store.blocks:
-            store.set_valid(None)
+            store.set_padding_mask(None)
             lists.seen = [seen[:0] for seen in lists.seen]
         elif name == "fork":
             forked.append((store, copy.deepcopy(lists)))
@@ -339,7 +344,7 @@ def test_another_number_of_rows_is_refused_until_the_store_is_empty():
 def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
     with torch.inference_mode(inside):
         store, lists = filled()
-        store.set_valid(torch.ones(4, 3))
+        store.set_padding_mask(torch.ones(4, 3))
         copies = [(store, lists)]
         for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
             copies.append((made, copy.deepcopy(lists)))
@@ -352,7 +357,7 @@ def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
                 lists.choose([1, 1, 3, 0])
                 store.crop(80)
                 lists.crop(80)
-                store.set_valid(torch.ones(4, 3))
+                store.set_padding_mask(torch.ones(4, 3))
                 check(store, lists)
 
 
@@ -386,7 +391,7 @@ def test_a_dropped_store_is_gone_at_once():
 def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more):
     store, lists = filled(tokens=BLOCK + 9)
     mask = torch.arange(BLOCK + 9) >= torch.arange(4).view(-1, 1)
-    store.set_valid(mask)
+    store.set_padding_mask(mask)
     lists.seen = list(mask)
     for index in ([1, 1, 3, 0], [0, 2, 2, 3]):
         store.reorder(torch.tensor(index))
@@ -397,8 +402,8 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         outputs = []
         for one in (store, plain):
             one.reserve(4, lists.length + 60)
-            one.set_valid(lists.valid(lists.length))
-            outputs.append(attend.reference(q, *new[0], one.kv(0), 0.5, **more))
+            one.set_padding_mask(lists.padding_mask(lists.length))
+            outputs.append(paged_attention.reference(q, *new[0], one.kv(0), 0.5, **more))
         assert torch.equal(*outputs)
         for layer in (1, 2):
             kv = store.kv(layer)

@@ -4,17 +4,17 @@ import copy
 
 import pytest
 import torch
-from families import SIZES, TOKENS, layers, make, padded, prompt, randomise
+from families import SIZES, TOKENS, layers, make, padded, prompt, randomize
 from modes import generate, same
 from torch import nn
 
 import accel
 
 
-def randomised(model):
+def randomized(model):
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        randomise(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
+        randomize(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
     if hasattr(model, "generation_config"):
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval()
@@ -141,7 +141,7 @@ def test_a_part_that_computes_something_else(kind):
 
 
 def test_a_bend_far_from_zero():
-    """Without effect on what the model was optimised with, and not forgotten when it matters."""
+    """Without effect on what the model was optimized with, and not forgotten when it matters."""
     stock, ours, plain = replaced(mlp=RarelyClamped)(), replaced(mlp=RarelyClamped)(), make("llama")
     ids, mask = padded()
     accel.optimize(ours)
@@ -175,7 +175,7 @@ def causal_lm(change):
     class Own(LlamaForCausalLM):
         forward = change(LlamaForCausalLM)
 
-    return randomised(Own(LlamaConfig(**SIZES, **TOKENS)))
+    return randomized(Own(LlamaConfig(**SIZES, **TOKENS)))
 
 
 def negated(kind):
@@ -212,7 +212,7 @@ def test_a_subclass_with_a_forward_of_its_own(change):
 
 
 def test_a_model_inside_another_module():
-    """As a value head is put on: the inner model is optimised, and called by one that is not."""
+    """As a value head is put on: the inner model is optimized, and called by one that is not."""
 
     class Valued(nn.Module):
         def __init__(self, model):
@@ -240,7 +240,7 @@ def test_two_heads_that_share_a_decoder():
     stock = copy.deepcopy(ours)
     judges = []
     for model in (ours, stock):
-        judge = randomised(LlamaForSequenceClassification(LlamaConfig(**SIZES, **TOKENS)))
+        judge = randomized(LlamaForSequenceClassification(LlamaConfig(**SIZES, **TOKENS)))
         judge.model = model.model
         judges.append(judge)
     accel.optimize(ours)
@@ -306,7 +306,7 @@ def make_other(kind: str):
 def test_models_of_other_kinds(kind):
     torch.manual_seed(0)
     model, inputs = make_other(kind)
-    stock = randomised(model)
+    stock = randomized(model)
     ours = accel.optimize(copy.deepcopy(stock))
     logits = {name: value for name, value in inputs.items() if kind not in ("t5", "bart", "whisper")}
     if logits:

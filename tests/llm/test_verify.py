@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from typer.testing import CliRunner
 
 import accel
 from accel import api
-from accel.cli import app
-from accel.forward import FastForward
-from accel.ledger import Ledger
-from accel.llm.inputs import causal, example_inputs
+from accel.commands.app import app
+from accel.llm.recording.inputs import causal, example_inputs
 from accel.llm.verify import NEW
-from accel.plan import PLAN, Plan
-from accel.rule import Match, Rule
+from accel.patching.fast_forward import FastForward
+from accel.patching.rule import Match, Rule
+from accel.planning.plan import PLAN, Plan
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat")
 
@@ -61,7 +59,7 @@ class Changed(FastForward):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """wrong(change): models are then optimised by change(logits, keywords of the call) alone."""
+    """wrong(change): models are then optimized by change(logits, keywords of the call) alone."""
 
     def match(site, context):
         if not site.path:
@@ -71,7 +69,7 @@ def wrong(monkeypatch):
     def set_change(change):
         monkeypatch.setattr(Changed, "change", staticmethod(change))
         rules = [Rule("changed", match)]
-        monkeypatch.setattr(api, "_plan", lambda part, context: Plan(part, rules, replace(context, ledger=Ledger())))
+        monkeypatch.setattr(api, "_plan", lambda part, context: Plan(part, rules, context.for_model()))
 
     return set_change
 
@@ -93,7 +91,7 @@ def test_it_passes_by_the_rounding_of_its_own_dtype(llama, dtype, wrong):
     assert PLAN in vars(model)
 
 
-def test_models_as_optimised_now_pass(llama):
+def test_models_as_optimized_now_pass(llama):
     small = GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=24, n_layer=2, n_head=2, n_positions=80)).eval()
     for model in (llama, small):
         before = copy.deepcopy(model.state_dict())
@@ -138,7 +136,7 @@ def test_text_that_parts_from_stocks_where_the_logits_do_not_say_so(llama, wrong
 
     def change(logits, kwargs):
         told.append(1)
-        if len(told) == 4:  # in the first greedy text of the optimised model
+        if len(told) == 4:  # in the first greedy text of the optimized model
             return logits.roll(1, dims=-1)
         return logits
 
@@ -160,7 +158,7 @@ def test_the_margin_is_a_few_errors_of_the_logits_and_no_more(llama, wrong):
     def change(logits, kwargs):
         steps.append(logits.shape[1] == 1)
         logits = logits + 1e-6  # an error that the prompt and the steps are allowed
-        if len(steps) == 4:  # in the first greedy text of the optimised model
+        if len(steps) == 4:  # in the first greedy text of the optimized model
             best, second = logits.topk(2).indices.unbind(-1)
             assert ((best ^ second) == 1).all()
             logits = logits.scatter(-1, best[..., None], -1.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from accel.llm.understanding import NotUnderstood
-from accel.llm.window import BLOCK, window
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.window import BLOCK, window
 
 
 def causal(row, head, query, key):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from accel.bench.llm.interleaved import TimedCase, Variant
 from accel.bench.llm.models import prompt
 from accel.bench.llm.traffic import Traffic
-from accel.bench.llm.turns import Case, Variant
 from accel.bench.timing import seconds
-from accel.llm.inputs import example_inputs
+from accel.llm.recording.inputs import example_inputs
 
 PROMPTS = (512, 2048, 8192)
 CHUNK = 4096  # tokens of a long prompt computed at once
@@ -80,7 +80,7 @@ class Work:
         }
 
 
-def decode(work: Work) -> Iterator[Case]:
+def decode(work: Work) -> Iterator[TimedCase]:
     """Every batch at the first context, and one row at the others."""
     first, *others = work.contexts
     for rows, context in [(rows, first) for rows in work.batches] + [(1, context) for context in others]:
@@ -94,10 +94,10 @@ def decode(work: Work) -> Iterator[Case]:
 
         about = {"batch": rows, "context": context, "new tokens": work.new_tokens}
         compiled = ("stock", "accel", "compile") if context == first and rows in work.batches[:2] else None
-        yield Case("decode", about, prepare, figures, compiled)
+        yield TimedCase("decode", about, prepare, figures, compiled)
 
 
-def prefill(work: Work) -> Iterator[Case]:
+def prefill(work: Work) -> Iterator[TimedCase]:
     """A prompt of one row: the forward that generate() begins with, and a generate() of one token."""
     config = work.stock.config.get_text_config()
     heads = config.num_attention_heads
@@ -124,10 +124,10 @@ def prefill(work: Work) -> Iterator[Case]:
                 "call_ms": round(median["call"] * 1e3, 3),
             }
 
-        yield Case("prefill", {"tokens": tokens}, prepare, figures)
+        yield TimedCase("prefill", {"tokens": tokens}, prepare, figures)
 
 
-def modes(work: Work) -> Iterator[Case]:
+def modes(work: Work) -> Iterator[TimedCase]:
     """Other ways to generate, from a prompt of the first context."""
     context = work.contexts[0]
     for mode, options in MODES.items():
@@ -148,10 +148,10 @@ def modes(work: Work) -> Iterator[Case]:
             call_ms = round(median["call"] * 1e3, 2)
             return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
 
-        yield Case("modes", {"mode": mode, "context": context}, prepare, figures)
+        yield TimedCase("modes", {"mode": mode, "context": context}, prepare, figures)
 
 
-def long(work: Work) -> Iterator[Case]:
+def long(work: Work) -> Iterator[TimedCase]:
     """Rows that go on from a long past, which was computed in chunks; the past is cut back after each call."""
     past = min(work.long, work.most - work.many - 1)
     for rows in work.long_batches if past > 0 else ():
@@ -184,7 +184,7 @@ def long(work: Work) -> Iterator[Case]:
         def figures(median, variant, rows=rows):
             return work.rate(rows, past, median, variant)
 
-        yield Case("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)
+        yield TimedCase("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)
 
 
 def _room(work: Work, context: int, new: int) -> int:

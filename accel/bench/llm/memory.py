@@ -1,33 +1,33 @@
-"""Peak GPU memory of one generate() call, stock and optimised, and what its cache needs at least."""
+"""Peak GPU memory of one generate() call, stock and optimized, and what its cache needs at least."""
 
 import accel
 from accel.bench.llm.cases import Work
+from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import prompt
-from accel.bench.llm.turns import Variant
 from accel.bench.memory import peak_mb
 
 
-def row(work: Work, optimised: Variant, batch: int) -> dict:
+def memory_row(work: Work, optimized: Variant, batch: int) -> dict:
     """MiB at the peak, weights included; kv_mb: keys and values of every token of the call. None on a CPU.
 
-    optimised: is stock meanwhile, and optimised afterwards.
+    optimized: is stock meanwhile, and optimized afterwards.
     """
     context = work.contexts[0]
     inputs = prompt(work.stock, batch, context)
 
     def call() -> None:
-        optimised.generate(inputs, work.many)
+        optimized.generate(inputs, work.many)
 
     def first() -> None:
-        accel.optimize(optimised.model)
+        accel.optimize(optimized.model)
         call()
 
-    accel.restore(optimised.model)
+    accel.restore(optimized.model)
     try:
         stock = peak_mb(work.device, call, call)
         ours = peak_mb(work.device, first, call)
     finally:
-        accel.optimize(optimised.model)
+        accel.optimize(optimized.model)
     return {
         "batch": batch,
         "context": context,

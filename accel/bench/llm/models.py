@@ -22,10 +22,10 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     elif Path(model).is_dir():
         from accel import saved
 
-        made = saved.load(Path(model), dtype, device)
+        made = saved.load_saved(Path(model), dtype, device)
     else:
         raise KeyError(model)
-    from accel.llm.inputs import causal
+    from accel.llm.recording.inputs import causal
 
     if not causal(made):
         raise TypeError(f"{model} holds a {type(made).__name__}, which is no causal language model")
@@ -57,7 +57,7 @@ def _endless(model: nn.Module) -> nn.Module:
 
 
 def beside(model: nn.Module) -> nn.Module:
-    """A second, stock model over the very same parameters and buffers; to be made before the first is optimised."""
+    """A second, stock model over the very same parameters and buffers; to be made before the first is optimized."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -74,6 +74,6 @@ def assistant(model: nn.Module, layers: int = 2) -> nn.Module:
 
 def prompt(model: nn.Module, rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:
     """Random input_ids and a mask of ones, (rows, tokens), as a tokenizer gives them."""
-    from accel.llm.inputs import example_inputs
+    from accel.llm.recording.inputs import example_inputs
 
     return example_inputs(model, rows, tokens, padded=False, seed=seed)

@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity
 
 import accel
 from accel.bench.llm.cases import Work
+from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import beside, prompt
 from accel.bench.llm.ranges import MARK, PREFIX, REST, Ranges
 from accel.bench.llm.traffic import ROLES, Traffic, copy_bandwidth
-from accel.bench.llm.turns import Variant
 from accel.bench.machine import commit, machine, now
 from accel.bench.timing import burst, synchronize
 
@@ -50,7 +50,7 @@ class Steps:
 def profile(model: nn.Module, device: torch.device, rows: int, context: int, *, stock: bool = False) -> dict:
     """The result as one dict, ready for JSON: rows of {"part", "ms", "launches", "mb", "least_ms"}, and kernels.
 
-    model: not optimised; it is so afterwards unless `stock` is asked for. step_ms is the time of a step by the clock,
+    model: not optimized; it is so afterwards unless `stock` is asked for. step_ms is the time of a step by the clock,
     token_ms that of a token written by generate(), bound_ms the least the bytes of a step can take.
     """
     plain = beside(model)

@@ -9,12 +9,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accel.bench.llm.traffic import ROLES
-from accel.forward import FastForward
+from accel.patching.fast_forward import FastForward
 
 PREFIX = "accel: "
 MARK = "spin_kernel"  # the kernel of torch.cuda._sleep
 REST = ROLES[-1]
-ATTENTION = {"attend", "scaled_dot_product_attention"}
+ATTENTION = {"paged_attention", "scaled_dot_product_attention"}
 
 
 class Ranges(TorchFunctionMode):
@@ -23,7 +23,7 @@ class Ranges(TorchFunctionMode):
     weights: parameters and the roles of the modules they are in. They are known by address, so that a fused operation
     counts with the first weight it reads. On a GPU a tiny kernel is launched before and after each range, which shows
     in the order of launches what lies between; `order` has the roles. The fast forwards of the model keep the wrapped
-    operations afterwards: optimise it anew.
+    operations afterwards: optimize it anew.
     """
 
     def __init__(self, model: nn.Module, weights: list[tuple[nn.Parameter, str]]):
@@ -66,7 +66,7 @@ class Ranges(TorchFunctionMode):
     def role(self, name: str, args: tuple) -> str | None:
         if name in ATTENTION:
             return "attention"
-        if name not in ("linear", "addmm", "projection", "matmul"):
+        if name not in ("linear", "addmm", "fused_linear", "matmul"):
             return None
         return next(filter(None, map(self._by_address, args[1:])), None)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import accel
+from accel.bench.llm.interleaved import Clock, Variant
 from accel.bench.llm.models import build, prompt
-from accel.bench.llm.turns import Clock, Variant
 from accel.bench.ready import spawn
 from accel.bench.timing import seconds
 
@@ -21,7 +21,7 @@ NEW, LATER = 16, 3
 
 
 @torch.no_grad()
-def measure(name: str, device: torch.device, dtype: torch.dtype, variant: str, tokens: int) -> dict:
+def measure_generation(name: str, device: torch.device, dtype: torch.dtype, variant: str, tokens: int) -> dict:
     """ready_s: `accel.optimize` and the first generate() beyond a steady one; optimize_s of it is the first part."""
     model = build(name, device, dtype)
     inputs = prompt(model, 1, tokens)
@@ -49,4 +49,4 @@ def rows(name: str, device: torch.device, dtype: torch.dtype, tokens: int, clock
 if __name__ == "__main__":
     model_name, device_name, dtype_name, variant_name, length = sys.argv[1:]
     given = (torch.device(device_name), getattr(torch, dtype_name), variant_name, int(length))
-    print(json.dumps(measure(model_name, *given)))
+    print(json.dumps(measure_generation(model_name, *given)))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from accel.bench.llm.cases import Case
+from accel.bench.llm.cases import TimedCase
 
 HEADINGS = {
     "ms_step": ("ms/token", "{:.2f}"),
@@ -27,8 +27,8 @@ def tables(result: dict) -> Iterator[Table]:
         yield _stalls(result["parts"]["stalls"])
     if result["parts"].get("ready"):
         yield _ready(result["parts"]["ready"])
-    if result.get("quantised"):
-        yield _quantised(result["quantised"])
+    if result.get("quantized"):
+        yield _quantized(result["quantized"])
 
 
 def _table(title: str, *headings: str, left: int = 1) -> Table:
@@ -50,7 +50,7 @@ def _in_turns(part: str, rows: list[dict]) -> Table:
         for name in names:
             cells = [HEADINGS[key][1].format(row[name][key]) if key in row[name] else "-" for key in present]
             ratio = f"{row['stock'][main] / row[name][main]:.2f}x" if "stock" in row else "-"
-            label = Case(part, about, None, None).name if name == names[0] else ""
+            label = TimedCase(part, about, None, None).name if name == names[0] else ""
             style = "bold" if name.startswith("accel") else None
             shown.add_row(label, name, *cells, ratio, style=style, end_section=name == names[-1])
     return shown
@@ -86,12 +86,12 @@ def _ready(rows: dict[str, dict]) -> Table:
     return shown
 
 
-def _quantised(rows: dict[str, dict]) -> Table:
+def _quantized(rows: dict[str, dict]) -> Table:
     shown = _table(
-        "quantised", "", "s to quantise", "MiB of weights", "SQNR dB", "bytes a token", "KL", "same top token"
+        "quantized", "", "s to quantize", "MiB of weights", "SQNR dB", "bytes a token", "KL", "same top token"
     )
     for name, row in rows.items():
         formats = {"mb": "{:,.0f}", "sqnr_db": "{:.1f}", "token_bytes": "{:,d}"}
         cells = (text.format(row[key]) if key in row else "-" for key, text in formats.items())
-        shown.add_row(name, f"{row['quantise_s']:.1f}", *cells, f"{row['kl']:.1e}", f"{row['top1']:.1%}")
+        shown.add_row(name, f"{row['quantize_s']:.1f}", *cells, f"{row['kl']:.1e}", f"{row['top1']:.1%}")
     return shown

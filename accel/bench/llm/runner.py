@@ -12,16 +12,19 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench.llm import cases, memory, quantised, ready, stalls
+from accel.bench.llm import cases, memory, ready
+from accel.bench.llm import latency_spikes as stalls
+from accel.bench.llm import quantized as quantized
 from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.interleaved import Clock, TimedCase, Variant, interleaved
 from accel.bench.llm.models import assistant, beside, build
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
-from accel.bench.llm.turns import Case, Clock, Variant, take_turns
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import release
 from accel.bench.runner import WrongResult, fresh_inductor_cache
 from accel.bench.timing import seconds
-from accel.llm.inputs import example_inputs
+from accel.errors import told
+from accel.llm.recording.inputs import example_inputs
 
 IN_TURNS = {"decode": cases.decode, "prefill": cases.prefill, "modes": cases.modes, "long": cases.long}
 # Parts in their order, and the share of the time that is kept for each while those before it are at work.
@@ -31,11 +34,11 @@ SHARE = 40  # of the whole time, for the rounds of one case
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
 
     compiled: beside them the stock model with its static cache, which generate() then compiles. weights, kv_cache,
-    activations: schemes of quantised weights, kinds of rounded caches and of rounded activations (with weights of the
+    activations: schemes of quantized weights, kinds of rounded caches and of rounded activations (with weights of the
     same kind), each of them, and each pair with a cache, a variant of its own in what is timed in turns.
     """
 
@@ -57,7 +60,7 @@ class Request:
     @property
     def variants(self) -> list[tuple[str, dict[str, str]]]:
         """Name and options of each that is lossy."""
-        return list(quantised.chosen(self.weights, self.kv_cache, self.activations))
+        return list(quantized.chosen(self.weights, self.kv_cache, self.activations))
 
     @property
     def name(self) -> str:
@@ -67,10 +70,10 @@ class Request:
 
 
 @dataclass
-class Run:
+class BenchRun:
     """A result as it grows. keep: is given all that there is of it whenever there is more."""
 
-    request: Request
+    request: BenchRequest
     clock: Clock
     keep: Callable[[dict], None] = lambda result: None
     about: dict = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Run:
         self.keep(self.result)
 
     def fail(self, part: str, case: str, variant: str, error: Exception) -> None:
+        told(error)
         lines = str(error).strip().splitlines() or [""]
         line = lines[-1] if "Error" in lines[-1] else lines[0]  # of another process's traceback, its last line
         reason = f"{type(error).__name__}: {line}"
@@ -109,8 +113,8 @@ class Run:
         return True
 
 
-def run(
-    request: Request,
+def bench_language_model(
+    request: BenchRequest,
     stage: Callable[[str], None] = lambda name: None,
     keep: Callable[[dict], None] = lambda result: None,
 ) -> dict:
@@ -119,11 +123,11 @@ def run(
     Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
     """
     device = request.device
-    going = Run(request, Clock(request.seconds), keep)
+    going = BenchRun(request, Clock(request.seconds), keep)
     stage("building")
     model = build(request.model, device, request.dtype)
     going.about = {
-        "case": f"{'quantised' if request.variants else 'llm'}-{request.name}",
+        "case": f"{'quantized' if request.variants else 'llm'}-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
         "date": now(),
         "commit": commit(),
@@ -146,7 +150,7 @@ def run(
 
 
 @torch.no_grad()
-def _in_process(request: Request, going: Run, model: nn.Module, stage) -> None:
+def _in_process(request: BenchRequest, going: BenchRun, model: nn.Module, stage) -> None:
     device = request.device
     stock = beside(model)
     traffic = Traffic.of(stock)
@@ -169,15 +173,15 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> None:
         Variant("accel", model, assistant=lambda: accel.optimize(assistant(stock))),
     ]
     for name, options in request.variants:
-        stage(f"quantising to {name}")
+        stage(f"quantizing to {name}")
         try:
-            one, told = quantised.variant(stock, name, options, device)
+            one, told = quantized.variant(stock, name, options, device)
         except Exception as error:  # one that cannot be made must not cost the others' figures
-            going.fail("quantising", "", name, error)
+            going.fail("quantizing", "", name, error)
             _release(device)
             continue
         variants.append(one)
-        going.about.setdefault("quantised", {})[name] = told
+        going.about.setdefault("quantized", {})[name] = told
     try:
         _parts(request, going, work, variants, stage)
     except KeyboardInterrupt:  # what was measured is worth having
@@ -187,7 +191,7 @@ def _in_process(request: Request, going: Run, model: nn.Module, stage) -> None:
     going.about |= {"sites": dict(Counter(site["status"] for site in report["sites"]))}
 
 
-def _parts(request: Request, going: Run, work: cases.Work, variants: list[Variant], stage) -> None:
+def _parts(request: BenchRequest, going: BenchRun, work: cases.Work, variants: list[Variant], stage) -> None:
     for part in (part for part in IN_TURNS if part in request.parts):
         if not going.out_of_time(part):
             stage(part)
@@ -195,14 +199,16 @@ def _parts(request: Request, going: Run, work: cases.Work, variants: list[Varian
     if "memory" in request.parts and not going.out_of_time("memory"):
         stage("memory")
         batches = sorted({request.batches[0], request.batches[-1]})
-        _each(going, "memory", {f"batch {rows}": partial(memory.row, work, variants[1], rows) for rows in batches})
+        _each(
+            going, "memory", {f"batch {rows}": partial(memory.memory_row, work, variants[1], rows) for rows in batches}
+        )
     if "stalls" in request.parts and not going.out_of_time("stalls"):
         stage("stalls")
-        _each(going, "stalls", {variant.name: partial(stalls.row, work, variant) for variant in variants})
+        _each(going, "stalls", {variant.name: partial(stalls.latency_row, work, variant) for variant in variants})
 
 
 def _correct(model: nn.Module, stock: nn.Module, device: torch.device) -> dict:
-    """Optimises the model; raises WrongResult where it computes something else, or is not undone exactly."""
+    """Optimizes the model; raises WrongResult where it computes something else, or is not undone exactly."""
     inputs = example_inputs(model)
     before, again = model(**inputs).logits, model(**inputs).logits
     optimize_s = seconds(lambda: accel.optimize(model), device)
@@ -217,7 +223,7 @@ def _correct(model: nn.Module, stock: nn.Module, device: torch.device) -> dict:
     return {"quality": quality.to_dict(), "restored_bit_equal": equal, "optimize_s": round(optimize_s, 3)}
 
 
-def _turns(going: Run, chosen: list[Case], variants: list[Variant]) -> None:
+def _turns(going: BenchRun, chosen: list[TimedCase], variants: list[Variant]) -> None:
     """Times the cases of a part in turns; with the compiler, where asked for, those that name it."""
     compiler = variants[0].model if going.request.compiled else None
     for case in chosen:
@@ -227,7 +233,7 @@ def _turns(going: Run, chosen: list[Case], variants: list[Variant]) -> None:
         if compiler is not None and case.variants is not None and "compile" in case.variants:
             taking_part.append(Variant("compile", beside(compiler), {"cache_implementation": "static"}))
         with fresh_inductor_cache() if len(taking_part) > len(variants) else contextlib.nullcontext():
-            found = take_turns(
+            found = interleaved(
                 case,
                 taking_part,
                 going.request.device,
@@ -241,7 +247,7 @@ def _turns(going: Run, chosen: list[Case], variants: list[Variant]) -> None:
         _release(going.request.device)
 
 
-def _each(going: Run, part: str, rows: dict[str, Callable[[], dict]]) -> None:
+def _each(going: BenchRun, part: str, rows: dict[str, Callable[[], dict]]) -> None:
     """A row for each, those that fail told instead."""
     for name, row in rows.items():
         if going.out_of_time(part, name):

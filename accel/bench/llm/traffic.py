@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.bench.timing import seconds
-from accel.llm.inputs import example_inputs
+from accel.llm.recording.inputs import example_inputs
 
 ROLES = ("QKV", "attention", "out", "gate and up", "down", "experts", "head", "norms and rest")
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}

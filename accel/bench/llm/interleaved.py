@@ -1,0 +1,117 @@
+"""Stock and accel taking turns at the same piece of work; one that fails is told, and the others go on."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from accel.bench.timing import seconds
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 7
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model under a name, and what generate() is told besides; `assistant` gives its helper for assisted text.
+
+    saved: bytes of weights that its step need not read, of those of the stock model. kept: which share of the stock
+    model's keys and values it does read.
+    """
+
+    name: str
+    model: nn.Module
+    options: dict = field(default_factory=dict)
+    assistant: Callable[[], nn.Module] | None = None
+    saved: int = 0
+    kept: float = 1.0
+
+    def generate(self, inputs: dict, tokens: int, **options):
+        """So many new tokens; what generate() returns. Raises ValueError where it stopped before."""
+        out = self.model.generate(**inputs, max_new_tokens=tokens, **({"do_sample": False} | self.options | options))
+        length = inputs["input_ids"].shape[1] + tokens
+        if out.shape[1] != length:
+            raise ValueError(f"generate stopped after {out.shape[1] - length + tokens} of {tokens} tokens")
+        return out
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """One line of the results.
+
+    about: what it is, as it stands in the result. prepare(variant): brings it to where timing starts and gives
+    `sample`, which runs the work once and returns {name: seconds}. figures(median, variant): figures from the medians
+    of those.
+    variants: names of those that take part; None for all but the compiler, which is slow to get ready.
+    """
+
+    part: str
+    about: dict
+    prepare: Callable[[Variant], Callable[[], dict[str, float]]]
+    figures: Callable[[dict[str, float], Variant], dict]
+    variants: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key} {value}" if key != "mode" else str(value) for key, value in self.about.items())
+
+
+class Clock:
+    """Seconds until a deadline."""
+
+    def __init__(self, total: float):
+        self.total, self.start = total, time.perf_counter()
+
+    def left(self) -> float:
+        return self.total - (time.perf_counter() - self.start)
+
+
+@torch.no_grad()
+def interleaved(
+    case: TimedCase,
+    variants: list[Variant],
+    device: torch.device,
+    budget_s: float,
+    fail: Callable[[str, Exception], None],
+) -> dict[str, dict]:
+    """Figures of each variant, those that failed left out and told by fail(variant name, error).
+
+    Each is run twice to warm up; first_s is the first of these. Then they take turns, forwards and backwards, for about
+    budget_s seconds, every one at least twice.
+    """
+    samples: dict[str, Callable] = {}
+    first: dict[str, float] = {}
+    for variant in variants:
+        try:
+            sample = case.prepare(variant)
+            first[variant.name] = seconds(sample, device)
+            sample()
+            samples[variant.name] = sample
+        except Exception as error:  # whatever one way of running it raises, the others have figures of their own
+            fail(variant.name, error)
+    found: dict[str, list[dict]] = {name: [] for name in samples}
+    clock = Clock(budget_s)
+    for names in _rounds(list(samples), clock):
+        for name in names:
+            if name in samples:
+                try:
+                    found[name].append(samples[name]())
+                except Exception as error:
+                    del samples[name], found[name]
+                    fail(name, error)
+    named = {variant.name: variant for variant in variants}
+    return {
+        name: case.figures({key: statistics.median(row[key] for row in rows) for key in rows[0]}, named[name])
+        | {"first_s": round(first[name], 3), "rounds": len(rows)}
+        for name, rows in found.items()
+        if rows
+    }
+
+
+def _rounds(names: list[str], clock: Clock) -> Iterator[list[str]]:
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and clock.left() <= 0:
+            return
+        yield names if number % 2 == 0 else names[::-1]

@@ -1,0 +1,70 @@
+"""Variants with quantized weights or caches, beside stock and plain accel: what each costs to make, and loses."""
+
+import copy
+import re
+import statistics
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+import accel
+from accel.bench.llm.interleaved import Variant
+from accel.bench.llm.models import prompt
+from accel.bench.timing import seconds
+from accel.quantization.activations import kind_of
+from accel.verification.agreement import distributions
+
+PROMPT = (2, 256)  # rows and tokens that the loss is told for
+TOKEN = re.compile(r"(\d+) bytes a token instead of (\d+)")  # as the report says it
+
+
+def chosen(
+    weights: tuple[str, ...], kv_cache: tuple[str, ...], activations: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Name and options of every variant: each by itself, then weights together with each kind of cache.
+
+    activations: each with weights of the same kind.
+    """
+    linears = {scheme: {"weights": scheme} for scheme in weights}
+    linears |= {f"{kind_of(one)} x {one}": {"weights": kind_of(one), "activations": one} for one in activations}
+    yield from linears.items()
+    for kind in kv_cache:
+        yield f"kv {kind}", {"kv_cache": kind}
+    for name, options in linears.items():
+        for kind in kv_cache:
+            yield f"{name}, kv {kind}", options | {"kv_cache": kind}
+
+
+@torch.no_grad()
+def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.device) -> tuple[Variant, dict]:
+    """A copy of the stock model under accel.optimize with these options, and its row of the result.
+
+    quantize_s: of that call, kernels compiled for it included; kl and top1: against stock, on random tokens. Of
+    weights, mb: MiB of the quantized ones alone, with embeddings that an output head shared its weight with; of a
+    cache, token_bytes: what a token takes. Raises ValueError where nothing was quantized.
+    """
+    model = copy.deepcopy(stock)
+    keep = {"keep_original": False} if "weights" in options else {}
+    taken = seconds(lambda: accel.optimize(model, **options, **keep), device)
+    report = accel.report(model)
+    inputs = prompt(stock, *PROMPT)
+    kl, _, top1 = distributions(*(one(**inputs).logits.flatten(0, 1) for one in (stock, model)))
+    told = {"quantize_s": round(taken, 3), "kl": kl, "top1": top1}
+    saved, kept = 0, 1.0
+    if "weights" in options:
+        rows = report.weights
+        if not rows:
+            raise ValueError(f"weights={options['weights']!r}: no linear layer was quantized")
+        before, after = (sum(row[key] for row in rows) for key in ("bytes_before", "bytes_after"))
+        saved = before - sum(model.get_submodule(row["path"]).quantized.nbytes for row in rows)  # of what is read
+        told |= {"mb": round(after / 2**20, 3), "mb_before": round(before / 2**20, 3)}
+        told["sqnr_db"] = round(statistics.mean(row["sqnr_db"] for row in rows), 2)
+    if "kv_cache" in options:
+        notes = [TOKEN.search(str(site)) for site in report.sites]
+        now, before = next((map(int, note.groups()) for note in notes if note), (1, 1))
+        if now >= before:
+            raise ValueError(f"kv_cache={options['kv_cache']!r}: no keys or values are rounded")
+        kept = now / before
+        told |= {"token_bytes": now, "token_bytes_before": before}
+    return Variant(f"accel {name}", model, saved=saved, kept=kept), told

@@ -1,0 +1,1 @@
+"""CUDA graphs of whole forwards: captured lazily, never stale, bounded in memory."""

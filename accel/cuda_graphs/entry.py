@@ -1,0 +1,82 @@
+"""What is kept of one input shape of a module that runs through CUDA graphs, and what tells it from others."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.fusion.stacked_linears import StackedLinears
+
+
+@dataclass
+class Entry:
+    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
+
+    reason: str | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[torch.Tensor] | None = None
+    outputs: list | None = None
+    spec: object = None
+    eager_ms: float = 0.0
+    graph_ms: float = 0.0
+    memory_mb: float = 0.0
+    device: torch.device | None = None
+    constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
+    source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
+    open: tuple = ()  # trials of its kernels that still waited after its last call
+    waited: int = 0  # calls that have run eagerly so far
+
+
+class Replayed(NamedTuple):
+    """A replay launched before the call it is for. versions: of the weights that it reads."""
+
+    key: tuple
+    fingerprint: Fingerprint
+    versions: int
+    outputs: object
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An input that stays the same through a loop: `joint` computes once what the model makes of it.
+
+    Used for as long as the caller gives the same tensor object in the same loop, and neither it nor the weights have
+    changed by autograd's count: an edit through `.data` in the middle of a loop is seen by the next one.
+    """
+
+    tensor: torch.Tensor
+    joint: StackedLinears
+    loop: int
+
+    def source(self) -> tuple:
+        return self.tensor, self.tensor._version, self.joint.versions(), self.loop
+
+
+def key_of(leaves: list, spec, variant: tuple) -> tuple | None:
+    """What a graph depends on besides the module: shapes, dtypes, plain values, and torch's numeric switches."""
+    shapes: list[str] = []
+    parts: list[tuple] = []
+    for leaf in leaves:
+        if type(leaf) is torch.Tensor:
+            shapes.append("x".join(map(str, leaf.shape)) or "scalar")
+            parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
+
+
+def switches() -> tuple:
+    """What of torch's global settings changes which kernels run."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )

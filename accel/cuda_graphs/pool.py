@@ -1,0 +1,80 @@
+"""Memory that all CUDA graphs of one optimized object share, and the order in which they run."""
+
+import threading
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from accel.cuda_graphs.entry import Entry
+
+
+class Runner(Protocol):
+    """Whoever keeps graphs of this pool: by shape, those that were captured and those that were not."""
+
+    module: nn.Module
+    entries: dict[tuple, Entry]
+
+    def rows(self) -> list[dict]: ...
+
+
+class GraphPool:
+    """Memory shared by all graphs of one optimized object, and the order in which they may run.
+
+    Graphs of one pool reuse each other's memory, so replays must not overlap: a lock orders the host, an event the
+    streams. Over the memory limit, all graphs are dropped and their memory returned; what is used again is captured
+    again.
+    """
+
+    def __init__(self, limit_gb: float | None):
+        self.limit_gb = limit_gb
+        self.lock = threading.RLock()
+        self.runners: list[Runner] = []
+        self.handles: dict[torch.device, object] = {}
+        self.done: dict[torch.device, torch.cuda.Event] = {}
+        self.sides: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __getstate__(self):
+        return {"limit_gb": self.limit_gb}
+
+    def __setstate__(self, state):
+        GraphPool.__init__(self, **state)
+
+    def handle(self, device: torch.device):
+        with torch.cuda.device(device):
+            # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
+            if device not in self.handles or not self._occupied(device):
+                self.handles[device] = torch.cuda.graph_pool_handle()
+            if device not in self.done:
+                self.done[device] = torch.cuda.Event()
+        return self.handles[device]
+
+    def side(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream for replays that the caller's stream is not to wait for."""
+        if device not in self.sides:
+            self.sides[device] = torch.cuda.Stream(device)
+        return self.sides[device]
+
+    def _occupied(self, device: torch.device) -> bool:
+        entries = (entry for runner in self.runners for entry in runner.entries.values())
+        return any(entry.graph is not None and entry.device == device for entry in entries)
+
+    def limit_mb(self, device: torch.device) -> float:
+        if self.limit_gb is not None:
+            return self.limit_gb * 1024
+        return torch.cuda.get_device_properties(device).total_memory / 2**20 / 4
+
+    def used_mb(self) -> float:
+        return sum(entry.memory_mb for runner in self.runners for entry in runner.entries.values() if entry.graph)
+
+    def clear(self) -> None:
+        """Drops every graph and gives the memory back."""
+        with self.lock:
+            for runner in self.runners:
+                runner.entries = {key: entry for key, entry in runner.entries.items() if entry.graph is None}
+            for done in self.done.values():
+                done.synchronize()
+            self.handles.clear()
+            self.done.clear()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()

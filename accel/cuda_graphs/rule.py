@@ -1,0 +1,127 @@
+"""Whole forwards as CUDA graphs: which modules, and what forbids it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.runner import GraphRunner
+from accel.fusion.channels_last import ChannelsLast
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.loop import Loop
+from accel.fusion.stacked_linears import PromptProjections
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
+from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
+
+PROMPT = "encoder_hidden_states"
+
+
+class GraphForward(FastForward):
+    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape."""
+
+    def __init__(self, module: nn.Module, path: str, context: Context):
+        super().__init__(module, path, context.kernels, context.ledger)
+        self.prompt, self.loop = PromptProjections.shared(context), context.of(Loop)
+        self.layout = context.find(ChannelsLast)  # of the model's convolutions
+        self.passes = context.of(ForwardCounter)
+        self.passes.tracked = True
+        self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
+        keep = context.options.graphs is True
+        self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
+        self.names = tuple(self.__signature__.parameters)
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        device = next(self.module.parameters()).device
+        on_gpu = device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return self.stock(*args, **kwargs)  # part of somebody's capture
+        if self.layout is not None:
+            self.layout.follow(device)
+        return super().__call__(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
+
+    def stock(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            self.passes.begin()
+        return super().stock(*args, **kwargs)
+
+    def unfit(self, *args, **kwargs) -> str | None:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "global module hooks would not run in a graph"
+        return None
+
+    def fast(self, *args, **kwargs):
+        args, kwargs = self._timestep_as_tensor(args, kwargs)
+        variant = () if self.variant is None else self.variant()
+        return self.runner(self.stock, args, kwargs, variant, self._constant(args, kwargs))
+
+    def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
+        """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
+        if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
+            return None
+        prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
+        if type(prompt) is not torch.Tensor or prompt.is_inference() or self.prompt.versions() is None:
+            return None  # such tensors do not tell when they change
+        return Constant(prompt, self.prompt, self.loop.number)
+
+    def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
+        if "timestep" not in self.names:
+            return args, kwargs
+        bound = dict(zip(self.names, args, strict=False)) | kwargs
+        step = bound.get("timestep")
+        if isinstance(step, bool) or not isinstance(step, int | float):
+            return args, kwargs
+        dtype = torch.float64 if isinstance(step, float) else torch.int64
+        device = next(self.module.parameters()).device
+        kwargs = bound | {"timestep": torch.tensor([step], dtype=dtype, device=device)}
+        return (), kwargs
+
+
+def obstacle(root: nn.Module) -> str | None:
+    """Why a captured forward could differ from a called one: weights that move, Python that would no longer run."""
+    for name, module in root.named_modules():
+        attributes = vars(module)
+        where = name or type(root).__name__
+        if "_hf_hook" in attributes or getattr(attributes.get("_diffusers_hook"), "hooks", None):
+            return f"hooks on {where} may move weights (offload)"
+        if module is not root and foreign_hooks(module):
+            return f"forward hooks on {where} would not run"
+        forward = attributes.get("forward")
+        if forward is not None and not isinstance(forward, FastForward) and not stock_method(module, forward):
+            return f"{where} has a replaced forward that may keep state"
+        reason = foreign_processor(module)
+        if reason is not None:
+            return f"{reason} ({where})"
+    if len({tensor.device for tensor in root.parameters()}) > 1:
+        return "weights on several devices"
+    return None
+
+
+def own_code(root: nn.Module) -> str | None:
+    """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
+    reason = obstacle(root)
+    if reason is None:
+        kinds = {type(module): name for name, module in root.named_modules()}
+        reasons = ((foreign(root.get_submodule(name)), name) for name in kinds.values())
+        reason = next((f"{why}, and may keep state ({name})" for why, name in reasons if why is not None), None)
+    return reason
+
+
+def match_graph(site: Site, context: Context) -> Match | Skip | None:
+    """The sites that the family of the root names as whole forwards worth a graph."""
+    if site.path not in context.graph_paths:
+        return None
+    if context.options.graphs is False:
+        return Skip("graphs=False")
+    forward = GraphForward(site.module, site.path, context)
+    device = next(site.module.parameters()).device.type
+    note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"
+    return Match(forward, covers=(), note=note)

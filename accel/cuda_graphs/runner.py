@@ -1,0 +1,309 @@
+"""CUDA graphs of whole forwards: one per input shape, captured lazily, bounded in memory, never aliased.
+
+A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first call of a
+shape runs eagerly, and so do those after it while its kernels are being chosen, a little at a time; then one captures.
+What cannot be captured, or gains nothing, runs eagerly and says why.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+from accel_kernels.capture import capture
+from accel_kernels.trials import Trials
+from accel_kernels.warmup import warmup
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.cuda_graphs.entry import Constant, Entry, Replayed, key_of, switches
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.pool import GraphPool
+from accel.errors import reason_of, told
+from accel.patching.ledger import Ledger
+
+LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
+LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
+MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
+SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
+PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
+RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
+
+
+class GraphRunner:
+    """Runs one module's forward through graphs of a shared pool.
+
+    obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
+    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
+    beside: an object whose `views()` are what else must not.
+    """
+
+    passed: tuple[tuple[str, str], ...] = ()
+    beside: object | None = None
+
+    def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
+        self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
+        self.obstacle, self.keep = obstacle, keep
+        self.__setstate__({})
+
+    def __getstate__(self):
+        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.entries: dict[tuple, Entry] = {}
+        self.fingerprint: Fingerprint | None = None
+        self.reason: str | None = None
+        self.changes = 0
+        self.warmed_up = False
+        self.trials = Trials()
+        self.pool.runners.append(self)
+
+    def __call__(
+        self,
+        eager: Callable,
+        args: tuple,
+        kwargs: dict,
+        variant: tuple = (),
+        constant: Constant | None = None,
+        pending: Replayed | None = None,
+        instead: Callable | None = None,
+    ):
+        """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
+
+        begun: what `begin` has launched with equal arguments; the current stream waits for it already.
+        instead: called for the result where it is known that no graph will be, as the cheaper way there; so a graph
+        has to gain over that.
+        """
+        if pending is not None and self._stands(pending, variant):
+            return pending.outputs
+        device = next(self.module.parameters()).device
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if constant is not None:
+            variant = (*variant, "prompt kept")
+        key = key_of(leaves, spec, variant)
+        with self.pool.lock:
+            if self.fingerprint is None or not self.fingerprint.reachable():
+                self._renew()
+            entry = self.entries.get(key)
+            if entry is not None and entry.graph is not None:
+                # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
+                # thrown away unread.
+                outputs = self._replay(entry, leaves, device, constant)
+                if self.fingerprint.holds():
+                    self.changes = 0
+                    return outputs
+            if not self.fingerprint.holds():
+                self._renew()
+            else:
+                self.changes = 0
+            reason = self.reason
+            if key is None:
+                reason = "an argument that is neither a tensor nor a plain value"
+            if reason is None:
+                entry = self.entries.get(key)
+                if entry is None:
+                    entry = self._remember(key)
+                elif entry.reason is None and not self._unsettled(entry):
+                    self._capture(entry, eager, leaves, spec, device, constant, instead)
+                    if entry.graph is not None:
+                        return self._replay(entry, leaves, device, constant)
+        cold = reason is None and self._warm_up(eager, leaves, spec)
+        if reason is not None:
+            self.ledger.fell_back(self.path, f"no graph: {reason}")
+        if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
+            return instead()
+        with self.trials.noting() as asked:
+            outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
+        self._settle(entry, asked, device, cold)
+        return outputs
+
+    def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
+        """Measures what the call has asked for: all where it was the first of all, else for a short time.
+
+        Nothing after the first call of a shape, in which libraries get ready for that.
+        """
+        if asked and (cold or entry is None or entry.waited):
+            torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count
+            asked = self.trials.work(asked, float("inf") if cold else SETTLING)
+        if entry is not None:
+            entry.open, entry.waited = tuple(asked), entry.waited + 1
+
+    def _unsettled(self, entry: Entry) -> bool:
+        return entry.waited < PATIENCE and bool(self.trials.open(entry.open))
+
+    def _stands(self, pending: Replayed, variant: tuple) -> bool:
+        """Whether a call now would replay the same graph, over the weights that it has read."""
+        with self.pool.lock:
+            now = self.fingerprint
+            return (
+                pending.key[-2:] == (switches(), variant)
+                and now is pending.fingerprint
+                and now.reachable()
+                and now.versions() == pending.versions
+                and now.holds()
+            )
+
+    def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
+        """Launches the replay for a call that is still to come, on the current stream, where there is a graph for it.
+
+        Whether the module has changed in between is asked by that call.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = key_of(leaves, spec, variant)
+        with self.pool.lock:
+            entry = self.entries.get(key)
+            if entry is None or entry.graph is None or not self.fingerprint.reachable():
+                return None
+            versions = self.fingerprint.versions()
+            if versions is None:
+                return None
+            return Replayed(key, self.fingerprint, versions, self._replay(entry, leaves, entry.device, None))
+
+    def _warm_up(self, eager: Callable, leaves: list, spec) -> bool:
+        """Before the first call: compiles its kernels side by side, and says so. An error shows again in the call.
+
+        Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
+        """
+        if self.warmed_up:
+            return False
+        self.warmed_up = True
+        try:
+            with warmup():
+                args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
+                eager(*args, **kwargs)
+        except Exception as error:
+            reason_of(error)
+        return True
+
+    def _renew(self) -> None:
+        """Forgets all graphs: the module is not the one they were captured from."""
+        self.changes += self.fingerprint is not None
+        for done in self.pool.done.values():
+            done.synchronize()  # a replay on another stream may still be at it
+        self.entries.clear()
+        beside = None if self.beside is None else self.beside.views()
+        self.fingerprint = Fingerprint(self.module, self.passed, beside)
+        self.reason = self.obstacle(self.module)
+        if self.changes >= RESTLESS:
+            self.reason = "the module changes between any two calls"
+
+    def _remember(self, key: tuple) -> Entry:
+        if len(self.entries) >= MOST_SHAPES:
+            del self.entries[next(iter(self.entries))]
+        self.entries[key] = Entry()
+        return self.entries[key]
+
+    def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant, instead) -> None:
+        try:
+            with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), self.trials.noting():
+                self._capture_on_device(entry, eager, leaves, spec, device, constant, None if self.keep else instead)
+        except Exception as error:
+            # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
+            # eager. A GPU that has failed says so at the next line that waits for it.
+            entry.graph = entry.inputs = entry.outputs = None
+            entry.reason = f"capture failed: {told(error)}"
+            torch.cuda.current_stream(device).synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device, constant, instead) -> None:
+        entry.inputs = [_buffer(leaf, device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if constant is not None:
+            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            entry.constant = next(i for i, leaf in enumerate(given) if leaf is constant.tensor)
+        self._fill(entry, leaves, constant)
+        fixed = iter(entry.inputs)
+        leaves = [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def run():
+            args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
+            return eager(*args, **kwargs)
+
+        entry.eager_ms, launching = _milliseconds(run, device)
+        if instead is not None:
+            if launching < LEAST_LAUNCHING * entry.eager_ms:
+                entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
+                entry.inputs = None
+                return
+            # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
+            entry.eager_ms = min(entry.eager_ms, *(_milliseconds(instead, device)[0] for _ in range(2)))
+
+        if self.pool.used_mb() > self.pool.limit_mb(device):
+            self.pool.clear()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, self.pool.handle(device)):
+            outputs, entry.spec = pytree.tree_flatten(run())
+        entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
+        entry.graph, entry.outputs, entry.device = graph, outputs, device
+        entry.graph_ms, _ = _milliseconds(graph.replay, device)
+        if entry.memory_mb > self.pool.limit_mb(device):
+            entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
+        elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
+            entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
+        if entry.reason is not None:
+            entry.graph = entry.inputs = entry.outputs = None
+
+    def _fill(self, entry: Entry, leaves: list, constant: Constant | None) -> None:
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        buffers = list(entry.inputs)
+        if entry.constant is not None:
+            buffer, tensor = buffers.pop(entry.constant), given.pop(entry.constant)
+            if not entry.source or entry.source[0] is not tensor or entry.source[1:] != constant.source()[1:]:
+                buffer.copy_(tensor, non_blocking=True)
+                constant.joint.keep(buffer)
+                entry.source = constant.source()
+        if buffers:
+            torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
+
+    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None):
+        with torch.cuda.device(device):
+            stream, done = torch.cuda.current_stream(), self.pool.done[device]
+            stream.wait_event(done)
+            self._fill(entry, leaves, constant)
+            entry.graph.replay()
+            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
+            done.record(stream)
+        return pytree.tree_unflatten(outputs, entry.spec)
+
+    def _awaited(self, entry: Entry) -> str:
+        if self._unsettled(entry):
+            return "its kernels are being chosen, a little in each call; then it is captured"
+        return "seen once; captured at the next call"
+
+    def rows(self) -> list[dict]:
+        """One row a shape, for the report."""
+        return [
+            {
+                "path": self.path,
+                "inputs": key[0],
+                "status": "graph" if entry.graph else "eager",
+                "reason": entry.reason or ("" if entry.graph else self._awaited(entry)),
+                "eager_ms": round(entry.eager_ms, 3),
+                "graph_ms": round(entry.graph_ms, 3),
+                "memory_mb": round(entry.memory_mb, 1),
+            }
+            for key, entry in self.entries.items()
+        ]
+
+
+def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
+    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)
+
+
+def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
+    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it.
+
+    Of this stream: waiting for the whole device fails while another thread captures.
+    """
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    start = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    stream.synchronize()
+    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

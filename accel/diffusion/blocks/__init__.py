@@ -1,0 +1,1 @@
+"""Fused blocks of UNets and VAEs."""

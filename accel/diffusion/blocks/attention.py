@@ -1,0 +1,152 @@
+"""The attention module of diffusers' UNets and VAEs: projections in one GEMM, the backend measured per shape.
+
+The module's forward is replaced, not its processor: a processor the user sets, an IP-Adapter's for one, is noticed at
+the next call and runs as it would without us.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.stacked_linears import PromptProjections, StackedLinears, together
+from accel.fusion.stacked_weights import Stacked
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.probe import example
+from accel.patching.reads import Parts
+from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
+from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
+from accel.quantization.product import deferred, plain_linear, product
+from accel.quantization.rows import Rows
+
+PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
+# What makes it the attention of UNets and VAEs; those of other models have some of it.
+ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "rescale_output_factor")
+
+
+class AttentionForward(FastForward):
+    """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
+
+    def __init__(self, module, path, kernels, ledger, prompt: StackedLinears, stack: bool = True):
+        super().__init__(module, path, kernels, ledger)
+        self.prompt = prompt  # the projections of the prompt in all of the model
+        self.stack = stack  # whether weights may be moved into one storage; a probe touches none
+
+    def unfit(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> str | None:
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
+        if given:
+            return f"arguments for the processor: {', '.join(given)}"
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        out, *after = m.to_out
+        return Parts((m, m.processor, *after), (m.group_norm, m.to_q, m.to_k, m.to_v, out))
+
+    def fast(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
+        m = self.module
+        fused = hidden_states.dim() == 4 and m.residual_connection
+        out, bias = self.unbiased(hidden_states, encoder_hidden_states, attention_mask, defer=fused)
+        if m.residual_connection:
+            if out.dim() == 4:
+                total = self.kernels.image_sum(out, nhwc(hidden_states), bias, m.rescale_output_factor)
+                return keep_channel_stats(total)
+            out = out + hidden_states
+        return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
+
+    def unbiased(self, hidden_states, encoder_hidden_states=None, attention_mask=None, defer=True):
+        """The output projection before residual and scale, and the bias that the caller still has to add to it.
+
+        With defer=False, or where the product adds it for nothing, that is None.
+        """
+        m = self.module
+        image = hidden_states.dim() == 4
+        x = nhwc(hidden_states) if image else hidden_states
+        if m.group_norm is not None:
+            x = normalize(self.kernels, x if image else as_image(x, x.shape[1], 1), m.group_norm)
+        rows = Rows(as_rows(x) if x.dim() == 4 else x)
+        out = self.attended(rows, encoder_hidden_states, attention_mask)
+        last = m.to_out[0]
+        defer = defer and deferred(last, out)
+        out = product(last, out, not defer, self.kernels.linear)
+        return (as_image_like(out, x) if image else out), last.bias if defer else None
+
+    def attended(self, rows: Rows, context: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """All before the output projection, of rows (B, S, C): (B, S, heads * D)."""
+        q, k, v = self._projections(rows, context)
+        if attention_mask is None:
+            out = self.kernels.attention(q, k, v)
+        else:
+            batch, heads = q.shape[:2]
+            mask = self.module.prepare_attention_mask(attention_mask, k.shape[2], batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2).reshape(q.shape[0], -1, q.shape[1] * q.shape[3])
+
+    def adds_nothing(self) -> bool:
+        """Whether the output projection is all there is: no residual of its own, no scale."""
+        return not self.module.residual_connection and self.module.rescale_output_factor == 1.0
+
+    def _projections(self, x: Rows, context) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
+        m = self.module
+        if context is None:
+            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
+        else:
+            q = product(m.to_q, x, multiply=self.kernels.linear)
+            k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))
+        return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
+
+
+def _leaves(m: nn.Module) -> str | None:
+    reasons = map(plain_linear, (m.to_q, m.to_k, m.to_v, m.to_out[0]))
+    return next(filter(None, reasons), None) or all_plain((m.group_norm, nn.GroupNorm)) or untouched(*m.to_out)
+
+
+def match_attention(site: Site, context: Context) -> Match | Skip | None:
+    """to_q, to_k, to_v, to_out and a processor whose formula is plain softmax attention, which the probe finds out."""
+    m = site.module
+    if not holds(m, "to_q", "to_k", "to_v", "to_out") or not hasattr(m, "processor"):
+        return None
+    if isinstance(m.processor, nn.Module):
+        return Skip(f"the processor {type(m.processor).__name__} has weights of its own")
+    reason = foreign_processor(m)
+    if reason is not None:
+        return Skip(reason)
+    for part in PARTS:
+        if getattr(m, part, None) is not None:
+            return Skip(f"{part}: not handled by the fused attention")
+    missing = [name for name in ASKED if not hasattr(m, name)]
+    if missing or not isinstance(m.to_out, nn.ModuleList):
+        return Skip(f"an attention of another make, without {missing[0] if missing else 'a list to_out'}")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = None if len(m.to_out) else "no output projection"
+    reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
+    if reason is None:
+        plain_kernels, own = context.kernels.plain(), StackedLinears(ForwardCounter())
+        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, own, stack=False)
+        reason = _probe(m, candidate, context)
+    if reason is not None:
+        return Skip(reason)
+    prompt = PromptProjections.shared(context)
+    # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
+    patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt)
+    return Match(forward, patches)
+
+
+def _probe(m: nn.Module, candidate: AttentionForward, context) -> str | None:
+    width = m.to_q.in_features
+    if m.group_norm is not None:
+        args, kwargs = (example(m, 2, width, 3, 2),), {}
+    else:
+        args, kwargs = (example(m, 2, 6, width),), {}
+        if m.is_cross_attention:
+            kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
+    return context.probe.disagreement(m, candidate.fast, args, kwargs)

@@ -1,0 +1,34 @@
+"""A convolution outside the blocks: its bias added in a pass that takes the moments of the norm after it."""
+
+import torch
+from torch import nn
+
+from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
+from accel.patching.fast_forward import FastForward
+from accel.patching.reads import Parts
+from accel.patching.rule import Match
+from accel.patching.structure import plain
+
+LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
+
+
+class ConvolutionForward(FastForward):
+    """nn.Conv2d over a channels-last image; (N, C, H, W) -> (N, C', H', W')."""
+
+    def unfit(self, input) -> str | None:
+        return None if type(input) is torch.Tensor and input.dim() == 4 else "input that is not a batch of images"
+
+    def parts(self) -> Parts:
+        return Parts(live=(self.module,))
+
+    def fast(self, input):
+        y, bias = convolve(nhwc(input), self.module)
+        return y if bias is None else keep_channel_stats(self.kernels.image_sum(nhwc(y), None, bias))
+
+
+def match_convolution(site, context) -> Match | None:
+    """Exactly nn.Conv2d with a bias; a subclass may compute something else."""
+    m = site.module
+    if plain(m, nn.Conv2d) is not None or m.bias is None or m.out_channels < LEAST_CHANNELS:
+        return None
+    return Match(ConvolutionForward(m, site.path, context.kernels, context.ledger))

@@ -1,0 +1,83 @@
+"""Up- and downsampling between the levels of a UNet or VAE, without leaving channels-last."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
+from accel.patching.fast_forward import FastForward
+from accel.patching.probe import example
+from accel.patching.reads import Parts
+from accel.patching.rule import Match, Skip
+from accel.patching.structure import holds, meta_weights, plain
+
+# Torch's channels-last nearest kernel fails on larger outputs (pytorch issue 141831) and batches (diffusers issue 984).
+MOST_ELEMENTS, MOST_IMAGES = 2**31 - 1, 63
+
+
+def same_padded(conv: nn.Conv2d) -> bool:
+    """Whether it is the 3x3 convolution with zeros around that the fused one computes."""
+    return (
+        (conv.kernel_size, conv.stride, conv.dilation, conv.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        and conv.padding in ((1, 1), "same")
+        and conv.padding_mode == "zeros"
+    )
+
+
+class UpsampleForward(FastForward):
+    """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbor, then the convolution."""
+
+    def unfit(self, hidden_states, output_size=None) -> str | None:
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        n, c, h, w = hidden_states.shape
+        height, width = (2 * h, 2 * w) if output_size is None else output_size
+        large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
+        ours = output_size is None and same_padded(self.module.conv)
+        if large and not (ours and hidden_states.is_cuda):
+            return "an image too large for torch's channels-last upsampling"
+        return None
+
+    def parts(self) -> Parts:
+        return Parts((self.module,), (self.module.conv,))
+
+    def fast(self, hidden_states, output_size=None):
+        x, conv = nhwc(hidden_states), self.module.conv
+        if output_size is None and same_padded(conv):
+            return self.kernels.upsample_convolve(x, conv.weight, conv.bias)
+        size = [2 * side for side in x.shape[2:]] if output_size is None else output_size
+        return conv.forward(F.interpolate(x, size=size, mode="nearest"))
+
+
+class DownsampleForward(FastForward):
+    """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
+
+    def unfit(self, hidden_states) -> str | None:
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        return None
+
+    def parts(self) -> Parts:
+        return Parts((self.module,), (self.module.conv,))
+
+    def fast(self, hidden_states):
+        x = nhwc(hidden_states)
+        if self.module.padding == 0:
+            x = F.pad(x, (0, 1, 0, 1))
+        y, bias = convolve(x, self.module.conv)
+        return y if bias is None else keep_channel_stats(self.kernels.image_sum(nhwc(y), None, bias))
+
+
+def match_resample(site, context) -> Match | Skip | None:
+    """One convolution beside `channels` and `out_channels`; stride tells which way, the probe whether that is all."""
+    m = site.module
+    if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d) is not None:
+        return None
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    kind = DownsampleForward if m.conv.stride == (2, 2) else UpsampleForward
+    candidate = kind(m, site.path, context.kernels.plain(), context.ledger)
+    reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
+    if reason is not None:
+        return Skip(reason)
+    return Match(kind(m, site.path, context.kernels, context.ledger))

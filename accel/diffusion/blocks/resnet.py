@@ -1,0 +1,95 @@
+"""The resnet block of UNets and VAEs: norm, SiLU, convolution, time embedding, norm, SiLU, convolution, shortcut.
+
+Two fused norms, each with what lies between it and the convolution before, and one pass that ends the block. Reference:
+He et al., "Identity Mappings in Deep Residual Networks", 2016, with the time embedding of Ho et al., 2020.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, normalize, project_image
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.stacked_linears import StackedLinears, TimeProjections
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.probe import example
+from accel.patching.reads import Parts
+from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
+from accel.patching.structure import all_plain, holds, meta_weights, pointwise, untouched
+from accel.quantization.product import plain_linear
+
+
+class ResnetForward(FastForward):
+    """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
+
+    def __init__(self, module, path, kernels, ledger, times: StackedLinears):
+        super().__init__(module, path, kernels, ledger)
+        self.times = times  # the time projections of all resnets of the model
+
+    def unfit(self, input_tensor, temb=None) -> str | None:
+        if type(input_tensor) is not torch.Tensor:
+            return f"input of type {type(input_tensor).__name__}"
+        if self.module.time_emb_proj is not None and temb is None:
+            return "no time embedding given"
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        live = (m.norm1, m.conv1, m.norm2, m.conv2, m.conv_shortcut, m.time_emb_proj)
+        return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), live)
+
+    def fast(self, input_tensor, temb=None):
+        m, k = self.module, self.kernels
+        x = nhwc(input_tensor)
+        h = normalize(k, x, m.norm1, silu=True)
+        h, shift = convolve(h, m.conv1)
+        add = None
+        if m.time_emb_proj is not None:
+            add = self.times.of(m.time_emb_proj, temb, F.silu)
+        h = normalize(k, h, m.norm2, add=add, shift=shift, silu=True)
+        h, bias = convolve(h, m.conv2)
+        shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut, k.linear)
+        return keep_channel_stats(k.image_sum(h, shortcut, bias, m.output_scale_factor))
+
+
+def _leaves(m: nn.Module) -> str | None:
+    norms, convolutions = (m.norm1, m.norm2), (m.conv1, m.conv2, m.conv_shortcut)
+    reason = all_plain(
+        *((norm, nn.GroupNorm) for norm in norms),
+        *((conv, nn.Conv2d) for conv in convolutions),
+    )
+    if reason is None and m.time_emb_proj is not None:
+        reason = plain_linear(m.time_emb_proj)
+    return reason or untouched(m.nonlinearity, getattr(m, "dropout", None))
+
+
+def match_resnet(site: Site, context: Context) -> Match | Skip | None:
+    """Two norms, two convolutions, an optional time projection and shortcut; confirmed by running it."""
+    m = site.module
+    if not holds(m, "norm1", "conv1", "norm2", "conv2"):
+        return None
+    if not all(hasattr(m, name) for name in ("time_emb_proj", "conv_shortcut", "output_scale_factor", "nonlinearity")):
+        return Skip("a resnet block of another make")
+    if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
+        return Skip("resamples inside the block")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _leaves(m)
+    if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
+        reason = "the time embedding scales as well as shifts"
+    if reason is None:
+        candidate = ResnetForward(
+            m, site.path, context.kernels.plain(), context.ledger, StackedLinears(ForwardCounter())
+        )
+        x = example(m, 2, m.conv1.in_channels, 6, 5)
+        temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
+        reason = context.probe.disagreement(m, candidate.fast, (x, temb))
+    if reason is not None:
+        return Skip(reason)
+    if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
+        return Skip("a shortcut that is not a 1x1 convolution")
+    times = TimeProjections.shared(context)
+    patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
+    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times), patches)

@@ -1,0 +1,264 @@
+"""Transformer blocks over images: the block itself, and the norm and projections around a stack of blocks.
+
+Each sublayer's output is added to the stream and normalized in one pass; the projections into and out of the stack are
+matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
+"""
+
+import torch
+from accel_kernels import Norm
+from torch import nn
+
+from accel.diffusion.blocks.attention import AttentionForward
+from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
+from accel.patching.fast_forward import FastForward
+from accel.patching.probe import example
+from accel.patching.reads import Parts, Reads
+from accel.patching.rule import Match, Skip
+from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
+from accel.patching.user_ops import UserOp
+from accel.quantization.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
+from accel.quantization.rows import Rows
+
+NOT_POINTWISE = "a projection that is not 1x1"
+
+
+class Stream:
+    """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
+
+    def __init__(self, x: torch.Tensor, bias: torch.Tensor | None = None):
+        self.x, self.last, self.bias = x, None, bias
+
+    def add(self, last: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.last, self.bias = last.contiguous(), bias
+
+    def settle(self, x: torch.Tensor) -> None:
+        """x is the sum of all three."""
+        self.x, self.last, self.bias = x, None, None
+
+    def total(self, kernels) -> torch.Tensor:
+        """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
+        if self.last is not None:
+            rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
+            self.settle(as_rows(kernels.image_sum(rows, residual, self.bias, channel_stats=False)[0]))
+        elif self.bias is not None:
+            self.settle(self.x + self.bias)
+        return self.x
+
+
+class TransformerBlockForward(FastForward):
+    """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
+
+    What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
+    """
+
+    def __init__(self, module, path, kernels, ledger):
+        super().__init__(module, path, kernels, ledger)
+        self.feed_forward = Reads(None, self.feed_forward_parts())
+
+    def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
+        if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:
+            return "input that is not a (batch, length, channels) tensor"
+        if args:
+            return "arguments given by position"
+        if cross_attention_kwargs and "gligen" in cross_attention_kwargs:
+            return "GLIGEN conditions"
+        return None
+
+    def parts(self) -> Parts:
+        m = self.module
+        return Parts((m, m.norm1, m.norm2, m.norm3))
+
+    def feed_forward_parts(self) -> Parts:
+        """Of the feed-forward, which may be called as the module it is where an adapter is on it."""
+        ff = self.module.ff
+        up, between, down, *after = ff.net
+        return Parts((ff, up, between, *after), (getattr(up, "proj", None), down))
+
+    def fast(
+        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        timestep=None, cross_attention_kwargs=None, class_labels=None, added_cond_kwargs=None,
+    ):  # fmt: skip
+        stream = Stream(hidden_states.contiguous())
+        self.advance(stream, attention_mask, encoder_hidden_states, encoder_attention_mask, cross_attention_kwargs)
+        return stream.total(self.kernels)
+
+    def advance(
+        self, stream, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        cross_attention_kwargs=None,
+    ):  # fmt: skip
+        """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
+        m = self.module
+        extra = cross_attention_kwargs or {}
+        rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))
+        context = encoder_hidden_states if m.only_cross_attention else None
+        self._attend(m.attn1, stream, rows, context, attention_mask, extra)
+        if m.attn2 is not None:
+            rows = self._norm(m.norm2, stream, getattr(m.attn2, "to_q", None))
+            self._attend(m.attn2, stream, rows, encoder_hidden_states, encoder_attention_mask, extra)
+        self._feed_forward(stream, self._norm(m.norm3, stream, getattr(m.ff.net[0], "proj", None)))
+
+    def _norm(self, norm: nn.LayerNorm, stream: "Stream", first: nn.Module | None) -> Rows:
+        """The stream, settled, and its norm, which is done now, or with the rounding where `first` rounds its rows."""
+        mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
+        if not mine and rounds(first, stream.x) is not None:
+            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
+        if stream.last is None and stream.bias is None:
+            return Rows(self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps))
+        x, residual = (stream.x, None) if stream.last is None else (stream.last, stream.x)
+        addends = {"residual": residual, "shift": stream.bias}
+        normed, total = self.kernels.layer_norm(x, norm.weight, norm.bias, norm.eps, **addends)
+        stream.settle(total)
+        return Rows(normed)
+
+    def _attend(self, attention, stream, rows, context, mask, extra) -> None:
+        """Anything but a fused attention is called as the module it is."""
+        call = {"encoder_hidden_states": context, "attention_mask": mask}
+        fused = AttentionForward.taken(attention, rows.x, **call, **extra)
+        if fused is not None and fused.adds_nothing():
+            self._project(stream, attention.to_out[0], fused.attended(rows, context, mask))
+        else:
+            stream.add(attention(rows.normed(), **call, **extra))
+
+    def _project(self, stream, linear, x) -> None:
+        """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
+        if rounds(linear, x) is not None:
+            residual = stream.x.contiguous()
+            stream.settle(rounded_product(linear, Rows(x), linear.quantized, linear.bias, residual=residual))
+        else:
+            defer = deferred(linear, x)
+            stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
+
+    def _feed_forward(self, stream, rows) -> None:
+        net = self.module.ff.net
+        up, down = getattr(net[0], "proj", None), net[2]
+        reason = self.feed_forward.changed(None, self.feed_forward_parts)
+        if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
+            self.ledger.fell_back(f"{self.path}.ff", reason)
+            stream.add(self.module.ff(rows.normed()))
+            return
+        if rounds(up, rows.x) is not None:
+            h = rounded_geglu(up, rows)
+        else:
+            x = rows.normed()
+            h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)
+        self._project(stream, down, h)
+
+
+class TransformerStackForward(FastForward):
+    """(N, C, H, W) image through norm, projection, blocks, projection and residual, channels-last throughout."""
+
+    def unfit(self, hidden_states, *args, **kwargs) -> str | None:
+        if args and len(args) > 1:
+            return "arguments given by position"
+        if type(hidden_states) is not torch.Tensor:
+            return f"input of type {type(hidden_states).__name__}"
+        layers = (self.module.proj_in, self.module.proj_out)
+        return None if all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers) else NOT_POINTWISE
+
+    def parts(self) -> Parts:
+        m = self.module
+        return Parts((m,), (m.norm, m.proj_in, m.proj_out))
+
+    def fast(
+        self, hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, class_labels=None,
+        cross_attention_kwargs=None, attention_mask=None, encoder_attention_mask=None, return_dict=True,
+    ):  # fmt: skip
+        m = self.module
+        x = nhwc(hidden_states)
+        h = normalize(self.kernels, x, m.norm)
+        fold = deferred(m.proj_in, rows := as_rows(h))
+        stream = Stream(project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
+        call = {
+            "attention_mask": _as_bias(attention_mask, x.dtype),
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": _as_bias(encoder_attention_mask, x.dtype),
+            "cross_attention_kwargs": cross_attention_kwargs,
+        }
+        for block in m.transformer_blocks:
+            fused = TransformerBlockForward.taken(block, stream.x, **call)
+            if fused is not None:
+                fused.advance(stream, **call)
+            else:
+                rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
+                stream.settle(rows)
+        fold = deferred(m.proj_out, rows := stream.total(self.kernels))
+        h = as_image_like(project(rows, m.proj_out, not fold, self.kernels.linear), x)
+        out = keep_channel_stats(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
+        return self._output(out) if return_dict else (out,)
+
+    def _output(self, sample):
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        return Transformer2DModelOutput(sample=sample)
+
+
+def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A (B, S) keep-mask as the (B, 1, S) bias the blocks expect; a bias stays as it is."""
+    if mask is None or mask.dim() != 2:
+        return mask
+    return ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1)
+
+
+def _norms(m: nn.Module) -> str | None:
+    return all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
+
+
+def _projections(m: nn.Module) -> str | None:
+    for layer in (m.proj_in, m.proj_out):
+        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d)
+        if reason is not None:
+            return reason
+        if isinstance(layer, nn.Conv2d) and not pointwise(layer):
+            return NOT_POINTWISE
+    return plain(m.norm, nn.GroupNorm)
+
+
+def match_transformer_block(site, context) -> Match | Skip | None:
+    """norm1, attn1, (norm2, attn2,) norm3 and a gated feed-forward; confirmed by running it."""
+    m = site.module
+    if not holds(m, "norm1", "attn1", "norm3", "ff") or not hasattr(m, "attn2"):
+        return None
+    if not hasattr(m, "only_cross_attention") or getattr(m, "pos_embed", None) is not None:
+        return Skip("a transformer block of another make")
+    net = getattr(m.ff, "net", ())
+    if len(net) < 3 or plain_linear(getattr(net[0], "proj", None)) or plain_linear(net[2]):
+        return Skip("a feed-forward of another make")
+    if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
+        return Skip("attentions of another make")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _norms(m)
+    if reason is None:
+        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.ledger)
+        width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
+        x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
+        given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
+        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
+    if reason is not None:
+        return Skip(reason)
+    forward = TransformerBlockForward(m, site.path, context.kernels, context.ledger)
+    return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
+
+
+def match_transformer_stack(site, context) -> Match | Skip | None:
+    """GroupNorm, projection, blocks, projection over a continuous image."""
+    m = site.module
+    if not holds(m, "norm", "proj_in", "transformer_blocks", "proj_out") or not hasattr(m, "is_input_continuous"):
+        return None
+    if not m.is_input_continuous:
+        return Skip("input that is not a continuous image")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    reason = _projections(m)
+    if reason is None:
+        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.ledger)
+        cross = getattr(m.transformer_blocks[0], "attn2", None)
+        given = {"return_dict": False}
+        if cross is not None and cross.is_cross_attention:
+            given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
+        x = example(m, 2, m.norm.num_channels, 3, 2)
+        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
+    if reason is not None:
+        return Skip(reason)
+    forward = TransformerStackForward(m, site.path, context.kernels, context.ledger)
+    return Match(forward, covers=("norm", "proj_in", "proj_out"))

@@ -1,0 +1,55 @@
+"""A diffusers model with quantized linears, saved: in the layout of stock, in which weights cannot be in fewer bits."""
+
+import copy
+import inspect
+import warnings
+
+import torch
+from torch import nn
+
+from accel.quantization.module import QuantizedLinear
+
+SAVE, STATE = "save_pretrained", "state_dict"
+
+
+class DenoiserSaveOverride:
+    """Stands in `vars(model)["save_pretrained"]` while linears are quantized; takes what the model's own takes.
+
+    Every quantized weight is written as the numbers stand for, in the dtype it had, which a warning says.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(getattr(type(self.model), SAVE))
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+    def __call__(self, *args, **kwargs) -> None:
+        model = self.model
+        warnings.warn(
+            f"{type(model).__name__}.save_pretrained: quantized weights are written out in the model's dtype, rounded "
+            "as they are, not in fewer bits; to save the original weights, call accel.restore first",
+            stacklevel=2,
+        )
+        twin = copy.copy(model)  # shares all but what it says is in it
+        vars(twin).pop(SAVE, None)
+        vars(twin)[STATE] = Written(model)
+        getattr(type(model), SAVE)(twin, *args, **kwargs)
+
+
+class Written:
+    """The state_dict of a model, with weights in place of what quantized linears hold."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, *args, **kwargs) -> dict[str, torch.Tensor]:
+        names = self.model.state_dict(*args, **kwargs)
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            if type(module) is not QuantizedLinear or f"{path}.scales" not in names:
+                continue
+            parts = (names.pop(f"{path}.{name}", None) for name in ("data", "scales", "zeros"))
+            names[f"{path}.weight"] = module.read(*parts).dequantized(module.dtype)
+        return names

@@ -1,0 +1,126 @@
+"""What comes before the rules for a denoiser: quantize, round. No stage changes the model."""
+
+from dataclasses import replace
+
+import torch
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from accel.diffusion.family import RULES
+from accel.diffusion.linears import denoiser_linears, prompt_projections, refuses_rounding
+from accel.diffusion.merge_guard import MergeGuard
+from accel.options import Options
+from accel.patching.context import Context
+from accel.planning.plan import Plan
+from accel.planning.stages import Row, Staged, Told
+from accel.quantization.activation_quantization import RULE as ROUNDING
+from accel.quantization.activation_quantization import Rounding
+from accel.quantization.activations import is_static, kind_of
+from accel.quantization.model import RULE, Quantization
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.scheme import Scheme
+
+
+def denoiser_plan(model: nn.Module, context: Context) -> Plan:
+    """The plan of a denoiser whose weights are quantized, or already are."""
+    return Plan(model, RULES, context, (quantize_denoiser, round_activations))
+
+
+def quantize_denoiser(model: nn.Module, context: Context) -> Staged:
+    """The weights the options name: before anything is understood or bound. Raises ValueError as `quantized` does, and
+    for NaN or Inf in a weight, as it is applied.
+    """
+    if context.options.weights is None:
+        return Staged()
+    found, before = denoiser_quantization(model, context.options), _bytes(model)
+
+    def tell() -> Told:
+        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
+        if found.records:
+            rows.append(Row("", RULE, "patched", _share(model, found.records, before)))
+        weights = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
+        return Told(rows, weights, found.warnings)
+
+    return Staged((found.swap,), tell)
+
+
+def round_activations(model: nn.Module, context: Context) -> Staged:
+    """The quantized linears that it holds by now round their inputs. Raises ValueError as `rounded` does."""
+    found = rounded(model, context.options)
+    if found is None:
+        return Staged()
+
+    def tell() -> Told:
+        rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
+        return Told([*rows, Row("", ROUNDING, "patched", _told(model, found))])
+
+    return Staged((found,), tell)
+
+
+def denoiser_quantization(root: nn.Module, options: Options) -> Quantization:
+    """What is to be done, not done yet. Raises ValueError for a scheme of fewer bits than images bear, for one that
+    names an output head, and for rows in float8 in a model of float16.
+    """
+    scheme = Scheme.parse(options.weights)
+    if Scheme.of_head(options.weights) is not None:
+        raise ValueError(
+            f"weights={options.weights!r}: only causal language models have an output head; a {type(root).__name__} "
+            "takes 'int8', 'int8-asym' or 'fp8'"
+        )
+    if scheme.number == "int4":
+        raise ValueError(
+            f"weights={options.weights!r}: for causal language models; a {type(root).__name__} takes "
+            "'int8', 'int8-asym' or 'fp8'"
+        )
+    chosen, skipped = denoiser_linears(root, scheme)
+    half = any(linear.weight.dtype == torch.float16 for linear in chosen.values())
+    if half and options.activations is not None and kind_of(options.activations) == "fp8":
+        raise ValueError(
+            f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
+            f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
+        )
+    return Quantization(root, replace(options, activations=None), chosen, skipped, MergeGuard(root))
+
+
+def rounded(root: nn.Module, options: Options) -> Rounding | None:
+    """The quantized linears that are to round rows. Raises ValueError where there is none that could."""
+    if options.activations is None:
+        return None
+    if is_static(options.activations):
+        kind = kind_of(options.activations)
+        raise ValueError(
+            f"activations={options.activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
+        )
+    held = [module for module in root.modules() if type(module) is QuantizedLinear]
+    if not held and options.weights is None:
+        kind = kind_of(options.activations)
+        raise ValueError(
+            f"activations={options.activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
+            f"none: give weights={kind!r} too"
+        )
+    rounding = Rounding(options)
+    rounding.find(root, prompt_projections(root), lambda module: refuses_rounding(module, options.activations))
+    return rounding
+
+
+def _bytes(root: nn.Module, kinds: type = nn.Module) -> int:
+    """Of the parameters of all modules of these kinds, counted once."""
+    held = (p for module in root.modules() if isinstance(module, kinds) for p in module._parameters.values())
+    return sum(p.nbytes for p in {id(p): p for p in held if p is not None}.values())
+
+
+def _share(root: nn.Module, records: list[dict], before: int) -> str:
+    """What became of the bytes of the model, for the report."""
+    linear = sum(row["bytes_before"] for row in records)
+    after = before - linear + sum(row["bytes_after"] for row in records)
+    convolutions = f"convolutions, {_bytes(root, _ConvNd) / before:.0%}, and all else stay as they are"
+    became = f"{before / 1e6:,.1f} MB become {after / 1e6:,.1f}"
+    return f"{len(records)} linears, {linear / before:.0%} of the bytes; {convolutions}: {became}"
+
+
+def _told(root: nn.Module, rounding: Rounding) -> str:
+    """Which linears round, for the report."""
+    left = sum(type(module) is QuantizedLinear for module in prompt_projections(root))
+    prompt = f"; {left} that project the prompt, once a loop, do not" if left else ""
+    return f"{len(rounding.pairs)} linears round rows, where there are more than {MOST_ROWS}{prompt}"

@@ -1,0 +1,96 @@
+"""The blocks of a UNet under the step cache: all of them deep, but for the last layer of the last one."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from accel.diffusion.step_cache.features import StepCall
+from accel.patching.fast_forward import FastForward
+
+SKIPS = "res_hidden_states_tuple"
+RESAMPLERS = ("downsamplers", "upsamplers")
+
+
+class DeepBlock(FastForward):
+    """A block of the UNet that only whole calls run; in the calls between, nobody reads what it returns."""
+
+    def __init__(self, module, path, kernels, ledger, state, inner: FastForward | None):
+        super().__init__(module, path, kernels, ledger)
+        self.state, self.inner = state, inner
+
+    def __call__(self, *args, **kwargs):
+        call = None if torch.compiler.is_compiling() else self.state.current
+        if call is None:
+            return (self.inner or self.stock)(*args, **kwargs)
+        return self.fast(call, *args, **kwargs)
+
+    def fast(self, call: StepCall, *args, **kwargs):
+        if not call.whole:
+            return call.features.blank(self.path)
+        output = (self.inner or self.stock)(*args, **kwargs)
+        call.features.note(self.path, output)
+        return output
+
+
+class LastUpBlock(DeepBlock):
+    """The last up block: its last layer runs in every call, on what the layers before gave or would have given."""
+
+    def __init__(self, module, path, kernels, ledger, state, inner):
+        super().__init__(module, path, kernels, ledger, state, inner)
+        self.names = tuple(self.__signature__.parameters)
+
+    def fast(self, call: StepCall, *args, **kwargs):
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        run = self._runner(given)
+        if call.whole:
+            hidden = self._before_last(run, given)
+            call.features.record(hidden)
+        else:
+            hidden = call.features.extrapolated()
+        return self._last(run, given, hidden)
+
+    def in_two_parts(self, **given) -> torch.Tensor:
+        """The whole block as stock computes it, for the probe."""
+        return self._last(self._stock, given, self._before_last(self._stock, given))
+
+    def _before_last(self, run: Callable, given: dict) -> torch.Tensor:
+        return run(Part(self.module, slice(None, -1), resamplers=False), given | {SKIPS: given[SKIPS][1:]})
+
+    def _last(self, run: Callable, given: dict, hidden: torch.Tensor) -> torch.Tensor:
+        given = given | {"hidden_states": hidden, SKIPS: given[SKIPS][:1]}  # the first skip connection is used last
+        return run(Part(self.module, slice(-1, None), resamplers=True), given)
+
+    def _runner(self, given: dict) -> Callable:
+        """How to run a part of the block: the fast forward beneath where it takes the call, else stock."""
+        if self.inner is None:
+            return self._stock
+        reason = self.inner.mode() or self.inner.unfit(**given)
+        if reason is None:
+            return self._fused
+        self.ledger.fell_back(self.path, reason)
+        return self._stock
+
+    def _stock(self, part: "Part", given: dict) -> torch.Tensor:
+        return type(self.module).forward(part, **given)
+
+    def _fused(self, part: "Part", given: dict) -> torch.Tensor:
+        forward = copy.copy(self.inner)
+        forward.module = part
+        return forward.fast(**given)
+
+
+class Part:
+    """A block that has only some of its layers; everything else is the block's own."""
+
+    def __init__(self, block: nn.Module, layers: slice, resamplers: bool):
+        self.block = block
+        for name, child in block.named_children():
+            if name in RESAMPLERS:
+                setattr(self, name, child if resamplers else None)
+            elif isinstance(child, nn.ModuleList):  # lists of equal length, gone through in step
+                setattr(self, name, list(child)[layers])
+
+    def __getattr__(self, name: str):
+        return getattr(self.block, name)

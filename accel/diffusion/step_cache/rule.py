@@ -1,0 +1,139 @@
+"""Where the step cache fits: UNets whose up blocks take one skip connection a layer, and their blocks."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
+from accel.diffusion.step_cache.deep_blocks import DeepBlock, LastUpBlock
+from accel.fusion.loop import Loop
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.patch import ForwardPatch
+from accel.patching.probe import Probe, example
+from accel.patching.rule import Match, Rule, Skip
+from accel.patching.site import Site
+from accel.patching.structure import holds, meta_weights, untouched
+
+
+def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
+    """The root of a UNet, then its blocks. Each keeps the forward that the rules `beneath` give it, inside this one."""
+    if context.options.step_cache is None:
+        return None
+    if not site.path:
+        return _match_root(site, context, beneath)
+    root = context.find(StepCacheForward)
+    if root is None or site.path not in root.paths:
+        return None
+    return _match_block(site, context, beneath, root)
+
+
+def _match_root(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
+    m, interval = site.module, context.options.step_cache
+    if not holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
+        return None
+    reason = _unlike(m)
+    if reason is not None:
+        return Skip(reason)
+    blocks = _blocks(m)
+    path, block = blocks[-1]
+    last = LastUpBlock(block, path, context.kernels, context.ledger, None, None)
+    # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
+    reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
+    if reason is not None:
+        return Skip(f"{path} in two parts: {reason}")
+    # For a quality the interval is found once everything is patched.
+    state = StepCacheState(context.of(Loop), interval if isinstance(interval, int) else 1)
+    paths = tuple(path for path, _ in blocks)
+    root = StepCacheForward(m, site.path, context.kernels, context.ledger, state, paths)
+    inner = _inner(site, context, beneath)
+    if isinstance(inner, Skip):
+        return inner
+    root.inner, patches, root.told = inner
+    if root.inner is not None:
+        root.inner.variant = state.variant
+    context.put(root)
+    return Match(root, patches, covers=(), note=root.note())
+
+
+def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: StepCacheForward) -> Match | Skip:
+    inner = _inner(site, context, beneath)
+    if isinstance(inner, Skip):
+        return inner
+    forward, patches, told = inner
+    last = site.path == root.paths[-1]
+    kind, note = (LastUpBlock, "its last layer runs in every call") if last else (DeepBlock, "runs in whole calls")
+    block = kind(site.module, site.path, context.kernels, context.ledger, root.state, forward)
+    root.blocks[site.path] = ForwardPatch(site.module, block)
+    return Match(block, patches, covers=(), note="; ".join(filter(None, (note, told))))
+
+
+def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> tuple[FastForward | None, tuple, str] | Skip:
+    """What the first of the rules that replaces this site's forward would do, and a word on it for the report."""
+    told, patches = [], ()
+    for rule in beneath:
+        answer = rule.answer(site, context)
+        if isinstance(answer, Skip):
+            if context.options.strict:
+                return Skip(f"{rule.name}: {answer.reason}")
+            told.append(f"{rule.name} skipped: {answer.reason}")
+        elif isinstance(answer, Match):
+            patches += answer.patches
+            told.append(f"with {rule.name}" + (f" ({answer.note})" if answer.note else ""))
+            if answer.forward is not None:
+                return answer.forward, patches, "; ".join(told)
+    return None, patches, "; ".join(told)
+
+
+def _blocks(m: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Down blocks, the middle, up blocks, by path."""
+    down, up = ([(f"{name}.{i}", b) for i, b in enumerate(getattr(m, name))] for name in ("down_blocks", "up_blocks"))
+    middle = getattr(m, "mid_block", None)
+    return down + ([] if middle is None else [("mid_block", middle)]) + up
+
+
+def _unlike(m: nn.Module) -> str | None:
+    """Why this is no UNet of the kind whose up blocks take one skip connection a layer, conv_in's last of all."""
+    for path, block in _blocks(m):
+        if not len(getattr(block, "resnets", ())):
+            return f"{path} has no resnets: a UNet of another kind"
+        if hasattr(block, "skip_conv"):
+            return f"{path} keeps an image beside the features: a UNet of another kind"
+    given = 1 + sum(len(block.resnets) + bool(getattr(block, "downsamplers", None)) for block in m.down_blocks)
+    taken = sum(len(block.resnets) for block in m.up_blocks)
+    if given != taken:
+        return f"{given} skip connections for {taken} layers: a UNet of another kind"
+    layers = m.up_blocks[-1].resnets
+    if len(layers) < 2:
+        return "a single layer in the last up block"
+    if not all(hasattr(layer, name) for layer in layers for name in ("in_channels", "out_channels", "time_emb_proj")):
+        return "resnets of another make in the last up block"
+    if meta_weights(m):
+        return "weights are not loaded (meta device)"
+    return untouched(*(block for _, block in _blocks(m)))
+
+
+def _example(block: nn.Module) -> dict:
+    """Arguments of an up block: small images of the channels its layers expect."""
+    into = [resnet.in_channels for resnet in block.resnets]
+    skips = [n - resnet.out_channels for n, resnet in zip(into[1:], block.resnets, strict=False)]
+    skips.insert(0, skips[0])  # how the first layer's input is divided does not matter
+    given = {
+        "hidden_states": example(block, 2, into[0] - skips[0], 4, 4),
+        "res_hidden_states_tuple": tuple(example(block, 2, n, 4, 4, seed=1) for n in reversed(skips)),
+    }
+    time, prompt = block.resnets[0].time_emb_proj, _prompt_width(block)
+    if time is not None:
+        given["temb"] = example(block, 2, time.in_features, seed=2)
+    if prompt is not None:
+        given["encoder_hidden_states"] = example(block, 2, 5, prompt, seed=3)
+    return given
+
+
+def _prompt_width(block: nn.Module) -> int | None:
+    for module in block.modules():
+        if getattr(module, "add_k_proj", None) is not None:
+            return module.add_k_proj.in_features
+        if getattr(module, "is_cross_attention", False):
+            return module.to_k.in_features
+    return None

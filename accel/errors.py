@@ -1,0 +1,66 @@
+"""Errors a user may catch, such as `accel.errors.PatchConflict`. And of code that tries something: which of its errors
+end the call they happen in, and how the others are told.
+"""
+
+import logging
+
+import torch
+
+__all__ = ["PatchConflict", "Refused", "SkippedSite"]
+
+LOG = logging.getLogger("accel")
+CUDA = ("CUDA error", "CUDA driver error", "CUDA out of memory", "[CUDA]", "CUBLAS_STATUS", "device-side assert")
+MEMORY = ("out of memory", "ALLOC_FAILED")  # among those of CUDA
+
+
+class Refused(ValueError):
+    """What the call asks for cannot be done with this model. It is as it was before the call."""
+
+
+class SkippedSite(Refused):
+    """strict=True, and a site would be left as stock; the message names it and the reason. The object is as it was."""
+
+
+class PatchConflict(RuntimeError):
+    """`accel.restore` found something that others have changed since `accel.optimize`, and would have thrown that away.
+
+    The message names it. Nothing was undone: undo that change first, then call `accel.restore` again.
+    """
+
+
+def fatal(error: BaseException) -> bool:
+    """Whether nothing else should be tried: memory is short, or the GPU has failed, and stock would fail too; or it is
+    for the user to decide.
+    """
+    if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
+        return True
+    if isinstance(error, Refused | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in CUDA)
+
+
+def reason_of(error: BaseException, *, memory: bool = False) -> str:
+    """The one way to go on after an error: in one line for the report, its traceback logged. Raises it where `fatal`.
+
+    memory: running out of it is an outcome like others, as what was tried takes memory that stock does not take.
+    """
+    if fatal(error) and not (memory and out_of_memory(error)):
+        raise error
+    return told(error)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the GPU or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and fatal(error) and any(words in str(error) for words in MEMORY)
+
+
+def told(error: BaseException) -> str:
+    """The error in one line, for a report; with its traceback it goes to the log, at the level of debugging.
+
+    Alone only where every error is an outcome: a measurement's row, a capture that CUDA refuses.
+    """
+    LOG.debug("%s", error, exc_info=error)
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

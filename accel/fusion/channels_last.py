@@ -1,0 +1,131 @@
+"""Channels-last helpers: the layout in which convolutions, norms and transformer blocks agree without copies."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.fusion.tensor_notes import TensorNotes
+from accel.patching.patch import set_data
+from accel.patching.structure import pointwise
+from accel.quantization.product import product
+
+
+def nhwc(x: torch.Tensor) -> torch.Tensor:
+    """x: (N, C, H, W) in channels-last memory on a GPU, free where it already is; on a CPU as it comes.
+
+    Torch's own group norm over channels-last images on a CPU is wrong far from zero, and stock code may be next.
+    """
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(N, C, H, W) as (N, H * W, C); a view of a channels-last image, a copy of another."""
+    n, c, h, w = x.shape
+    return x.permute(0, 2, 3, 1).reshape(n, h * w, c)
+
+
+def as_image(rows: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(N, H * W, C) seen as (N, C, H, W) channels-last; a view."""
+    return rows.reshape(rows.shape[0], height, width, rows.shape[-1]).permute(0, 3, 1, 2)
+
+
+def as_image_like(rows: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """(N, H * W, C) as (N, C, H, W) of the size of this image and in its layout; a view where that is channels-last."""
+    made = as_image(rows, *image.shape[2:])
+    return made if channels_last(image) else made.contiguous()
+
+
+def channels_last(image: torch.Tensor) -> bool:
+    return image.is_contiguous(memory_format=torch.channels_last)
+
+
+def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """The image of an op that also returns its moments, which hang on it from now on until it changes."""
+    image, channel_stats = result
+    if channel_stats is not None and not image.is_inference():  # an inference tensor does not tell when it changes
+        TensorNotes.begin(image).channel_stats = channel_stats
+    return image
+
+
+def normalize(kernels, x: torch.Tensor, norm: nn.GroupNorm, **more) -> torch.Tensor:
+    """The fused group norm with the module's settings, and the moments of x where they are known."""
+    notes = TensorNotes.valid(x)
+    if notes is not None and notes.channel_stats is not None:
+        more["channel_stats"] = notes.channel_stats
+    return kernels.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, **more)
+
+
+def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The convolution and the bias that is still to be added.
+
+    On CUDA, torch adds the bias in a pass of its own over the image; the next fused op can do it for nothing. On CPU
+    the convolution adds it for nothing itself.
+    """
+    bias = None if x.is_cuda else conv.bias
+    y = conv._conv_forward(x, conv.weight, bias)  # as its forward does, with the padding mode the user chose
+    return y, conv.bias if x.is_cuda else None
+
+
+def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear=F.linear) -> torch.Tensor:
+    """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
+    if isinstance(layer, nn.Conv2d):
+        return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
+    return product(layer, rows, bias, linear)
+
+
+def project_image(x: torch.Tensor, conv: nn.Conv2d, linear=F.linear) -> torch.Tensor:
+    """A 1x1 convolution over a channels-last image, as a matrix product."""
+    if not pointwise(conv) or not channels_last(x):
+        return conv.forward(x)
+    return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])
+
+
+class ChannelsLast:
+    """Stores 4-D weights as (out, height, width, in), in place: same Parameter, same values, other strides.
+
+    everywhere: not on GPUs alone. Without it, on a CPU, they stay: convolutions would hand channels-last images to
+    stock code, and torch's own group norm over those is wrong there, far from zero.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], everywhere: bool = False):
+        self.modules, self.everywhere = tuple(modules), everywhere
+        self.strides: dict[int, tuple[int, ...]] = {}
+        self.on_gpu = False
+
+    @staticmethod
+    def lies_on_gpu(weight: torch.Tensor) -> bool:
+        return weight.is_cuda
+
+    def follow(self, device: torch.device) -> None:
+        """The model is called on this device, to which it may have been moved since."""
+        if device.type in ("cuda", "cpu") and (device.type == "cuda") is not self.on_gpu and not self.everywhere:
+            if self.on_gpu:
+                self.undo()
+            else:
+                self.apply()
+
+    def apply(self) -> None:
+        weights = [module.weight for module in self.modules]
+        self.on_gpu = any(map(self.lies_on_gpu, weights))
+        for index, weight in enumerate(weights):
+            if not (self.everywhere or self.lies_on_gpu(weight)):
+                continue
+            if not weight.is_meta and not weight.is_contiguous(memory_format=torch.channels_last):
+                self.strides[index] = weight.stride()
+                set_data(weight, lambda data: data.contiguous(memory_format=torch.channels_last))
+
+    def check(self) -> None:
+        """A layout the user changed since is theirs; undo leaves it alone."""
+
+    def undo(self) -> None:
+        for index, strides in self.strides.items():
+            weight = self.modules[index].weight
+            if weight.is_contiguous(memory_format=torch.channels_last):
+                set_data(weight, lambda data, strides=strides: _strided(data, strides))
+        self.strides, self.on_gpu = {}, False
+
+
+def _strided(data: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)

@@ -1,0 +1,142 @@
+"""Single norms, where the block around them is not understood: GroupNorm over images, Layer- and RMSNorm over rows."""
+
+import inspect
+
+import torch
+from accel_kernels.norm.rms_norm import Gate
+from torch import nn
+
+from accel.fusion.channels_last import normalize
+from accel.fusion.norm_kind import NormKind, rms_norm_kinds
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.reads import Parts
+from accel.patching.rule import Match
+from accel.patching.settings import settings
+from accel.patching.site import Site
+from accel.patching.structure import plain, tampered
+
+PROMOTED = "dtypes of which stock promotes one to another"
+
+
+def _unfit(x, weight: torch.Tensor | None) -> str | None:
+    if type(x) is not torch.Tensor:
+        return f"input of type {type(x).__name__}"
+    return None if weight is None or weight.dtype is x.dtype else PROMOTED
+
+
+class GroupNormForward(FastForward):
+    """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
+
+    def unfit(self, input) -> str | None:
+        return _unfit(input, self.module.weight)
+
+    def parts(self) -> Parts:
+        return Parts(live=(self.module,))
+
+    def fast(self, input):
+        return normalize(self.kernels, input, self.module)
+
+
+class LayerNormForward(FastForward):
+    """nn.LayerNorm over the last dimension through the fused kernel."""
+
+    def unfit(self, input) -> str | None:
+        return _unfit(input, self.module.weight)
+
+    def parts(self) -> Parts:
+        return Parts(fixed=(self.module,))
+
+    def fast(self, input):
+        m = self.module
+        return self.kernels.layer_norm(input, m.weight, m.bias, m.eps)
+
+
+def match_group_norm(site: Site, context: Context) -> Match | None:
+    """Exactly nn.GroupNorm; a subclass may compute something else."""
+    if plain(site.module, nn.GroupNorm) is not None:
+        return None
+    return Match(GroupNormForward(site.module, site.path, context.kernels, context.ledger))
+
+
+def match_layer_norm(site: Site, context: Context) -> Match | None:
+    """Exactly nn.LayerNorm over one dimension."""
+    if plain(site.module, nn.LayerNorm) is not None or len(site.module.normalized_shape) != 1:
+        return None
+    return Match(LayerNormForward(site.module, site.path, context.kernels, context.ledger))
+
+
+class RmsNormForward(FastForward):
+    """An RMSNorm of any class through the fused kernel; called with a second tensor, by which it is gated, also that.
+
+    kinds: the formula without a gate and the one with, either None where it is not known.
+    """
+
+    def __init__(self, module, path, kernels, ledger, kinds: tuple[NormKind | None, NormKind | None]):
+        super().__init__(module, path, kernels, ledger)
+        self.kinds = kinds
+        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
+
+    def parts(self) -> Parts:
+        return Parts(fixed=(self.module,))
+
+    def remember(self) -> None:
+        """Any class will do: what it computes was told by running it, and no row knows of the others."""
+        super().remember()
+
+    def _given(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """What is to be normed, and the gate; None for other arguments."""
+        if len(args) == 1 and not kwargs:
+            return args[0], None
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        gate = given.pop(self.names[1], None) if len(self.names) > 1 else None
+        return (given[self.names[0]], gate) if len(args) <= 2 and given.keys() == {self.names[0]} else None
+
+    def unfit(self, *args, **kwargs) -> str | None:
+        given = self._given(args, kwargs)
+        if given is None:
+            return "arguments the fast forward does not know"
+        x, gate = given
+        kind, held = self.kinds[gate is not None], vars(self.module)
+        if kind is None:
+            return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
+        for tensor in given:
+            if tensor is not None and type(tensor) is not torch.Tensor:
+                return f"input of type {type(tensor).__name__}"
+        weight = held["_parameters"][kind.weight]
+        if x.shape[-1:] != weight.shape or (gate is not None and gate.shape != x.shape):
+            return "input of another shape"
+        return None if kind.keeps_dtype(x, weight, gate) else PROMOTED
+
+    def fast(self, *args, **kwargs):
+        x, gate = self._given(args, kwargs)
+        kind = self.kinds[gate is not None]
+        norm, by = kind.of(self.module), None if gate is None else Gate(gate, *kind.gate)
+        x = x.contiguous()
+        return self.kernels.rms_norm(x, norm.weight, norm.eps, offset=norm.offset, groups=kind.groups, gate=by)
+
+
+class NormKinds:
+    """What the norms of one model compute: those of the same settings and sizes are run once for all."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple, tuple[NormKind | None, NormKind | None]] = {}
+
+    def of(self, module: nn.Module) -> tuple[NormKind | None, NormKind | None]:
+        """Without a gate and with one, see `rms_norm_kinds`."""
+        key = settings(module), tuple(parameter.shape for parameter in module.parameters())
+        if key not in self.found:
+            self.found[key] = rms_norm_kinds(module)
+        return self.found[key]
+
+
+def match_rms_norm(site: Site, context: Context) -> Match | None:
+    """A module with one weight over the last dimension that computes RMSNorm, times w or 1 + w, gated or in groups or
+    not; told by running it.
+    """
+    if type(site.module) is nn.LayerNorm or tampered(site.module) is not None:
+        return None
+    kinds = context.of(NormKinds).of(site.module)
+    if kinds == (None, None):
+        return None
+    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kinds))

@@ -1,0 +1,163 @@
+"""Linears that read the same tensor, computed together: queries, keys and values; time embeddings; a prompt's keys.
+
+A UNet projects its time embedding in every resnet and its prompt in every cross-attention: dozens of small products,
+each a launch that fills a corner of the GPU. The weights are stacked in one storage (no copy, see
+`accel.patching.patch.Stacked`), one product gives all outputs, and each module takes its own.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.stacked_weights import Stacked, stack_rows, stacked_rows
+from accel.fusion.tensor_notes import TensorNotes
+from accel.patching.context import Context
+from accel.quantization.module import QuantizedLinear, in_rows
+from accel.quantization.product import multiplied, placed, plain_linear, product, rounded_product, rounds
+from accel.quantization.rows import Rows
+
+Self = TypeVar("Self", bound="StackedLinears")
+MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs for a moment on top
+
+
+class StackedLinears:
+    """Groups of linears with one input; `of(layer, x)` is that layer's output, alone or taken from its group's.
+
+    The outputs hang on the tensor x itself and each can be taken once, by the thread that made them, within the same
+    forward of the whole model, and only while x is unchanged: weights may change between forwards.
+    """
+
+    def __init__(self, passes: ForwardCounter):
+        self.passes = passes
+        self.groups: list[list[nn.Linear]] = []
+
+    @classmethod
+    def shared(cls: type[Self], context: Context) -> Self:
+        """The one of this class that all sites of the model share."""
+        return context.of(cls, lambda: cls(context.of(ForwardCounter)))
+
+    def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
+        """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
+        size = sum(map(_bytes, layers))
+        for group in self.groups:
+            if alike(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
+                group += layers
+                return ()
+        self.groups.append(list(layers))
+        return (Stacked(self.groups[-1]),)
+
+    def of(self, layer: nn.Linear, x: torch.Tensor, before: Callable = lambda x: x) -> torch.Tensor:
+        """layer(before(x)); `before` must be the same for all layers that are given this x."""
+        notes = TensorNotes.on(x)
+        if notes is not None and notes.kept is not None and (kept := notes.kept.get(id(layer))) is not None:
+            return kept
+        if not self.passes.tracked or x.is_inference():  # an inference tensor does not tell when it changes
+            return product(layer, before(x))
+        notes, taker = TensorNotes.begin(x), (threading.get_ident(), self.passes.number)
+        outputs = notes.outputs
+        if outputs is None or notes.taker != taker or id(layer) not in outputs:
+            outputs = dict(self._outputs(layer, before(x)))
+            notes.taker, notes.outputs = taker, outputs
+        output = outputs.pop(id(layer), None)
+        if not outputs:
+            notes.outputs = None
+        # A layer on another device or in another dtype than x is torch's to refuse.
+        return product(layer, before(x)) if output is None else output
+
+    def versions(self) -> int | None:
+        """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
+        held = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
+        held = [tensor for tensor in held if tensor is not None]
+        return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
+        kept = TensorNotes.keep(x)
+        for group in self.groups:
+            members = self._present(group, x)
+            if not members:
+                continue
+            for member, output in zip(members, together(members, x), strict=True):
+                if id(member) in kept:
+                    kept[id(member)].copy_(output)
+                else:
+                    kept[id(member)] = output
+
+    def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
+        here = (x.device, x.dtype)  # under offload the others may be elsewhere
+        return [m for m in group if plain_linear(m) is None and placed(m) == here]
+
+    def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
+        members = self._present(group, x)
+        return zip(map(id, members), together(members, x) if members else (), strict=True)
+
+
+class TimeProjections(StackedLinears):
+    """Of the time embedding, in all resnets of a model."""
+
+
+class PromptProjections(StackedLinears):
+    """Keys' and values' of the prompt, in all cross-attentions of a model."""
+
+
+def together(
+    layers: Sequence[nn.Linear], x: torch.Tensor | Rows, stack: bool = True, linear: Callable = F.linear
+) -> Sequence[torch.Tensor]:
+    """The outputs of plain linears on x: views of one product where their weights lie in one storage.
+
+    stack: put them there if they do not, as after a move to another dtype or device gave each its own storage again.
+    """
+    rows = x if isinstance(x, Rows) else Rows(x)
+    stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
+    kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
+    whole = _stacked(layers, stack) if len(kinds) == 1 else None
+    if whole is None:
+        return [product(layer, rows, multiply=linear) for layer in layers]
+    *weight, bias = whole
+    weight = layers[0].read(*weight) if type(layers[0]) is QuantizedLinear else weight[0]
+    if rounds(layers[0], rows.x) is not None:
+        outputs = rounded_product(layers[0], rows, weight, bias)
+    else:
+        outputs = multiplied(rows.normed(), weight, bias, linear)
+    return outputs.split([layer.out_features for layer in layers], dim=-1)
+
+
+def alike(a: nn.Linear, b: nn.Linear) -> bool:
+    """Whether their weights can lie in one storage."""
+
+    def kinds(linear: nn.Linear) -> list:
+        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in in_rows(linear)]
+
+    return type(a) is type(b) and placed(a) == placed(b) and kinds(a) == kinds(b)
+
+
+def _bytes(linear: nn.Linear) -> int:
+    """Of its weight where it is multiplied, written out if it is quantized."""
+    return linear.in_features * linear.out_features * placed(linear)[1].itemsize
+
+
+def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[torch.Tensor | None] | None:
+    """What `in_rows` gives, of all layers as one; None where that lies apart."""
+    wholes = []
+    for parts in zip(*map(in_rows, layers), strict=True):
+        whole = None if all(part is None for part in parts) else _whole(parts, stack)
+        if whole is None and any(part is not None for part in parts):
+            return None
+        wholes.append(whole)
+    return wholes
+
+
+def _whole(parts: Sequence[torch.Tensor | None], stack: bool) -> torch.Tensor | None:
+    if any(part is None for part in parts):
+        return None
+    whole = stacked_rows(parts)
+    if whole is None and stack:
+        stack_rows(parts)
+        whole = stacked_rows(parts)
+    return whole

@@ -1,0 +1,1 @@
+"""What the layers of a language model compute, found by recording a small run and comparing."""

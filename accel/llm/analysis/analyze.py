@@ -1,0 +1,131 @@
+"""The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from accel.llm.analysis.attention_kind import AttentionKind
+from accel.llm.analysis.layer import LayerSpec, understand_layer
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import LayerRecord, Record
+from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.patching.settings import settings
+from accel.patching.structure import meta_weights
+
+
+@dataclass
+class Analysis:
+    """What the layers of one model compute. layers: by path the formula of each, or why it is not known. specs: of
+    those that are known, with the records they were found in. reason: why all of the model is left stock, or None.
+    """
+
+    layers: dict[str, LayerSpec | str] = field(default_factory=dict)
+    specs: list[tuple[LayerRecord, LayerSpec]] = field(default_factory=list)
+    reason: str | None = "not analyzed"
+
+    def unknown(self) -> str | None:
+        """The first layer that is not understood, and why."""
+        return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)
+
+
+def analyze(model: nn.Module, kinds: Sequence[AttentionKind], scores: bool = False, whole: bool = False) -> Analysis:
+    """Runs the model on a few tokens and leaves it as it was. kinds, scores: see `formulas`. whole: every layer must be
+    understood; else some will do.
+    """
+    found = Analysis()
+    try:
+        if (reason := _obstacle(model)) is not None:
+            raise NotUnderstood(reason)
+        found.specs = formulas(model, found.layers, kinds, scores, some=True)
+        found.reason = found.unknown() if whole else None
+    except NotUnderstood as error:
+        found.reason = str(error)
+    return found
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why it is not run at all."""
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        return "its forward takes no cache"
+    words = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(words, torch.Tensor) or words.dim() != 2:
+        return "it has not one table of embeddings"
+    reason = model_side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
+    if reason is None and len({p.device for p in model.parameters()}) > 1:
+        reason = "weights on several devices"
+    return reason
+
+
+def formulas(
+    model: nn.Module, layers: dict, kinds: Sequence[AttentionKind], scores: bool = False, some: bool = False
+) -> list[tuple[LayerRecord, LayerSpec]]:
+    """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
+    kinds: of attention, tried in turn. Raises NotUnderstood.
+
+    layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
+    queries and keys; nothing else of the run does.
+    """
+
+    kept = keeps_more(model)
+    if kept is not None and not some:
+        raise NotUnderstood(kept)
+
+    def run(known: Record | None = None) -> Record:
+        found: dict = {}
+
+        def look(layer: LayerRecord, seen: Record) -> None:
+            found[layer.path] = _formula(layer, seen, kinds)
+
+        seen = record(model, look, scores, own=known is not None, known=known)
+        layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
+        return seen
+
+    seen = run()
+    if any(isinstance(found, str) for found in layers.values()) and not seen.asked:
+        seen = run(known=seen)
+    found = [(layer, layers[layer.path]) for layer in seen.layers if not isinstance(layers[layer.path], str)]
+    unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
+    if unknown and not (some and found):
+        raise NotUnderstood(kept or f"{unknown[0][0]}: {unknown[0][1]}")
+    _listen(model, layers, seen, kinds)
+    places = sorted(spec.attention.index for _, spec in found)
+    if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
+        raise NotUnderstood("layers that share a place in the cache")
+    return found
+
+
+def _formula(layer: LayerRecord, seen: Record, kinds: Sequence[AttentionKind]) -> LayerSpec | str:
+    """The formula of a layer, or why it is not known."""
+    try:
+        return understand_layer(layer, seen, kinds)
+    except NotUnderstood as reason:
+        return str(reason)
+
+
+def _listen(model: nn.Module, layers: dict, seen: Record, known: Sequence[AttentionKind]) -> None:
+    """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
+    kinds, others = set(), []
+
+    def look(layer: LayerRecord, amplified: Record) -> None:
+        kind = tuple(map(_kind, layer.layer.modules()))
+        if isinstance(layers[layer.path], str):
+            return
+        if kind in kinds or others or layer.call.output is None or not bool(layer.call.output.held.isfinite().all()):
+            return
+        kinds.add(kind)
+        layer.known = layers[layer.path]
+        if _formula(layer, amplified, known) != layer.known:
+            others.append(layer.path)
+
+    record(model, look, amplified=True, own=seen.own, known=seen)
+    for path in others:
+        layers[path] = "it computes something else where numbers are large"
+        raise NotUnderstood(f"{path}: {layers[path]}")
+
+
+def _kind(module: nn.Module) -> tuple:
+    """What a module computes by, but for its number among the layers."""
+    return tuple(one for one in settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)

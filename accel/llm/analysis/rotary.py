@@ -1,0 +1,85 @@
+"""How a layer's queries and keys are rotated by their positions (RoPE, Su et al. 2021)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from accel.llm.analysis.compare import agree
+from accel.llm.analysis.small_store import SmallStore
+from accel.llm.recording.record import LayerRecord
+
+HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
+
+    given: the keyword under which the layer is handed (cos, sin); or buffer: the name of the attention's table
+    (positions, sin | cos), as GPT-J has.
+    """
+
+    given: str | None
+    buffer: str | None
+    form: str
+    interleaved: bool
+
+    def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
+        return (self._one_a_pair(t) for t in self._tables(kwargs, attention))
+
+    def source(self, kwargs: dict, attention: nn.Module) -> object:
+        """What the angles are made from; the same object in two layers means the same angles."""
+        return kwargs[self.given] if self.given is not None else attention._buffers[self.buffer]
+
+    def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.given is not None:
+            return kwargs[self.given]
+        table = attention._buffers[self.buffer]
+        sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
+        return cos, sin
+
+    def _one_a_pair(self, table: torch.Tensor) -> torch.Tensor:
+        if self.form == HALF:
+            return table[..., : table.shape[-1] // 2]
+        return table[..., ::2] if self.form == EVEN else table
+
+
+def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterator[Rotary | None]:
+    """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
+    if agree(k, keys.transpose(1, 2)):
+        yield None
+    kwargs = layer.call.kwargs
+    candidates = [
+        Rotary(name, None, form, interleaved)
+        for name, value in kwargs.items()
+        if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
+        for form, interleaved in (
+            (HALF, False),
+            (EVEN, True),
+            (HALF, True),
+            (EVEN, False),
+            (WHOLE, False),
+            (WHOLE, True),
+        )
+    ]
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        candidates += [
+            Rotary(None, name, WHOLE, interleaved)
+            for name, table in layer.attention.named_buffers(recurse=False)
+            if table is not None and table.dim() == 2
+            for interleaved in (True, False)
+        ]
+    for rotary in candidates:
+        cos, sin = rotary.angles(kwargs, layer.attention)
+        if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
+            store = SmallStore(k)
+            store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
+            if agree(store.keys, keys.transpose(1, 2)):
+                yield rotary
+
+
+def _table(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()

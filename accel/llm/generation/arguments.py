@@ -1,0 +1,151 @@
+"""What a model may be called with besides tokens, mask and positions, found by trying: stock against fused.
+
+Multimodal models take positions of several parts (time, height, width), marks that tell tokens of images from those of
+text, and keep what they counted for the next call.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import DynamicCache
+
+from accel.errors import reason_of
+from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
+from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.recorder import example_ids, resting
+
+MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
+GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
+COUNT = "_prepare_position_ids_for_generation"
+PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
+HIDDEN = 2  # tokens of the second row that are padding
+
+Alike = Callable[[torch.Tensor, torch.Tensor], bool]
+
+
+def find_arguments(forward, convention: CallingConvention, alike: Alike) -> CallingConvention:
+    """The convention with what else the model takes. `forward`: a DecoderForward over layers that are fused now.
+
+    alike(got, wanted): whether logits (rows, tokens, vocabulary) are the same but for rounding.
+    """
+    parts, changed = _counted(forward.module) if "position_ids" in forward.names else ((), {})
+    names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
+    names = [(name, form) for name, form in names if name in forward.names]
+    # All is allowed while it is tried.
+    allowed = {"idle": frozenset(names), "blank": frozenset(MARKS)}
+    forward.convention = replace(convention, parts=parts, **allowed)
+
+    def agrees(change: Callable[[dict], dict]) -> bool:
+        return _agrees(forward, [change(piece) for piece in _pieces(forward)], alike)
+
+    def changes_nothing(name: str, form: str) -> bool:
+        return all(_agrees(forward, list(_stepping(forward, name, form, mark)), alike) for mark in (0, 1))
+
+    counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
+    return replace(
+        convention,
+        bare=counts or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
+        counts=counts,
+        parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
+        idle=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
+        blank=frozenset(name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))),
+        kept=_kept(forward, changed),
+    )
+
+
+def _counted(model) -> tuple[tuple[int, ...], dict]:
+    """How many parts the positions have that generate() counts, and what the counting leaves in the model: tensors by
+    (path of the module, name). The model is as before.
+    """
+    count = getattr(model, COUNT, None)
+    if count is None:
+        return (), {}
+    ids = example_ids(model, within_positions(model, PIECES)[0])
+    modules = dict(model.named_modules())
+    with resting(model):
+        before = {path: dict(vars(module)) for path, module in modules.items()}
+        try:
+            positions = count(ids, {"attention_mask": torch.ones_like(ids)})
+        except Exception as error:  # a model that counts in a way of its own: generate() will tell the user
+            reason_of(error)
+            return (), {}
+        changed = {
+            (path, name): value
+            for path, module in modules.items()
+            for name, value in vars(module).items()
+            if type(value) is torch.Tensor and before[path].get(name) is not value
+        }
+    if type(positions) is not torch.Tensor or positions.dim() != 3:
+        return (), changed
+    return tuple(sorted({3, positions.shape[0]})), changed
+
+
+def _pieces(forward) -> Iterator[dict]:
+    """What a prompt, a step and a longer one are called with; padding on the left of the second row."""
+    lengths = within_positions(forward.module, PIECES)
+    ids = example_ids(forward.module, sum(lengths), seed=2)
+    mask = torch.ones_like(ids)
+    mask[1, :HIDDEN] = 0
+    positions, end = (mask.cumsum(1) - 1).clamp_min(0), 0
+    for length in lengths:
+        start, end = end, end + length
+        piece = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        yield piece | (
+            {"position_ids": positions[:, start:end].contiguous()} if "position_ids" in forward.names else {}
+        )
+
+
+def _in_parts(piece: dict, parts: int) -> dict:
+    """No two parts are equal, and none is larger than the usual positions."""
+    positions = piece["position_ids"]
+    return piece | {"position_ids": torch.stack([positions // (part + 1) for part in range(parts)])}
+
+
+def _stepping(forward, name: str, form: str, mark: int) -> Iterator[dict]:
+    """A prompt, and a step that is told `mark`."""
+    prompt, step = list(_pieces(forward))[:2]
+    yield prompt
+    like = {NEW: step["input_ids"], ALL: step["attention_mask"], GRID: step["input_ids"].expand(-1, 3)}[form]
+    yield step | {name: torch.full_like(like, mark)}
+
+
+def _blank(piece: dict, name: str) -> dict:
+    return piece | {name: torch.zeros_like(piece["input_ids"])}
+
+
+def _agrees(forward, pieces: list[dict], alike: Alike) -> bool:
+    """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them."""
+    found = []
+    for run in (forward.stock, forward.fast):
+        cache, logits = DynamicCache(config=forward.module.config), []
+        for piece in pieces:
+            try:
+                output = run(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+            except Exception as error:  # not a call that can be had, or not one that can be had fast
+                reason_of(error)
+                return False
+            logits.append(output.logits)
+        found.append(torch.cat(logits, dim=1)[:, HIDDEN:])
+    wanted, got = found
+    return got.shape == wanted.shape and alike(got, wanted)
+
+
+def _kept(forward, changed: dict) -> tuple[Kept, ...]:
+    """Of what counting leaves in the model: what no call reads that is given positions."""
+    model, piece = forward.module, next(_pieces(forward))
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        return forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+
+    wanted, found = run().logits, []
+    for (path, name), value in changed.items():
+        with resting(model):
+            setattr(model.get_submodule(path), name, odd := torch.full_like(value, 5))
+            output = run()
+            if torch.equal(output.logits, wanted):
+                field = next((field for field, held in output.items() if held is odd), None)
+                found.append(Kept(path, name, field))
+    return tuple(found)

@@ -1,0 +1,296 @@
+"""The forward of a whole causal language model: its own code around fused layers, and a CUDA graph for decoding."""
+
+import inspect
+import threading
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
+from accel.llm.generation.prefill import Prompts
+from accel.llm.generation.relied import Relied
+from accel.llm.kv_cache.cache import adopt
+from accel.llm.kv_cache.pending_step import LatestForward
+from accel.llm.kv_cache.store import Shape, Store
+from accel.llm.runtime.attention_kinds import attention_kind_of
+from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.step import ForwardContext, Step
+from accel.patching.fast_forward import FastForward
+from accel.patching.structure import foreign_hooks
+
+# What a fast call understands; of anything else the call runs stock.
+UNDERSTOOD = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
+    "return_dict",
+}  # fmt: skip
+ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class Unfit(Exception):
+    """Why this call runs stock."""
+
+
+class DecoderForward(FastForward):
+    """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
+
+    def __init__(self, module, path, kernels, ledger, stack: str, layers: list[LayerForward], steps: ForwardContext):
+        super().__init__(module, path, kernels, ledger)
+        self.stack, self.layers, self.steps = stack, layers, steps
+        self.convention: CallingConvention | None = None
+        self.relied: Relied | None = None  # once the model has been tried
+        self.around: frozenset[str] = frozenset()  # paths of the modules around the layers that a text goes through
+        self.runner: GraphRunner | None = None
+        self.prompts: Prompts | None = None
+        self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.__setstate__(vars(self))
+
+    def __getstate__(self):
+        own = ("names", "stored", "seen", "reason", "lock")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
+        self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
+        self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
+        self.apart = False  # while it is tried: no weights are moved beside others
+        self.reason: str | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
+            return self.stock(*args, **kwargs)
+        reason = self.mode()
+        if reason is None:
+            try:
+                return self.fast(*args, **kwargs)
+            except Unfit as unfit:
+                reason = str(unfit)
+        self.ledger.fell_back(self.path, reason)
+        return self.stock(*args, **kwargs)
+
+    def mode(self) -> str | None:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "global module hooks"
+        return super().mode()
+
+    def fast(self, *args, **kwargs):
+        if args:
+            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        given = kwargs.get
+        ids, embeds, cache = given("input_ids"), given("inputs_embeds"), given("past_key_values")
+        use_cache, as_dict = self._wanted(kwargs)
+        tokens = ids if embeds is None else embeds
+        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+            raise Unfit("inputs of another form")
+        if embeds is not None and (ids is not None or embeds.shape[-1] != self.width()):
+            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
+            raise Unfit("embeddings of another dtype than the model's")
+        if cache is None:
+            if not use_cache:
+                raise Unfit("no cache")
+            cache = DynamicCache(config=self.module.config)
+        rows, new = tokens.shape[:2]
+        # Before the cache is taken over: a stock call may want it as it is.
+        self._refuse(kwargs, rows, cache.get_seq_length() if type(cache) is DynamicCache else 0, new)
+        store = adopt(cache, self.shapes())
+        if isinstance(store, str):
+            raise Unfit(store)
+        keep = given("logits_to_keep", 0)
+        if type(keep) is not int:
+            raise Unfit("logits_to_keep is no number")
+        start = store.length
+        if tokens.device != store.shapes[0].device or (start and rows != store.rows):
+            raise Unfit("inputs on another device, or of another number of rows, than the cache")
+        mask = self._mask(given("attention_mask"), rows, start, new)
+        positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
+        logits = self.run(store, tokens, positions, mask, keep)
+        output = self.convention.output(logits=logits, past_key_values=cache, **self.convention.handed_on(self.module))
+        return output if as_dict else output.to_tuple()
+
+    def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
+        """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
+        config = self.module.config
+        if any(getattr(config, name, False) for name in ALSO):
+            raise Unfit("the configuration asks for attentions, hidden states or router logits")
+        use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
+        use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
+        return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
+
+    def _refuse(self, kwargs: dict, rows: int, start: int, new: int) -> None:
+        """Raises Unfit for arguments that are not understood, unless they say nothing."""
+        for name, value in kwargs.items():
+            if name in UNDERSTOOD or value is None or value is False:
+                continue
+            if isinstance(value, dict | list | tuple) and not value:
+                continue
+            if type(value) is torch.Tensor and self.convention.says_nothing(name, value, rows, start, new):
+                continue
+            raise Unfit(f"called with {name}")
+
+    def _mask(self, mask, rows: int, start: int, new: int) -> torch.Tensor | None:
+        if mask is None:
+            if new > 1 and not self.convention.bare:
+                raise Unfit("without a mask it reads a prompt in a way of its own")
+            return None
+        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
+            raise Unfit("an attention mask of another form than (rows, tokens)")
+        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
+        # constant, which the softmax does not see. Waits for the device.
+        biased = self.layers[0].spec.attention.counts_distance
+        if biased and not bool((mask.bool().int().diff() >= 0).all()):
+            raise Unfit("an attention mask with gaps, and biases by distance")
+        if new > 1 and not self.convention.bare and bool(mask.all()):
+            raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
+        return mask
+
+    def _positions(self, positions, mask, rows: int, start: int, new: int, device) -> torch.Tensor | None:
+        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
+        if "position_ids" not in self.names:
+            return None
+        if positions is not None:
+            shape = positions.shape if type(positions) is torch.Tensor else ()
+            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in (
+                (),
+                *((n,) for n in self.convention.parts),
+            ):
+                raise Unfit("position_ids of another form")
+            if positions.device != device:
+                raise Unfit("position_ids on another device")
+            return positions
+        if self.convention.kept:
+            raise Unfit("no position_ids, and the model goes on with what it counted before")
+        if mask is None and not self.convention.counts:
+            raise Unfit("neither a mask nor position_ids")
+        if mask is None or self.convention.positions == IN_ORDER:
+            return torch.arange(start, start + new, device=device).unsqueeze(0)
+        if self.convention.positions != BY_MASK:
+            raise Unfit("a mask without position_ids")
+        mask = mask.long()
+        return (mask.cumsum(1) * mask - 1)[:, start:]
+
+    def width(self) -> int:
+        return self.module.get_input_embeddings().weight.shape[1]
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """What each layer's keys are stored as, by its place in the cache."""
+        weight = self.module.get_input_embeddings().weight
+        dtype, device, shapes = self.stored
+        if dtype is not weight.dtype or device != weight.device:
+            specs = sorted((layer.spec.attention for layer in self.layers), key=lambda spec: spec.index)
+            shapes = tuple(
+                attention_kind_of(spec).cache_layout(spec, weight.dtype, weight.device, codes)
+                for spec, codes in zip(specs, self.codes, strict=True)
+            )
+            self.stored = weight.dtype, weight.device, shapes
+        return shapes
+
+    def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
+        """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
+        self.codes, self.stored = codes, (None, None, ())
+
+    def run(self, store: Store, tokens, positions, mask, keep: int) -> torch.Tensor:
+        """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
+        rows, new = tokens.shape[:2]
+        start, pending = store.length, store.take()
+        step = pending and pending.take(start, tokens, positions, mask, keep)
+        bucket = None if start or self.prompts is None else self.prompts.bucket(self.module, tokens, positions, keep)
+        store.reserve(rows, start + (bucket or new))
+        if mask is not None and start == 0 and new > 1 and bool(mask.all()):
+            mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
+        store.set_padding_mask(mask)
+        eager, arguments = partial(self.eager, store, start == 0), (tokens, positions, store.metadata, keep)
+        if start and self.runner is not None and rows * new <= MOST_ROWS and tokens.is_cuda and not _capturing():
+            logits = self.runner(
+                eager, arguments, {}, ("mask",) if store.padding_mask is not None else (), pending=step
+            )
+        elif bucket is not None:
+            logits = self.prompts(
+                eager, partial(eager, *arguments), *arguments[:3], bucket, store.padding_mask is not None
+            )
+        else:
+            logits = eager(*arguments)
+        store.advance(new)
+        store.latest = LatestForward(None if positions is None else positions[..., -1:], keep)
+        return logits
+
+    def eager(
+        self, store: Store, is_prefill: bool, tokens, positions, metadata, keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        """The model's own forward with fused layers. `metadata` is read in place of the store's own.
+
+        keep: as logits_to_keep; or the place of the last real token, (1,), of a prompt that is filled up behind it.
+        The model is shown an empty cache: nothing its Python does may depend on how much is stored, so that a graph
+        of it holds for any length.
+        """
+        self.ready()
+        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(self.layers))]
+        units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
+        split_counters = torch.zeros(units, device=metadata.device, dtype=torch.int32)
+        fills = isinstance(keep, torch.Tensor)
+        last = keep if fills else None
+        kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]
+        name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
+        given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
+        if positions is not None:
+            given["position_ids"] = positions
+        if fills or keep != 0 or "logits_to_keep" in self.names:
+            given["logits_to_keep"] = keep
+        if self.convention.mask:
+            given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
+        with self.steps.taken(Step(kvs)):
+            return self.stock(**given).logits
+
+    def ready(self, stack: bool = True) -> None:
+        """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
+        with self.lock:
+            if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+                self.reason = self._bind(stack and not self.apart)
+                beside = None if self.relied is None else self.relied.views()
+                self.seen = Fingerprint(self.module, self.convention.passed, beside)
+        if self.reason is not None:
+            raise Unfit(self.reason)
+
+    def _bind(self, stack: bool) -> str | None:
+        reason = (self.relied and self.relied.changed()) or self._shown()
+        if reason is not None:
+            return reason
+        if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
+            return "its layers are not those that were optimized"
+        moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
+        if moved is not None:
+            return f"an accelerate hook on {moved or 'the model'}"
+        parameters = list(self.module.parameters())
+        if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
+            return "weights on several devices, or not loaded"
+        return next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+
+    def _stack(self) -> Iterable[nn.Module]:
+        """The model's layers now, in place of those that were understood."""
+        return self.module.get_submodule(self.stack)
+
+    def _shown(self) -> str | None:
+        """Why a hook would be shown what only we have: an empty cache, a mask made up. Those of transformers look at
+        neither; and whoever takes one tensor and no more is not given them.
+        """
+        for path, module in self.module.named_modules():
+            if path and path in self.around and foreign_hooks(module) and not _takes_one(module):
+                return f"forward hooks on {path}, which would be shown an empty cache"
+        return None
+
+
+def _takes_one(module: nn.Module) -> bool:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,89 @@
+"""The next step of generate(), begun while the host still asks whether there is to be one.
+
+After every token generate() reads whether all rows have ended. That waits for the GPU, and then the GPU waits until
+Python has come to the next forward. But nothing of that forward is unknown: its token has been chosen, mask and
+positions go on by one. So its graph is launched beside the stopping criteria, on a stream of its own, which that
+reading does not wait for. The forward that then comes takes the result if it is given exactly what was begun, and
+computes as ever if not: what was begun in vain has only written behind the tokens that count.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, StoppingCriteriaList
+
+from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.kv_cache.pending_step import PendingStep
+
+MOST_MISSED = 4  # a call of generate() in which so many steps in a row were not begun, or in vain, does without
+PREPARE = "prepare_inputs_for_generation"
+LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
+
+
+def predictable(model: nn.Module) -> bool:
+    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
+    own = (getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in (PREPARE, *LOOP))
+    return all(own) and not any(name in vars(model) for name in LOOP)
+
+
+def begin(model: nn.Module, runner: GraphRunner, store, ids: torch.Tensor) -> PendingStep | None:
+    """Launches the step that takes the last of ids, (rows, tokens), if there is a graph for it; `store` knows of it."""
+    latest, rows = store.latest, store.rows
+    bucket = latest is not None and store.whole and 0 < store.length < store.capacity
+    if not (bucket and ids.is_cuda and ids.shape[0] == rows and predictable(model)):
+        return None
+    if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.cuda.device(ids.device):
+        store.reserve(rows, store.length + 1)
+        tokens = ids[:, -1:].clone(memory_format=torch.contiguous_format)
+        positions = None if latest.positions is None else latest.positions + 1
+        arguments = (tokens, positions, store.metadata, latest.keep)
+        before, side = torch.cuda.current_stream(), runner.pool.side(ids.device)
+        side.wait_stream(before)
+        try:
+            with torch.cuda.stream(side):
+                step = runner.begin(arguments, {}, ("mask",) if store.padding_mask is not None else ())
+                done = side.record_event()
+        except torch.OutOfMemoryError:  # the forward that comes may find the room
+            before.wait_stream(side)
+            return None
+        if step is None:
+            return None
+        for tensor in (tokens, *store.tensors(), *(() if positions is None else (positions,))):
+            tensor.record_stream(side)
+        for tensor in step.tensors():
+            tensor.record_stream(before)
+    store.pending = PendingStep(ids, store.length, latest.keep, step, done)
+    return store.pending
+
+
+class Lookahead(StoppingCriteriaList):
+    """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked."""
+
+    def __init__(self, criteria: StoppingCriteriaList, forward, store):
+        super().__init__(criteria)
+        self.forward, self.store = forward, weakref.ref(store)
+        self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
+        self.pending: PendingStep | None = None
+        self.missed = 0
+
+    def __reduce__(self):
+        return StoppingCriteriaList, (list(self),)  # a copy is for another call
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if not self.known:  # the user's own may change what there is to begin
+            ended = super().__call__(input_ids, scores, **kwargs)
+            self._begin(input_ids)
+            return ended
+        self._begin(input_ids)
+        return super().__call__(input_ids, scores, **kwargs)
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
+        store, longest = self.store(), self.max_length
+        self.missed = 0 if self.pending is not None and self.pending.taken else self.missed + 1
+        self.pending = None
+        more = longest is None or input_ids.shape[1] < longest
+        if store is not None and more and self.missed <= MOST_MISSED and self.forward.mode() is None:
+            self.pending = begin(self.forward.module, self.forward.runner, store, input_ids)

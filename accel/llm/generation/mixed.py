@@ -1,0 +1,154 @@
+"""The forward of a model of which some layers are understood: stock code, in which those layers run fused.
+
+Stock layers stand between them and keep what they keep, such as a recurrent state, in their own layers of the caller's
+cache. The model's Python sees that cache, with its lengths, so no CUDA graph holds for the next step.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.errors import reason_of
+from accel.llm.generation.decoder import UNDERSTOOD, DecoderForward, Unfit
+from accel.llm.generation.self_test import agrees, fused_layers, pieces_of, stock_logits, trial_lengths
+from accel.llm.kv_cache.cache import STOCK, adopt
+from accel.llm.kv_cache.store import Store
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.recorder import ROWS, resting
+from accel.llm.runtime.step import Step
+from accel.quantization.module import dequantizing, unrounded
+
+
+class MixedForward(DecoderForward):
+    """Runs calls with a cache; `layers` by their `LayerForward`, all others as they are."""
+
+    def fast(self, *args, **kwargs):
+        if args:
+            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        use_cache, _ = self._wanted(kwargs)
+        for name, value in kwargs.items():
+            if name not in UNDERSTOOD and value is not None and value is not False and not _empty(value):
+                raise Unfit(f"called with {name}")
+        ids, embeds, cache = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
+        tokens = ids if embeds is None else embeds
+        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+            raise Unfit("inputs of another form")
+        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
+            raise Unfit("embeddings of another dtype than the model's")
+        if not use_cache:
+            raise Unfit("no cache")
+        if cache is None:
+            kwargs["past_key_values"] = cache = DynamicCache(config=self.module.config)
+        rows, new = tokens.shape[:2]
+        self.ready()
+        store = self.adopt(cache)
+        start, mask = store.length, kwargs.get("attention_mask")
+        if tokens.device != store.shapes[0].device or (start and rows != store.rows):
+            raise Unfit("inputs on another device, or of another number of rows, than the cache")
+        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
+            raise Unfit("an attention mask of another form than (rows, tokens)")
+        store.reserve(rows, start + new)
+        store.set_padding_mask(mask)
+        with self.steps.taken(Step(self.kvs(store, rows * new, start == 0))):
+            output = self.stock(**kwargs)
+        store.advance(new)
+        return output
+
+    def kvs(self, store: Store, tokens: int, is_prefill: bool) -> dict:
+        """What each fused layer reads and writes, by its place in the cache."""
+        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
+        units = max(kv.keys.shape[2] for kv in kvs) * tokens
+        counters = torch.zeros(units, device=store.metadata.device, dtype=torch.int32)
+        return {place: kv._replace(split_counters=counters) for place, kv in zip(self.places(), kvs, strict=True)}
+
+    def places(self) -> list[int]:
+        """Of the fused layers in the cache, in its order."""
+        return sorted(layer.spec.attention.index for layer in self.layers)
+
+    def adopt(self, cache) -> Store:
+        """The store under the cache's layers of the fused ones, put there if need be; the others stay. Raises Unfit."""
+        places = self.places()
+        if type(cache) is not DynamicCache or cache.offloading or len(cache.layers) <= places[-1]:
+            raise Unfit(f"a cache of another kind: {type(cache).__name__}")
+        mine = DynamicCache()
+        mine.layers = [cache.layers[place] for place in places]
+        if cache.get_seq_length() != mine.get_seq_length():
+            raise Unfit("cache layers of different lengths")
+        store = adopt(mine, self.shapes())
+        if isinstance(store, str):
+            raise Unfit(store)
+        for place, layer in zip(places, mine.layers, strict=True):
+            cache.layers[place] = layer
+        return store
+
+    def ready(self, stack: bool = True) -> None:
+        """As of all layers, but looks at those alone that are fused: of the others nothing is taken for granted."""
+        with self.lock:
+            mine = self._stack()
+            same = self.seen is not None and len(mine) == len(self.layers)
+            if not (same and self.seen.reachable() and self.seen.holds()):
+                self.reason = self._bind(stack and not self.apart)
+                beside = None if self.relied is None else self.relied.views()
+                self.seen = Fingerprint(nn.ModuleList(mine), beside=beside)
+        if self.reason is not None:
+            raise Unfit(self.reason)
+
+    def write(self, pieces: Iterable[dict]) -> None:
+        """Runs pieces of a text, one after another."""
+        cache = DynamicCache(config=self.module.config)
+        for piece in pieces:
+            self.fast(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+
+    def _stack(self) -> list[nn.Module]:
+        mine = {id(layer.module) for layer in self.layers}
+        return [module for module in self.module.get_submodule(self.stack) if id(module) in mine]
+
+
+def _empty(value: object) -> bool:
+    return isinstance(value, dict | list | tuple) and not value
+
+
+def try_mixed(forward: MixedForward) -> None:
+    """Compares it with stock: a padded prompt and steps, and without a mask. Raises NotUnderstood."""
+    model = forward.module
+    known = set(forward.places())
+    layers = DynamicCache(config=model.config).layers
+    for place, layer in enumerate(layers):
+        if place in known and type(layer) not in STOCK:
+            raise NotUnderstood(f"layer {place} keeps more than keys and values")
+        if place not in known and type(layer) is STOCK[1]:
+            raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
+    if any(layer.spec.attention.counts_distance for layer in forward.layers):
+        raise NotUnderstood("biases by distance, and not all layers are understood")
+    lengths = trial_lengths(forward)
+    forward.apart = True
+    try:
+        with resting(model), unrounded(model):
+            with dequantizing(model):  # what is fused is compared with torch's own products
+                wanted, _ = stock_logits(forward, lengths)
+                bare = _logits(forward.stock, forward, lengths)
+            with fused_layers(forward):
+                got = _logits(forward.fast, forward, lengths, masked=True)[:, -wanted.shape[1] :]
+                plain = _logits(forward.fast, forward, lengths)
+                if wanted.is_cuda:  # what one row launches is compiled now, and not in a user's call
+                    _logits(forward.fast, forward, lengths, rows=1)
+    except NotUnderstood:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
+    finally:
+        forward.apart, forward.seen = False, None
+    if not (agrees(forward, got, wanted) and agrees(forward, plain, bare)):
+        raise NotUnderstood("the whole model computes something else than its parts")
+
+
+def _logits(call, forward: MixedForward, lengths: tuple, masked: bool = False, rows: int = ROWS) -> torch.Tensor:
+    """Of all pieces, one after another; with a mask and positions, or of so many rows without."""
+    cache, found = DynamicCache(config=forward.module.config), []
+    for piece in pieces_of(forward, lengths):
+        given = piece if masked else {"input_ids": piece["input_ids"][:rows]}
+        found.append(call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits)
+    return torch.cat(found, dim=1)

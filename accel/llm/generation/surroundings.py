@@ -1,0 +1,54 @@
+"""What is found out about a language model beside its layers, once they are tried: by stock runs that are looked at."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from transformers import DynamicCache
+
+from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
+from accel.llm.generation.relied import Relied, reading, relevant
+from accel.llm.generation.self_test import PROMPT, fused_layers, pieces_of, written
+from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.recorder import resting
+
+
+def relied_on(forward: DecoderForward, call: Callable | None = None) -> tuple[Relied, frozenset[str]]:
+    """What stock reads in a prompt and a step, of which the fused forward does not ask; and the paths of the modules
+    around the layers that a text goes through. call: runs pieces of a text fused; else all layers are.
+    """
+    pieces = list(pieces_of(forward, within_positions(forward.module, (PROMPT, 1))))
+    with resting(forward.module):
+        with reading(forward.module) as stock, _calling(forward) as around:
+            cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)
+            for piece in pieces:
+                forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        with fused_layers(forward):
+            forward.apart = True
+            try:
+                forward.ready()
+                with reading(forward.module) as fused:
+                    (partial(written, forward) if call is None else call)(pieces)
+            finally:
+                forward.apart = False
+    forward.seen = None
+    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
+
+
+@contextmanager
+def _calling(forward: DecoderForward) -> Iterator[set[str]]:
+    """Inside, notes the paths of modules that are called, but for those inside layers."""
+    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    found: set[str] = set()
+    with ExitStack() as undo:
+        for path, module in forward.module.named_modules():
+            if module not in inside:
+                note = partial(_note, found, path, threading.get_ident())
+                undo.callback(module.register_forward_pre_hook(note).remove)
+        yield found
+
+
+def _note(found: set[str], path: str, thread: int, *_) -> None:
+    if threading.get_ident() == thread:
+        found.add(path)

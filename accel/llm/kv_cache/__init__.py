@@ -1,0 +1,1 @@
+"""Keys and values in blocks, behind the cache class that transformers knows."""

@@ -1,0 +1,276 @@
+"""The keys and values of one generation: how many tokens every layer holds, room for more, other rows, copies."""
+
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from accel_kernels.attention.paged.kv import KV
+
+from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
+from accel.llm.kv_cache.pending_step import LatestForward, PendingStep
+
+AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
+
+
+class CachedRows(NamedTuple):
+    """Other rows, as a cache is asked for them: "reorder" or "select" with indices, "repeat" with a number."""
+
+    kind: str
+    what: object
+
+    def same(self, other: "CachedRows") -> bool:
+        plain = not isinstance(self.what, torch.Tensor) and not isinstance(other.what, torch.Tensor)
+        return self.kind == other.kind and (self.what is other.what or (plain and self.what == other.what))
+
+    def index(self, rows: int, device: torch.device) -> torch.Tensor:
+        """(new rows,) int64: which of the old rows each new one is."""
+        if self.kind == "reorder":
+            return self.what.to(device)
+        if self.kind == "repeat":
+            return torch.arange(rows, device=device).repeat_interleave(self.what)
+        what = self.what.to(device) if isinstance(self.what, torch.Tensor) else self.what
+        return torch.arange(rows, device=device)[what]
+
+
+class Store:
+    """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
+
+    shapes: one a layer. wanted: how many tokens a row will come to hold, as far as anyone knows. Nothing is allocated
+    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. asked: what
+    a layer was asked to do to its rows; done when all were asked the same, as a cache asks one after another.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
+        self.shapes, self.wanted = tuple(shapes), wanted
+        self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all tokens and gives the memory back."""
+        self.lengths = dict.fromkeys(self.lengths, 0)
+        self.asked: dict[int, list[CachedRows]] = {}
+        self._blocks: Blocks | None = None
+        self.pending: PendingStep | None = None  # a step that another stream is at
+        self.latest: LatestForward | None = None  # the forward that left all as it is
+        self.marked = 0  # the length that the kernels are told
+        self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What is there. Whoever comes for it waits for the step that was begun, and may change what comes after it."""
+        self.take()
+        self.latest = None
+        return self._blocks
+
+    def take(self) -> PendingStep | None:
+        """The step that was begun, if any: this stream goes on behind it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            torch.cuda.current_stream(self.shapes[0].device).wait_event(pending.done)
+        return pending
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that kernels read and write."""
+        return self.blocks.tensors() if self._blocks else []
+
+    @property
+    def length(self) -> int:
+        """Tokens stored in every row, as the host knows."""
+        return max(self.lengths.values(), default=0)
+
+    @property
+    def rows(self) -> int:
+        return self._blocks.rows if self._blocks else 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row has room for."""
+        return self._blocks.columns * BLOCK if self._blocks else 0
+
+    @property
+    def whole(self) -> bool:
+        """All layers are here, hold equally many tokens, and none waits for the others to change rows with it."""
+        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.asked
+
+    @property
+    def table(self) -> torch.Tensor:
+        """As in KV, on the device of the first layer; `metadata` and `padding_mask` too."""
+        return self.kv(0).table
+
+    @property
+    def padding_mask(self) -> torch.Tensor | None:
+        return self.kv(0).padding_mask
+
+    @property
+    def metadata(self) -> torch.Tensor:
+        return self.kv(0).metadata
+
+    def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
+        """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
+        self._mark()
+        return self.blocks.kv(layer, self.marked == 0 if is_prefill is None else is_prefill)
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
+
+        Where the store rounds them: copies of what it holds, in the dtype of the model. Of a layer that waits for the
+        others to change rows with it: copies, with the rows it was asked for.
+        """
+        self.blocks.own(0, self.length)
+        kept = self.blocks.read(layer, self.lengths[layer])
+        for rows in self.asked.get(layer, ()):
+            kept = [t.index_select(0, rows.index(t.shape[0], t.device)) for t in kept]
+        return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Before every call: room for `tokens` tokens in all of each row, and what is written next is the row's own.
+
+        Raises ValueError for another number of rows than what is stored; torch.OutOfMemoryError where there is no
+        room, and then all is as it was.
+        """
+        if self.rows and rows != self.rows:
+            if self.length:
+                raise ValueError(f"a cache of {self.rows} rows, used with {rows}")
+            self.clear()
+        if tokens > self.capacity or self._blocks is None:
+            self._grow(rows, max(tokens, 1))
+        self.blocks.own(min(self.lengths.values()) // BLOCK, self.length)
+
+    def _grow(self, rows: int, tokens: int) -> None:
+        wish = max(tokens, self.capacity * 3 // 2)
+        if self.wanted >= tokens:  # and a block, as assisted decoding looks ahead of the tokens it may keep
+            wish = min(self.wanted + BLOCK, max(tokens + AHEAD, wish))
+        while True:
+            try:
+                return self._lay_out(rows, wish)
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # they hold what was allocated
+                if wish == tokens:
+                    size = sum(shape.size for shape in self.shapes) * rows * -(-tokens // BLOCK) * BLOCK / 2**30
+                    kept = f"; the {self.length} stored are kept" if self.length else ""
+                    raise torch.OutOfMemoryError(
+                        f"no memory for keys and values of {tokens} tokens in {rows} rows: {size:.2f} GiB wanted{kept}"
+                    ) from error
+            wish = tokens + (wish - tokens) // 4
+
+    def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
+        """Blocks for so much; row r goes on with what row chosen[r] holds, or row r. All or nothing."""
+        blocks = Blocks(self.shapes, rows, -(-tokens // BLOCK))
+        if self.length:
+            blocks.take(self.blocks, self.length, chosen)
+        self._blocks, self.marked = blocks, 0
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
+        start = self.lengths[layer]
+        end = start + keys.shape[2]
+        self.reserve(keys.shape[0], end)
+        self.blocks.write(layer, start, keys.transpose(1, 2), values.transpose(1, 2))
+        self.lengths[layer] = end
+
+    def advance(self, new: int) -> None:
+        """All layers have written `new` more tokens."""
+        self.lengths = {layer: length + new for layer, length in self.lengths.items()}
+        self._mark()
+
+    def crop(self, length: int) -> None:
+        """Only the first tokens stay. What rows share and will write again is made their own at the next `reserve`."""
+        for layer, held in self.lengths.items():
+            self.shorten(layer, held - length)
+        self._mark()
+
+    def shorten(self, layer: int, tokens: int) -> None:
+        """Takes the last `tokens` of one layer away, at most all."""
+        self.lengths[layer] -= min(max(tokens, 0), self.lengths[layer])
+        if self._blocks:
+            self.blocks.unmask(self.length)
+
+    def read_number(self, value: int | torch.Tensor) -> int:
+        """As a number of Python's. A cache hands one tensor to layer after layer: the device is waited for once."""
+        if type(value) is not torch.Tensor or value.is_inference():
+            return int(value)
+        known, version, number = self.number
+        if known is not value or version != value._version:
+            number = int(value)
+            self.number = value, value._version, number
+        return number
+
+    def empty(self, layer: int) -> None:
+        """Takes all of one layer away; gives the memory back when nothing is left."""
+        self.asked.pop(layer, None)
+        self.lengths[layer] = 0
+        if not self.length:
+            self.clear()
+
+    def drop(self, layer: int) -> None:
+        """This layer is kept elsewhere from now on."""
+        self.asked.pop(layer, None)
+        del self.lengths[layer]
+
+    def set_padding_mask(self, mask: torch.Tensor | None) -> None:
+        """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may.
+
+        Copied, without waiting for the GPU. After `reserve`.
+        """
+        self.blocks.set_padding_mask(mask)
+
+    def _mark(self) -> None:
+        length = self.length
+        if self.marked != length:
+            self.blocks.mark(length)
+            self.marked = length
+
+    def ask(self, layer: int, rows: CachedRows) -> None:
+        """One layer is to have other rows. An empty store has none yet."""
+        if self.length:
+            self.asked.setdefault(layer, []).append(rows)
+            self._answer()
+
+    def _answer(self) -> None:
+        while self.asked and len(self.asked) == len(self.lengths):
+            first = next(iter(self.asked.values()))[0]
+            if not all(first.same(asked[0]) for asked in self.asked.values()):
+                return
+            self._choose(first)
+            self.asked = {layer: asked[1:] for layer, asked in self.asked.items() if asked[1:]}
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row r goes on with what row rows[r] holds, rows being int64 of one dimension.
+
+        In place and without waiting for the GPU, if the number of rows stays.
+        """
+        self._choose(CachedRows("reorder", rows))
+
+    def repeat(self, number: int) -> None:
+        """Every row `number` times, one after another."""
+        self._choose(CachedRows("repeat", number))
+
+    def select(self, indices) -> None:
+        """Only these rows; indices: whatever a tensor's first dimension takes."""
+        self._choose(CachedRows("select", indices))
+
+    def _choose(self, rows: CachedRows) -> None:
+        if not self.length:
+            return
+        index = rows.index(self.rows, self.shapes[0].device)
+        if index.shape[0] == self.rows:
+            self.blocks.reorder(index, self.length)
+        else:
+            self._lay_out(index.shape[0], self.capacity, index)
+
+    def __getstate__(self) -> dict:
+        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "asked")}
+        return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["shapes"], state["wanted"])
+        self.lengths = dict(state["lengths"])
+        if "blocks" in state:
+            self._blocks, self.shapes = state["blocks"], state["blocks"].shapes
+            self.asked = {layer: list(asked) for layer, asked in state["asked"].items()}
+
+    def __deepcopy__(self, memo: dict) -> "Store":
+        copy = memo[id(self)] = object.__new__(type(self))
+        copy.__setstate__(self.__getstate__())
+        return copy

@@ -1,0 +1,1 @@
+"""Post-training quantization: how a language model gets weights in fewer bits, is saved and loaded."""

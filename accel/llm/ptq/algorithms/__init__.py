@@ -1,0 +1,1 @@
+"""GPTQ, AWQ and SmoothQuant."""

@@ -1,0 +1,1 @@
+"""Calibration data, and one decoder layer while it is worked on."""

@@ -1,0 +1,171 @@
+"""What every decoder layer is called with, for batches of text: taken once, then handed on from layer to layer."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel.llm.ptq.calibration.layer_offload import lent, moved
+from accel.llm.recording.recorder import resting
+from accel.patching.structure import placement
+
+
+class LayerCall(NamedTuple):
+    """A layer's arguments; its hidden states are at `place`. kept: the tokens that count, (rows * tokens,) bool: those
+    that are no padding; None for all.
+    """
+
+    args: tuple
+    kwargs: dict
+    place: int | str
+    kept: Tensor | None
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+
+    def given(self, hidden: Tensor | None) -> "LayerCall":
+        """The same with other hidden states."""
+        if isinstance(self.place, int):
+            return self._replace(args=(*self.args[: self.place], hidden, *self.args[self.place + 1 :]))
+        return self._replace(kwargs=self.kwargs | {self.place: hidden})
+
+    def on(self, device: torch.device | None) -> "LayerCall":
+        """The same with all its tensors there; None: where they are."""
+        return LayerCall(moved(self.args, device), moved(self.kwargs, device), self.place, moved(self.kept, device))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(tokens that count, channels) of a tensor (..., channels); all where its rows are not the call's tokens."""
+        rows = tensor.flatten(0, -2)
+        return rows if self.kept is None or len(rows) != len(self.kept) else rows[self.kept]
+
+
+class LayerInputs:
+    """The calls of every layer, one a batch.
+
+    The model runs once through its own forward, which shows masks, positions and whatever else each layer is given;
+    those do not change. Hidden states are kept for one layer only: the next layer's are the outputs of the one before,
+    where the model was seen to hand them on untouched; where it was not, all is taken anew from a run up to that layer.
+
+    device: where layers run, one at a time, and their calls are given; the rest of the model stays where it is. None:
+    all stays there.
+
+    Raises ValueError where a batch does not lead once and in turn through every layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        layers: nn.ModuleList,
+        batches: Sequence[dict[str, Tensor]],
+        device: torch.device | None = None,
+    ):
+        self.model, self.path, self.layers, self.at, self.device = model, path, layers, 0, device
+        self.home, _ = placement(model)
+        self.batches = [moved(dict(batch), self.home) for batch in batches]
+        self.chained = [True] * len(layers)
+        versions = _versions(layers)
+        seen = [self._run(batch, len(layers) - 1) for batch in self.batches]
+        if _versions(layers) != versions:
+            raise ValueError("the model writes into its weights as it runs; load it anew, and quantize it by 'rtn'")
+        self.calls = [[calls[number].given(None) for calls in seen] for number in range(len(layers))]
+        self.hidden: list[Tensor] | None = [calls[0].hidden for calls in seen]
+
+    def now(self) -> list[LayerCall]:
+        """Of the layer in turn. Raises ValueError for NaN or Inf among its hidden states."""
+        if self.hidden is None:
+            calls = [self._run(batch, self.at)[-1] for batch in self.batches]
+        else:
+            calls = [call.given(own) for call, own in zip(self.calls[self.at], self.hidden, strict=True)]
+        calls = [call.on(self.device) for call in calls]
+        for number, call in enumerate(calls):
+            if not bool(call.rows(call.hidden).isfinite().all()):
+                where = f"{self.path}.{self.at}"
+                raise ValueError(f"{where}: NaN or Inf among its inputs, for batch {number} of the calibration")
+        return calls
+
+    def next(self, outputs: list[Tensor]) -> None:
+        """The next layer's turn, after this one gave these."""
+        self.calls[self.at] = []
+        self.at += 1
+        self.hidden = outputs if self.at < len(self.layers) and self.chained[self.at] else None
+
+    def _run(self, batch: dict[str, Tensor], last: int) -> list[LayerCall]:
+        """The calls of the layers up to `last`, without the hidden states of those between."""
+        calls: list[LayerCall] = []
+        given_back: tuple[Tensor, ...] = ()
+        kept = _kept(batch)
+
+        def enter(module, args, kwargs):
+            number, place = len(calls), _place(args, kwargs)
+            if module is not self.layers[number] or place is None:
+                raise ValueError(f"{self._where(number)} is not called once and in its turn: only 'rtn' can be used")
+            call = LayerCall(args, dict(kwargs), place, kept)
+            if number and not _chained(call, given_back):
+                self.chained[number] = False
+            calls.append(call if number in (0, last) else call.given(None))
+            if number == last:
+                raise _Reached
+            lending.enter_context(lent(module, self.device))
+            return moved((args, kwargs), self.device)
+
+        def leave(module, args, kwargs, result):
+            nonlocal given_back
+            lending.close()
+            result = moved(result, None if self.device is None else self.home)
+            given_back = tuple(_tensors(result))
+            return result
+
+        with ExitStack() as undo, ExitStack() as lending, resting(self.model):
+            for layer in self.layers[: last + 1]:
+                undo.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                undo.callback(layer.register_forward_hook(leave, with_kwargs=True).remove)
+            try:
+                type(self.model).forward(self.model, **{"use_cache": False, **batch})
+            except _Reached:
+                return calls
+        raise ValueError(f"{self._where(len(calls))} is not called: only 'rtn' can be used")
+
+    def _where(self, number: int) -> str:
+        return f"{self.path}.{number}"
+
+
+class _Reached(Exception):
+    """The layer asked for."""
+
+
+def first(result: object) -> Tensor:
+    """The first tensor of what a layer gives back."""
+    return next(_tensors(result))
+
+
+def _tensors(result: object):
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from _tensors(part)
+
+
+def _place(args: tuple, kwargs: dict) -> int | str | None:
+    """Of the first tensor among the arguments."""
+    places = (*enumerate(args), *kwargs.items())
+    return next((place for place, value in places if isinstance(value, Tensor)), None)
+
+
+def _chained(call: LayerCall, given_back: tuple[Tensor, ...]) -> bool:
+    """Whether a layer was given of what the layer before gave back the first tensor, as it is, and no other."""
+    others = {id(tensor) for tensor in _tensors((*call.given(None).args, *call.given(None).kwargs.values()))}
+    return bool(given_back) and call.hidden is given_back[0] and others.isdisjoint(map(id, given_back))
+
+
+def _kept(batch: dict[str, Tensor]) -> Tensor | None:
+    mask = batch.get("attention_mask")
+    return None if mask is None or mask.dim() != 2 or bool(mask.all()) else mask.flatten().bool()
+
+
+def _versions(layers: nn.ModuleList) -> list[int]:
+    return [p._version for p in layers.parameters() if not p.is_inference()]

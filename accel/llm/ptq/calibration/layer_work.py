@@ -1,0 +1,170 @@
+"""One decoder layer while its weights are being quantized."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import accumulate
+
+import torch
+from accel_kernels import Quantized
+from torch import Tensor, nn
+
+from accel.llm.ptq.calibration.fake_quant import rounding_inputs
+from accel.llm.ptq.calibration.folding import FoldGroup
+from accel.llm.ptq.calibration.layer_inputs import LayerCall, first
+from accel.llm.ptq.calibration.matrices import put, weight_matrix
+from accel.llm.recording.recorder import resting
+from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
+
+JUDGED = 65536  # tokens, or one call's, by which ways to round a layer are compared: as many as AWQ was published with
+
+
+class LayerWork:
+    """linears: those to be quantized, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs, of as
+    many of the first calls as are judged by.
+
+    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
+    changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
+    ValueError for NaN or Inf among the weights.
+    """
+
+    def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, nn.Module], calls: list[LayerCall]):
+        self.layer, self.scheme, self.linears, self.calls = layer, scheme, linears, calls
+        self.fake_quant = False
+        self.quantized: dict[str, Quantized] = {}
+        self.changed: dict[str, nn.Parameter] = {}
+        self.fixed: dict[str, Tensor] = {}
+        self.notes: list[str] = []
+        for path, module in linears.items():
+            if not bool(module.weight.isfinite().all()):
+                raise ValueError(f"{path}: NaN or Inf among the weights")
+        tokens = list(accumulate(len(call.rows(call.hidden)) for call in calls))
+        self.judged = calls[: max(1, sum(count <= JUDGED for count in tokens))]
+        self.wanted = list(self._outputs(self.judged))
+
+    def outputs(self) -> list[Tensor]:
+        """What the layer gives as it is now, call by call."""
+        return list(self._outputs(self.calls))
+
+    def error(self, given: list[Tensor] | None = None) -> float:
+        """Mean square of what these outputs, of all calls, are off, or those of the layer as it is now."""
+        given = self._outputs(self.judged) if given is None else given[: len(self.judged)]
+        calls = zip(self.judged, given, self.wanted, strict=True)
+        return _mean_square(call.rows(got).float() - call.rows(wanted).float() for call, got, wanted in calls)
+
+    def signal(self) -> float:
+        """Mean square of what the stock layer adds to its hidden states; these themselves are often much larger."""
+        calls = zip(self.judged, self.wanted, strict=True)
+        return _mean_square(call.rows(wanted).float() - call.rows(call.hidden).float() for call, wanted in calls)
+
+    def observe(self, watchers: dict[str, Callable[[Tensor], None]]) -> None:
+        """Calls watchers, by path of a linear, with the inputs (tokens, K) it is given, without those of padding.
+
+        Raises ValueError for NaN or Inf among them.
+        """
+
+        def watched(path: str) -> Callable[[int, Tensor], None]:
+            def watch(number, given):
+                rows = self.calls[number].rows(given)
+                if not bool(rows.isfinite().all()):
+                    raise ValueError(f"{path}: NaN or Inf among its inputs, for batch {number} of the calibration")
+                watchers[path](rows)
+
+            return watch
+
+        self._listen({path: watched(path) for path in watchers})
+
+    def inputs(
+        self, groups: Iterable[FoldGroup], make: Callable[[], Callable[[Tensor], None]]
+    ) -> dict[FoldGroup, Callable]:
+        """make() for each of these groups, after it was called with all that the group is given, see `observe`."""
+        first = {group: next((path for path in group.paths if path in self.linears), None) for group in groups}
+        watchers = {group: make() for group, path in first.items() if path is not None}
+        self.observe({first[group]: watcher for group, watcher in watchers.items()})
+        return watchers
+
+    def stages(self) -> list[list[str]]:
+        """The linears that are called, in that order, those together that are given the same tensor."""
+        stages: dict[tuple[int, int], list[str]] = {}
+        held: list[Tensor] = []  # or another tensor could get the place, and the id, of one that is gone
+        found: set[str] = set()
+
+        def watched(path: str) -> Callable[[int, Tensor], None]:
+            def watch(number, given):
+                if path not in found:
+                    found.add(path)
+                    held.append(given)
+                    stages.setdefault((number, id(given)), []).append(path)
+
+            return watch
+
+        self._listen({path: watched(path) for path in self.linears})
+        return list(stages.values())
+
+    def _listen(self, listeners: dict[str, Callable[[int, Tensor], None]]) -> None:
+        """Runs all calls; listeners get a call's number and the tensor a linear is given."""
+        number = 0
+
+        def hook(listener: Callable) -> Callable:
+            def given(module, args, kwargs):
+                listener(number, next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)))
+
+            return given
+
+        with ExitStack() as undo, resting(self.layer):
+            for path, listener in listeners.items():
+                module = self.linears[path]
+                undo.callback(module.register_forward_pre_hook(hook(listener), with_kwargs=True).remove)
+            for number, call in enumerate(self.calls):  # noqa: B007, which the hooks read
+                self.layer(*call.args, **call.kwargs)
+
+    def nearest(self, path: str) -> Quantized:
+        """A linear's weight as it is now, rounded to nearest."""
+        return round_to_nearest(weight_matrix(self.linears[path]), self.scheme)
+
+    def _outputs(self, calls: list[LayerCall]) -> Iterator[Tensor]:
+        rounding = self.linears if self.fake_quant else {}
+        by_tensor = FIXED.get(self.scheme.activations) == SCALE
+        return outputs(self.layer, calls, rounding, self.fixed if by_tensor else None)
+
+    def keep(self, path: str, quantized: Quantized) -> None:
+        """A linear's weight is this from now on."""
+        self.quantized[path] = quantized
+        module = self.linears[path]
+        put(module, quantized.dequantized(module.weight.dtype))
+
+    def round(self) -> None:
+        """Keeps all weights rounded to nearest."""
+        for path in self.linears:
+            self.keep(path, self.nearest(path))
+
+    def round_rest(self) -> None:
+        """Keeps those rounded to nearest that are not quantized yet, for want of inputs."""
+        for path in self.linears:
+            if path not in self.quantized:
+                self.notes.append(f"{path}: rounded to nearest, no token of the calibration reaches it")
+                self.keep(path, self.nearest(path))
+
+
+def outputs(
+    layer: nn.Module,
+    calls: Iterable[LayerCall],
+    rounding: Mapping[str, nn.Module] = {},  # noqa: B006, nobody writes into it
+    scales: Mapping[str, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, by path; scales: by
+    which, see `rounding_inputs`.
+    """
+    own = None if scales is None else {rounding[path]: scale for path, scale in scales.items() if path in rounding}
+    with resting(layer), rounding_inputs(rounding.values(), own):
+        for call in calls:
+            yield first(layer(*call.args, **call.kwargs))
+
+
+def _mean_square(parts: Iterable[Tensor]) -> float:
+    total = count = 0.0
+    for part in parts:
+        total += float(part.square().sum(dtype=torch.float64))
+        count += part.numel()
+    return total / max(count, 1.0)

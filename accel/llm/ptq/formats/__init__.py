@@ -1,0 +1,1 @@
+"""Quantized models in files: compressed-tensors, and what arrives from other libraries."""

@@ -1,0 +1,231 @@
+"""The layout of compressed-tensors: what a quantized linear is called in a file, and what config.json says of it.
+
+Formats "int-quantized" and "float-quantized": `weight` int8 or float8_e4m3fn (N, K). "pack-quantized": `weight_packed`
+int32, numbers of 4 or 8 bits stored plus half their range, the first in the lowest bits, with `weight_shape`. All:
+`weight_scale` (N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows
+where the weight is packed. Whole numbers are written packed, which is where vLLM looks for weights that meet
+activations in 16 bits; it takes "int-quantized" only with activations in 8 bits. Read is either. Source: the package
+compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
+
+from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.scheme import Scheme
+
+METHOD = "compressed-tensors"
+PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+ORDER = "weight_g_idx"  # the group of each column, where a group's do not lie side by side
+NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", ORDER)
+WORD = 32
+BYTES = (torch.int8, torch.float8_e4m3fn)
+
+
+def format_of(scheme: Scheme) -> str:
+    if scheme.number == "fp8":
+        return FLOAT
+    return PACKED if _rounded(scheme) is None else BYTEWISE
+
+
+def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]:
+    """What is written for a weight, by the last part of its name; the same memory where the layout is the same.
+
+    8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
+    """
+    data, scales, zeros = quantized
+    if data.dtype == torch.float8_e4m3fn or format == BYTEWISE:
+        return {"weight": data, "weight_scale": scales}
+    packed = data.dtype == torch.int32
+    words = data if packed else to_bytes(data.cpu())
+    found = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(quantized.shape)}
+    if zeros is not None:
+        found["weight_zero_point"] = packed_zeros(zeros) if packed else to_bytes(zeros.t()).t().contiguous()
+    return found
+
+
+def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quantized:
+    """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold.
+
+    taken: nobody else reads the parts. Then the numbers lie where the packed ones did, whatever their layout.
+    """
+    scales = _held(held, "weight_scale")
+    if not scales.is_floating_point() or scales.dtype in BYTES:
+        raise ValueError(f"scales of dtype {scales.dtype}")
+    data, zeros = held.get("weight"), held.get("weight_zero_point")
+    if held.get("weight_packed") is not None:
+        data, zeros = _unpacked(held["weight_packed"], _held(held, "weight_shape"), scales, zeros, taken)
+    elif data is None or data.dtype not in BYTES or data.dim() != 2:
+        raise ValueError("a weight that is no matrix of int8 or float8_e4m3fn, nor packed")
+    rows = data.shape[0]
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(rows, 1).contiguous()
+        zeros = None if zeros is None else zeros.reshape(1, 1).expand(rows, 1).contiguous()
+    columns = Quantized(data, scales).shape[1]
+    if scales.dim() != 2 or scales.shape[0] != rows or not scales.shape[1] or columns % scales.shape[1]:
+        raise ValueError(f"scales {tuple(scales.shape)} for a weight {(rows, columns)}")
+    if columns % PER_WORD:
+        raise ValueError(f"{columns} inputs, not a multiple of {PER_WORD}")
+    if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
+        raise ValueError(f"zero points {tuple(zeros.shape)} of {zeros.dtype} for scales {tuple(scales.shape)}")
+    return Quantized(data, scales, zeros)
+
+
+def by_order(quantized: Quantized, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (N, K) in dtype whose columns are of the groups that order (K,) says. Raises ValueError for another.
+
+    "Activation order" of GPTQ, see compressed-tensors 0.20 (actorder "group"): columns stay where they are.
+    """
+    columns, groups = quantized.shape[1], quantized.scales.shape[1]
+    if order.dtype.is_floating_point or order.shape != (columns,):
+        raise ValueError(f"an order of columns {tuple(order.shape)} of {order.dtype} for {columns} inputs")
+    order = order.long()
+    if bool((order.sort().values != torch.arange(columns, device=order.device) // quantized.group).any()):
+        raise ValueError(f"an order of columns that does not give each of {groups} groups {quantized.group} of them")
+    numbers = quantized.numbers().float()
+    if quantized.zeros is not None:
+        numbers -= quantized.zeros.float()[:, order]
+    return (numbers * quantized.scales.float()[:, order]).to(dtype)
+
+
+def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
+    if held.get(name) is None:
+        raise ValueError(f"no {name}")
+    return held[name]
+
+
+def _unpacked(
+    words: torch.Tensor, shape: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, taken: bool
+) -> tuple:
+    """Data and zero points as a Quantized has them."""
+    if words.dtype != torch.int32 or words.dim() != 2 or shape.numel() != 2:
+        raise ValueError(f"a packed weight {tuple(words.shape)} of {words.dtype}")
+    rows, columns = shape.tolist()
+    wide = bits(words, shape)
+    if words.shape[0] != rows or wide not in (4, 8) or words.shape[1] * WORD != wide * columns:
+        raise ValueError(f"a packed weight {tuple(words.shape)} for the shape {(rows, columns)}: neither 4 nor 8 bits")
+    if zeros is not None:
+        per_word = WORD // wide
+        if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
+            raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
+        zeros = (unpacked_zeros if wide == 4 else _zeros_of_bytes)(zeros, rows)
+    return (words if wide == 4 else from_bytes(words, taken)), zeros
+
+
+def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
+    """Of a number in a packed weight of this shape."""
+    columns = int(shape.flatten()[-1])
+    return columns and words.shape[-1] * WORD // columns
+
+
+def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """(N, groups) of -8..7 as int32 (ceil(N / 8), groups)."""
+    lacking = -zeros.shape[0] % PER_WORD
+    return pack(torch.nn.functional.pad(zeros.t(), (0, lacking), value=-8)).t().contiguous()
+
+
+def unpacked_zeros(words: torch.Tensor, rows: int) -> torch.Tensor:
+    return unpack(words.t())[:, :rows].t().contiguous()
+
+
+def from_bytes(words: torch.Tensor, taken: bool = False) -> torch.Tensor:
+    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4), stored plus 128; in the same memory where that is `taken`."""
+    stored = words.contiguous().view(torch.uint8)
+    return (stored.bitwise_xor_(128) if taken else stored ^ 128).view(torch.int8)
+
+
+def to_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """`from_bytes` taken back; where K is no multiple of 4, the last bytes are 0."""
+    if lacking := -numbers.shape[1] % 4:
+        numbers = torch.nn.functional.pad(numbers, (0, lacking), value=-128)
+    words = (numbers.contiguous().view(torch.uint8) ^ 128).flatten().view(torch.int32)
+    return words.view(numbers.shape[0], -1)
+
+
+def _zeros_of_bytes(words: torch.Tensor, rows: int) -> torch.Tensor:
+    return from_bytes(words.t())[:, :rows].t().contiguous()
+
+
+def scheme_of(quantized: Quantized) -> Scheme:
+    """As the tensors are; a group that takes all columns is a scale by row."""
+    number = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}[quantized.data.dtype]
+    return Scheme(number, None if quantized.scales.shape[1] == 1 else quantized.group, quantized.zeros is None)
+
+
+def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[str] = ()) -> dict:
+    """`quantization_config` of config.json. schemes: by the path of each quantized linear. heads: those of them that
+    are output heads, which are always named: other engines' classes for them are not called linear.
+    """
+    by_scheme: dict[Scheme, list[str]] = {}
+    for path, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(path)
+    alone = len(by_scheme) == 1 and not schemes.keys() <= set(heads)
+    groups = [
+        _group(scheme, [*sorted(heads), "Linear"] if alone else sorted(paths)) for scheme, paths in by_scheme.items()
+    ]
+    formats = sorted({group["format"] for group in groups})
+    # compressed-tensors 0.20 has no room for packed zero points where transformers loads a model as it is stored.
+    packed = any(format_of(scheme) == PACKED and not scheme.symmetric for scheme in by_scheme)
+    return ({"dequantize": True} if packed else {}) | {
+        "quant_method": METHOD,
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def rounding_of(found: Mapping) -> str | None:
+    """How `input_activations` has inputs rounded: a value of `Options.activations`.
+
+    None for inputs that stay as they are, and for what is not understood: scales that go neither by token nor, fixed,
+    by tensor.
+    """
+    kind = {"int": "int8", "float": "fp8"}.get(found.get("type"))
+    if kind is None or found.get("num_bits") != 8 or not found.get("symmetric", True):
+        return None
+    ways = {(True, "token"): kind, (False, "tensor"): f"{kind}-static"}
+    return ways.get((found.get("dynamic"), found.get("strategy")))
+
+
+def input_scale(held: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    """(1,) float32. Raises ValueError where there is none, or no number above 0."""
+    scale = _held(held, SCALE)
+    if scale.numel() != 1 or not scale.is_floating_point():
+        raise ValueError(f"scales of inputs {tuple(scale.shape)} of {scale.dtype}, not one")
+    scale = scale.detach().to(torch.float32, copy=True).view(1)
+    if not 0 < scale.item() < float("inf"):
+        raise ValueError(f"{scale.item()} as the scale of its inputs")
+    return scale
+
+
+def _rounded(scheme: Scheme) -> dict | None:
+    """What is said of inputs; of those with columns in 16 bits nothing, which others could not do."""
+    static = FIXED.get(scheme.activations) == SCALE
+    if not static and scheme.activations not in ("int8", "fp8"):
+        return None
+    kind, strategy = "float" if scheme.number == "fp8" else "int", "tensor" if static else "token"
+    how = {"strategy": strategy, "group_size": None, "dynamic": not static}
+    return {"num_bits": 8, "type": kind, "symmetric": True} | how
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict:
+    weights = {
+        "num_bits": 4 if scheme.number == "int4" else 8,
+        "type": "float" if scheme.number == "fp8" else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "channel" if scheme.group is None else "group",
+        "group_size": scheme.group,
+        "dynamic": False,
+    }
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": _rounded(scheme),
+        "output_activations": None,
+        "format": format_of(scheme),
+    }

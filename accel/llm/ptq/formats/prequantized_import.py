@@ -1,0 +1,119 @@
+"""The quantized linears a model arrived with, to be repacked into ours, and given back."""
+
+import torch
+from accel_kernels import Quantized
+from torch import nn
+
+from accel.errors import reason_of
+from accel.llm.ptq.formats.compressed_tensors import scheme_of
+from accel.llm.ptq.formats.gptq_awq_bnb import Awq, Bitsandbytes8, Gptq
+from accel.llm.ptq.formats.prequantized import CompressedTensors, PrequantizedLinear, of_package
+from accel.llm.ptq.formats.saving import guard
+from accel.patching.structure import hooked, placement
+from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.patch import QuantizedLinearPatch, exchange
+from accel.quantization.scheme import Scheme
+
+KINDS = (CompressedTensors, Gptq, Awq, Bitsandbytes8)
+
+
+class PrequantizedImport(QuantizedLinearPatch):
+    """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
+
+    rows: (path, status, reason) of every quantized linear that was found. A hook by which compressed-tensors would
+    dequantize the whole model at its first call is taken off once there is nothing left for it.
+    """
+
+    def __init__(self, root: nn.Module, activations: str | None = None):
+        super().__init__(root, True, guard(root))
+        self.activations = activations
+        self.found: dict[str, PrequantizedLinear] = {}
+        self.rows: list[tuple[str, str, str]] = []
+        self.dtype = placement(root)[1]
+        self.head = set(root.get_output_embeddings().modules())
+        for path, module in root.named_modules():
+            answer = _recognized(module, self.dtype)
+            if isinstance(answer, PrequantizedLinear):
+                self.found[path] = answer
+                scheme = self._scheme(answer, answer.read())
+                note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
+                self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
+            elif answer is not None:
+                self.rows.append((path, "skipped", answer))
+        self.hooks: dict = {}
+
+    def put(self) -> None:
+        self.there = True
+        if self.found and self.guard is not None:
+            self.guard.apply()
+        for prequantized in self.found.values():
+            quantized = prequantized.read()
+            scheme = self._scheme(prequantized, quantized)
+            new = QuantizedLinear(
+                quantized, prequantized.bias, self.dtype, scheme, input_scale=prequantized.input_scale
+            )
+            self.pairs.append((prequantized, new))
+            prequantized.release()
+        exchange(self.root, [(prequantized.module, new) for prequantized, new in self.pairs])
+        if self.found and not any(status == "skipped" for _, status, _ in self.rows):
+            self._take_hooks()
+
+    def _scheme(self, prequantized: PrequantizedLinear, quantized: Quantized) -> Scheme:
+        """Its own, with activations rounded where they are to be and can be: not of the output head."""
+        scheme = scheme_of(quantized)
+        exact = self.activations is None or prequantized.module in self.head
+        fixed = prequantized.input_scale is not None and FIXED.get(self.activations) == SCALE
+        rounding = scheme if exact else scheme.rounding(self.activations, fixed)
+        return scheme if isinstance(rounding, str) else rounding
+
+    def _take_hooks(self) -> None:
+        hooks = vars(self.root)["_forward_pre_hooks"]
+        self.hooks = {key: hook for key, hook in hooks.items() if of_package(hook)}
+        for key in self.hooks:
+            del hooks[key]
+
+    def apply(self) -> None:
+        if self.there:
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self.put()
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        if not self.there:
+            return
+        if self.found and self.guard is not None:
+            self.guard.undo()
+        vars(self.root)["_forward_pre_hooks"].update(self.hooks)
+        exchange(self.root, [(new, prequantized.module) for prequantized, new in self.pairs])
+        while self.pairs:
+            prequantized, new = self.pairs[-1]
+            prequantized.refill(new.quantized, None if new.dtype == self.dtype else new.dtype)
+            self.pairs.pop()
+            new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
+        self.hooks, self.there = {}, False
+
+
+def _recognized(module: nn.Module, dtype) -> PrequantizedLinear | str | None:
+    """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
+    for kind in KINDS:
+        try:
+            answer = kind.recognize(module, dtype)
+            if isinstance(answer, PrequantizedLinear):
+                answer.read()
+        except ValueError as error:
+            return str(error)
+        except Exception as error:  # whatever tensors of other shapes, or without memory, may raise
+            return f"its tensors cannot be read: {reason_of(error)}"
+        if answer is None:
+            continue
+        if isinstance(answer, str):
+            return answer
+        if reason := hooked(module):
+            return reason
+        return answer
+    return None

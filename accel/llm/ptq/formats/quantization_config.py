@@ -1,0 +1,137 @@
+"""What `quantization_config` of config.json says of the linears of a folder in the layout of compressed-tensors.
+
+A file may say one thing and the tensors beside it another. Who believes the one or the other gets wrong weights without
+a word, so both are read, and compared.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from accel_kernels.gemm.quantized_weight import Quantized
+
+PATTERN = "re:"  # in front of a regular expression among paths
+LINEAR = "Linear"  # a class among paths
+ORDERED = "group"  # the value of `actorder` with which columns of one group lie apart
+SAID = "quantization_config"
+KINDS = {"int": (torch.int8, torch.int32), "float": (torch.float8_e4m3fn,)}
+STRATEGIES = ("tensor", "channel", "group")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of `config_groups`. bits, kind, symmetric, strategy, size, ordered: of weights. activations: as they are."""
+
+    name: str
+    targets: tuple[str, ...]
+    bits: int
+    kind: str
+    symmetric: bool
+    strategy: str
+    size: int | None
+    ordered: bool
+    activations: Mapping
+
+    def contradicts(self, weight: Quantized, scales: torch.Tensor, ordered: bool) -> str | None:
+        """What it says of a weight and what the tensors are, where that differs. scales: as in the file; ordered:
+        whether the file holds an order of columns.
+        """
+        columns, found = weight.shape[1], 1 if scales.numel() == 1 else scales.shape[-1]
+        size = {"tensor": columns, "channel": columns}.get(self.strategy, self.size)
+        held = next(kind for kind, dtypes in KINDS.items() if weight.data.dtype in dtypes)
+        pairs = [
+            ("num_bits", self.bits, weight.bits),
+            ("type", self.kind, held),
+            ("symmetric", self.symmetric, weight.zeros is None),
+            ("group_size", size, columns // found),
+            ("actorder", *(ORDERED if one else None for one in (self.ordered, ordered))),
+        ]
+        if self.strategy == "tensor" and scales.numel() != 1:
+            pairs.append(("strategy", "tensor", f"{scales.shape[0]} scales"))
+        differing = ((name, said, own) for name, said, own in pairs if said != own)
+        told = (f"{name} is {said!r} in {SAID} and {own!r} in the tensors" for name, said, own in differing)
+        return next(told, None)
+
+
+class Said:
+    """A `quantization_config`, read. Raises ValueError for a field of another kind than it must be, naming it."""
+
+    def __init__(self, said: Mapping):
+        groups = _field(said, "config_groups", Mapping, SAID)
+        self.groups = [_group(f"{SAID}.config_groups.{name}", name, found) for name, found in groups.items()]
+        self.ignored = tuple(_texts(said, "ignore", SAID, ()))
+
+    def group(self, path: str) -> Group | None:
+        """That of a linear: a group that names it goes before one that names all linears."""
+        ranked = [(rank, group) for group in self.groups if (rank := _rank(group.targets, path)) is not None]
+        return min(ranked, key=lambda one: one[0])[1] if ranked else None
+
+    def leaves(self, path: str) -> bool:
+        """Whether it says that this linear is not quantized."""
+        return _rank([one for one in self.ignored if one != LINEAR], path) is not None
+
+
+def _group(where: str, name: str, found: object) -> Group:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where} is {found!r}, not an object")
+    weights = _field(found, "weights", Mapping, where)
+    inside = f"{where}.weights"
+    size = _field(weights, "group_size", int, inside, None)
+    size = None if size == -1 else size
+    usual = "channel" if weights.get("group_size") == -1 else "tensor" if size is None else "group"
+    strategy = _field(weights, "strategy", str, inside, usual)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{inside}.strategy is {strategy!r}; read are {', '.join(STRATEGIES)}")
+    if strategy == "group" and (size is None or size < 1):
+        raise ValueError(f"{inside}.group_size is {size!r}, and strategy is 'group'")
+    kind = _field(weights, "type", str, inside, "int")
+    if kind not in KINDS:
+        raise ValueError(f"{inside}.type is {kind!r}; read are {', '.join(KINDS)}")
+    return Group(
+        name,
+        tuple(_texts(found, "targets", where)),
+        _field(weights, "num_bits", int, inside, 8),
+        kind,
+        _field(weights, "symmetric", bool, inside, True),
+        strategy,
+        size,
+        _field(weights, "actorder", str, inside, None) == ORDERED,
+        _field(found, "input_activations", Mapping, where, {}) or {},
+    )
+
+
+MISSING = object()
+NAMES = {Mapping: "an object", int: "a whole number", str: "a text", bool: "true or false", Sequence: "a list"}
+
+
+def _field(said: Mapping, name: str, kind: type, where: str, usual: object = MISSING):
+    """The value of a field, `usual` where it is not there or null."""
+    value = said.get(name)
+    if value is None and usual is not MISSING:
+        return usual
+    wrong = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+    if wrong or (kind is Sequence and isinstance(value, str)):
+        raise ValueError(f"{where}.{name} is {value!r}, not {NAMES[kind]}")
+    return value
+
+
+def _texts(said: Mapping, name: str, where: str, usual: object = MISSING) -> Sequence[str]:
+    values = _field(said, name, Sequence, where, usual)
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{where}.{name} holds {value!r}, not a text")
+        try:
+            re.compile(value.removeprefix(PATTERN) if value.startswith(PATTERN) else "")
+        except re.error as error:
+            raise ValueError(f"{where}.{name} holds {value!r}: {error}") from None
+    return values
+
+
+def _rank(targets: Sequence[str], path: str) -> int | None:
+    """How closely one of the targets names a path: 0 for itself, 1 for a pattern, 2 for all linears, None for none."""
+    if path in targets:
+        return 0
+    if any(one.startswith(PATTERN) and re.match(one.removeprefix(PATTERN), path) for one in targets):
+        return 1
+    return 2 if LINEAR in targets else None

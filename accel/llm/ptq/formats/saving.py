@@ -1,0 +1,135 @@
+"""A model with quantized linears, saved: `save_pretrained` writes the layout of compressed-tensors."""
+
+import copy
+import warnings
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from accel.llm.ptq.formats import compressed_tensors as compressed
+from accel.llm.ptq.formats.quantization_config import PATTERN
+from accel.patching.patch import Patch
+from accel.quantization.activations import COLUMNS, FIXED, SCALE
+from accel.quantization.linears import BASE
+from accel.quantization.module import QuantizedLinear
+
+SAVE = "save_pretrained"
+TIED = "tie_word_embeddings"
+TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
+PARTS = ("data", "scales", "zeros", SCALE, COLUMNS)
+APART = "where others have zero points, transformers reads all by the scheme of those"
+
+
+class SaveOverride:
+    """Stands in `vars(model)["save_pretrained"]` while linears are quantized; takes what the model's own takes.
+
+    Writes safetensors and a config.json that stock transformers and other engines load (see `compressed`). A linear
+    whose own class holds its weight (in, out), as GPT-2's, has no place in that layout: its weight is written as the
+    numbers stand for, in the model's dtype, which a warning says.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+        model = self.model
+        own = getattr(type(model), SAVE)
+        names = state_dict if state_dict is not None else model.state_dict()
+        held = _held(model, names)
+        if getattr(model, "_hf_peft_config_loaded", False) or (state_dict is not None and not held):
+            own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
+            return
+        if inside := [path for path in held if BASE in path.split(".")]:
+            raise ValueError(
+                f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
+            )
+        heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
+        written, schemes = _written(names, held, heads)
+        # A copy that shares all but its configuration: the user's keeps what it says.
+        twin = copy.copy(model)
+        for name in (SAVE, "hf_quantizer"):
+            vars(twin).pop(name, None)
+        twin.config = copy.deepcopy(model.config)
+        vars(twin.config).pop("quantization_config", None)
+        if heads:
+            untie(twin.config)
+        if schemes:
+            others = ignored(model, schemes)
+            twin.config.quantization_config = compressed.config(schemes, others, heads & schemes.keys())
+            if any(name.startswith(PATTERN) for name in others):
+                # Taken apart, transformers would read experts as quantized ones, and find none.
+                kwargs.setdefault("save_original_format", False)
+        own(twin, save_directory, *args, state_dict=written, **kwargs)
+
+
+def untie(config: PretrainedConfig) -> None:
+    """The output head has numbers of its own, not those of the embeddings in 16 bits."""
+    for one in (config, config.get_text_config()):
+        if getattr(one, TIED, False):
+            setattr(one, TIED, False)
+
+
+def guard(model: nn.Module) -> Patch | None:
+    """A patch that has the model saved so; None where it is already."""
+    return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
+
+
+def _held(model: nn.Module, names: dict) -> dict[str, QuantizedLinear]:
+    """Quantized linears by every path they have among the names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {p: m for p, m in modules if type(m) is QuantizedLinear and f"{p}.scales" in names}
+
+
+def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> tuple[dict[str, torch.Tensor], dict]:
+    """What the file is to hold, and the scheme of each linear that stays quantized in it."""
+    written, schemes, whole, seen, unsaid = dict(names), {}, {}, set(), 0
+    shifted = {module.scheme for module in held.values() if not (module.transposed or module.scheme.symmetric)}
+    for path, module in held.items():
+        data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
+        quantized = module.read(data, scales, zeros)
+        if module.transposed:
+            whole.setdefault(TURNED, []).append(path)
+            found = {"weight": quantized.dequantized(module.dtype).t().contiguous()}
+        elif path in heads and shifted - {module.scheme}:
+            whole.setdefault(APART, []).append(path)
+            found = {"weight": quantized.dequantized(module.dtype)}
+        else:
+            schemes[path] = module.scheme
+            found = compressed.parts(quantized, compressed.format_of(module.scheme))
+            fixed = FIXED.get(module.scheme.activations)
+            if fixed == SCALE:
+                found[SCALE] = inputs.to(module.dtype)
+            elif fixed == COLUMNS:
+                unsaid += columns is not None
+        if id(module) in seen:  # the same layer in two places, of which stock's has two
+            found = {name: tensor.clone() for name, tensor in found.items()}
+        seen.add(id(module))
+        written.update({f"{path}.{name}": tensor for name, tensor in found.items()})
+    if unsaid:
+        warnings.warn(
+            f"columns that calibration fixed in the inputs of {unsaid} linear layers are not saved, nor that these are "
+            "rounded: no file of compressed-tensors says such a thing",
+            stacklevel=4,
+        )
+    for reason, paths in whole.items():
+        warnings.warn(
+            f"{len(paths)} linear layers, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: "
+            f"{reason}; their values are the quantized ones",
+            stacklevel=4,
+        )
+    return written, schemes
+
+
+def ignored(model: nn.Module, schemes: dict) -> list[str]:
+    """What others are not to take for quantized: all linears that are not, and stacks of matrices, as of experts."""
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in schemes:
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            found.append(path)
+        elif path and any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+            found.append(rf"{PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,275 @@
+"""A model quantized for good, layer by layer: the work behind `accel.quantize`."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel.llm.ptq.calibrate import LayerResult, quantize_layers
+from accel.llm.ptq.calibration.batches import batches
+from accel.llm.ptq.calibration.layer_offload import moved
+from accel.llm.ptq.calibration.linears import heads, linears
+from accel.llm.ptq.calibration.matrices import weight_matrix
+from accel.llm.ptq.checkpoint import Checkpoint, data_digest, model_digest
+from accel.llm.ptq.formats.saving import SAVE, SaveOverride
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.runtime.linear import weights
+from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
+from accel.patching.patch import set_data
+from accel.patching.structure import meta_weights
+from accel.planning.plan import PLAN
+from accel.quantization.activations import FIXED, is_static
+from accel.quantization.linears import BASE, nothing
+from accel.quantization.model import quantization_record
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.patch import exchange, held_elsewhere
+from accel.quantization.rounding import round_to_nearest, sqnr_db
+from accel.quantization.scheme import Scheme
+
+BY_ITSELF = "rtn"  # the method that looks at no data
+SMOOTHED = "int8"  # activations of a model that was smoothed for them
+WITH_DATA = "gptq"  # what is chosen where there is some
+
+
+@dataclass
+class Run:
+    """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; by the path
+    of a layer `seconds`, and `notes` and `sqnr_db` as of a `CalibratedLayer`; `taken`, how many layers an earlier run
+    had done, of which there are none of these.
+    """
+
+    rows: list[dict] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sqnr_db: dict[str, float] = field(default_factory=dict)
+    taken: int = 0
+
+    def reasons(self) -> Counter:
+        """Linears left alone, by why."""
+        return Counter(self.skipped.values())
+
+
+def quantize(
+    model: nn.Module,
+    scheme: str,
+    calibration: object,
+    tokenizer,
+    method: str | None,
+    out: Path | None,
+    at: Callable[[int, int], None],
+    activations: str | None = None,
+    device: str | torch.device | None = None,
+) -> Run:
+    """As `accel.quantize`. at: called with the linears that are done and all of them."""
+    parsed, method = _choices(model, scheme, calibration, method)
+    device = None if device is None else _device(device)
+    activations = _activations(activations, scheme, method, calibration)
+    if is_static(activations):
+        parsed = replace(parsed, activations=activations)
+    chosen, skipped = linears(model, parsed)
+    schemes = dict.fromkeys(chosen, replace(parsed, activations=activations))
+    head = Scheme.of_head(scheme)
+    last, left = heads(model, head)
+    schemes |= dict.fromkeys(last, head)
+    chosen, skipped = chosen | last, skipped | left
+    if not chosen:
+        raise ValueError(nothing(scheme, skipped))
+    if out is not None and (
+        getattr(model, "_hf_peft_config_loaded", False) or any(BASE in p.split(".") for p in chosen)
+    ):
+        raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
+    data = [] if calibration is None else batches(model, calibration, tokenizer)
+    checkpoint, known = None, {}
+    if out is not None:
+        digests = {"model": model_digest(model), "calibration": data_digest(data)}
+        asked = {"scheme": scheme, "method": method, "activations": parsed.activations}
+        checkpoint = Checkpoint(out, asked | digests)
+        known = checkpoint.known()
+    done = Run(skipped=skipped, taken=len(known))
+    results = {path: _checked(result, model, chosen) for path, result in known.items()}
+    results |= {path: _nearest(path, module, head, device) for path, module in last.items()}
+    count = _linears(results)
+    at(count, len(chosen))
+    originals = Originals(model)
+    with originals:
+        start = time.perf_counter()
+        for result in originals.ahead(quantize_layers(model, parsed, method, data, known, device)):
+            if result.path in results:
+                continue
+            results[result.path] = _checked(result, model, chosen)
+            if checkpoint is not None:
+                checkpoint.add(result)
+            now = time.perf_counter()
+            done.seconds[result.path], start = now - start, now
+            done.notes[result.path] = tuple(getattr(result, "notes", ()))
+            if (ratio := getattr(result, "sqnr_db", None)) is not None:
+                done.sqnr_db[result.path] = ratio
+            count += len(result.weights)
+            at(count, len(chosen))
+        missing = chosen.keys() - {path for result in results.values() for path in result.weights}
+        if missing:
+            raise ValueError(f"method={method!r} gave no weight for {min(missing)}")
+    with torch.inference_mode(False), torch.no_grad():
+        done.rows = _put(model, results, chosen, schemes, originals, device)
+    if checkpoint is not None:
+        model.save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
+        checkpoint.finish()
+    return done
+
+
+class Originals:
+    """The weights of layers before methods replace them, on the CPU; put back where there is an error inside."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.held = model, {}
+        try:
+            stack, layers = decoder_layers(model)
+            self.paths = [f"{stack}.{number}." for number in range(len(layers))]
+        except NotUnderstood:
+            self.paths = [""]
+
+    def ahead(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
+        """The results, layer by layer; each layer's weights are kept before it is done."""
+        results = iter(results)
+        for path in self.paths:
+            for name, parameter in self.model.named_parameters():
+                if name.startswith(path):
+                    # No copy of what is there already: a method gives a parameter new memory, see `put`.
+                    self.held[name] = parameter.detach().to("cpu")
+            result = next(results, None)
+            if result is None:
+                return
+            yield result
+
+    def __enter__(self) -> "Originals":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for name, tensor in self.held.items():
+                    parameter = self.model.get_parameter(name)
+                    if not torch.equal(parameter.detach().cpu(), tensor):
+                        parameter.detach().copy_(tensor)
+
+
+def _choices(model: nn.Module, scheme: object, calibration: object, method: object) -> tuple[Scheme, str]:
+    """Raises ValueError for what cannot be, before anything is read or changed."""
+    if scheme not in WEIGHTS:
+        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(map(repr, WEIGHTS))}")
+    if method is None:
+        method = BY_ITSELF if calibration is None else WITH_DATA
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}")
+    if method != BY_ITSELF and calibration is None:
+        raise ValueError(f"method={method!r} looks at calibration data: give calibration=, texts or batches")
+    if PLAN in vars(model):
+        raise ValueError("this model is optimized: call accel.restore(model), quantize it, then accel.optimize(model)")
+    if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
+        raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
+    return Scheme.parse(scheme), method
+
+
+def _device(given: object) -> torch.device:
+    """Raises ValueError for what is none, or is not there."""
+    try:
+        return torch.empty(0, device=given).device
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={given!r}: {str(error).splitlines()[0]}") from None
+
+
+def _activations(activations: object, scheme: str, method: str, calibration: object) -> str | None:
+    """How activations are to be rounded. Raises ValueError for what cannot be."""
+    if activations is None:
+        return SMOOTHED if method == "smoothquant" else None
+    if activations not in (valid := (*ACTIVATIONS, *STATIC)):
+        raise ValueError(f"activations={activations!r} is not one of None, {', '.join(map(repr, valid))}")
+    check_activations(activations, scheme)
+    if is_static(activations) and calibration is None:
+        raise ValueError(
+            f"activations={activations!r} is fixed by calibration data: give calibration=, texts or batches"
+        )
+    return activations
+
+
+def _linears(results: dict[str, LayerResult]) -> int:
+    return sum(len(result.weights) for result in results.values())
+
+
+def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]) -> LayerResult:
+    """Raises ValueError where a result is not of this model."""
+    for path, quantized in result.weights.items():
+        held = None if path not in chosen else weights(chosen[path])
+        shape = None if held is None else tuple(reversed(held.weight.shape) if held.transposed else held.weight.shape)
+        if shape != quantized.shape:
+            raise ValueError(f"layer {result.path}: {path} is {shape} in the model and {quantized.shape} in the result")
+    for path, tensor in result.changed.items():
+        owner, _, name = path.rpartition(".")
+        parameter = model.get_submodule(owner)._parameters.get(name)
+        if parameter is None or parameter.shape != tensor.shape:
+            raise ValueError(f"layer {result.path}: {path} of shape {tuple(tensor.shape)} is no parameter of the model")
+    return result
+
+
+def _nearest(path: str, module: nn.Module, scheme: Scheme, device: torch.device | None) -> LayerResult:
+    """The output head: no method looks at what it is given."""
+    try:
+        found = round_to_nearest(moved(weight_matrix(module), device), scheme)
+        return LayerResult(path, {path: _on(found, module.weight.device)}, {})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _put(
+    model: nn.Module,
+    results: dict[str, LayerResult],
+    chosen: dict[str, nn.Module],
+    schemes: dict[str, Scheme],
+    originals: Originals,
+    device: torch.device | None,
+) -> list[dict]:
+    """Takes results and chosen apart as it goes: what is replaced is freed at once. device: where decibels are taken;
+    None: where the model is.
+    """
+    if SAVE not in vars(model):
+        vars(model)[SAVE] = SaveOverride(model)
+    rows, tied = [], held_elsewhere(model, chosen.values())
+    for path in list(results):
+        result = results.pop(path)
+        pairs = []
+        for where, quantized in result.weights.items():
+            module, scheme = chosen.pop(where), schemes[where]
+            transposed = weights(module).transposed
+            weight = module.weight.t() if transposed else module.weight
+            exact = originals.held.pop(f"{where}.weight", module.weight)
+            exact = exact.t() if transposed else exact
+            # Against a weight that others changed with, the ratio would mean nothing.
+            place = weight.device if device is None else device
+            ratio = None if result.changed else sqnr_db(exact.to(place), _on(quantized, place))
+            fixed = {}
+            if is_static(scheme.activations):
+                if where in result.inputs:
+                    fixed[FIXED[scheme.activations]] = result.inputs[where].to(weight.device)
+                else:
+                    scheme = replace(scheme, activations=None)
+            row = quantization_record(where, scheme, weight, quantized, tied.get(id(module.weight)), ratio, False)
+            rows.append(row | {name: tensor.tolist() for name, tensor in fixed.items()})
+            held = _on(quantized, weight.device)
+            pairs.append((module, QuantizedLinear(held, module.bias, weight.dtype, scheme, transposed, **fixed)))
+        for where, tensor in result.changed.items():
+            set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
+        exchange(model, pairs)
+        pairs = module = weight = None
+    return rows
+
+
+def _on(quantized, device: torch.device):
+    return type(quantized)(*(None if tensor is None else tensor.to(device) for tensor in quantized))

@@ -1,1 +1,0 @@
-"""Quantised language models: calibration, saving, loading, and what arrives quantised."""

@@ -1,0 +1,125 @@
+"""A recorded run as data: which modules were called with what, layer by layer."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.window import window
+
+
+class Value:
+    """A tensor seen on its way: itself, by which it is known again, and what it held then."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.held = tensor, tensor.detach().clone()
+
+    def same(self, other: "Value | None") -> bool:
+        """Whether both are the same elements of the same memory; reshaped or not."""
+        return (
+            other is not None
+            and self.tensor.data_ptr() == other.tensor.data_ptr()
+            and self.tensor.numel() == other.tensor.numel()
+            and torch.equal(self.held.flatten(), other.held.flatten())
+        )
+
+
+@dataclass
+class Call:
+    """One call of a module inside a layer. `input` and `output`: its first tensors."""
+
+    module: nn.Module
+    parent: nn.Module | None
+    args: tuple
+    kwargs: dict
+    input: Value | None
+    output: Value | None = None
+    result: object = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the input was the only tensor given."""
+        given = (*self.args, *self.kwargs.values())
+        return self.input is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
+
+
+@dataclass
+class Attended:
+    """What the recording attention function was given. query: (rows, heads, tokens, D); and what it gave, output:
+    (rows, tokens, heads, D).
+    """
+
+    query: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict
+    output: torch.Tensor
+
+
+@dataclass
+class LayerRecord:
+    """One layer's run. attention: the module that stored keys and values, (rows, kv heads, tokens, D), rotated.
+
+    kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in a loud
+    record, the formula found in an ordinary one.
+    """
+
+    layer: nn.Module
+    path: str
+    kinds: dict
+    known: object | None = None
+    call: Call | None = None
+    calls: list[Call] = field(default_factory=list)
+    attention: nn.Module | None = None
+    index: int | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    attended: Attended | None = None
+
+    def forget(self, scores: bool) -> None:
+        """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
+        self.call, self.calls, self.values = None, [], None
+        if not scores:
+            self.keys = self.attended = None
+        elif self.attended is not None:
+            self.attended.mask = self.attended.output = None
+
+    def name(self, module: nn.Module) -> str:
+        """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""
+        return next(name for name, own in self.layer.named_modules() if own is module)
+
+    def inside(self, parent: nn.Module) -> list[Call]:
+        """Calls of the direct children of a module, in the order in which they ended."""
+        return [call for call in self.calls if call.parent is parent]
+
+
+@dataclass
+class Record:
+    """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
+
+    own: the model kept its own attention, and the masks are those of an earlier run; asked: it asked transformers for
+    one.
+    """
+
+    layers: list[LayerRecord]
+    own: bool = False
+    asked: bool = False
+    masks: list[tuple[torch.Tensor | None, object]] = field(default_factory=list)
+    windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
+
+    def window(self, mask: torch.Tensor | None) -> int | None:
+        """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.
+
+        Where the model keeps its attention, something may have been added to the mask: then all must be alike.
+        """
+        functions = [function for made, function in self.masks if self.own or made is mask]
+        for function in functions:
+            if id(function) not in self.windows:
+                self.windows[id(function)] = window(function)
+        windows = {self.windows[id(function)] for function in functions}
+        if len(windows) != 1:
+            raise NotUnderstood("its attention mask is made in a way of its own")
+        return windows.pop()
+
+    def made(self, mask: object) -> bool:
+        return any(made is mask for made, _ in self.masks)

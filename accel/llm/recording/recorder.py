@@ -1,0 +1,280 @@
+"""What the layers of a language model do, seen once: the tensors that pass through them in a small stock run.
+
+Nothing is taken on trust from names or classes. Temporary hooks note what goes into every module of every layer and
+what comes out; a temporary attention function and mask function note queries, scale and mask. They stand in the
+registries of transformers under a name of this recording alone, which only copies of the configuration hold, lent to
+the model's modules: whatever other models do meanwhile, on this thread or another, with the same configuration or not,
+is theirs. All of it is gone afterwards, also after an error.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
+
+from accel.errors import reason_of
+from accel.llm.kv_cache.cache import STOCK
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.implementation import foreign_attention, lent_configs
+from accel.llm.recording.inputs import few
+from accel.llm.recording.plain_attention import plain_attention
+from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Value
+from accel.patching.structure import foreign_hooks, placement
+from accel.quantization.module import QuantizedLinear
+
+NAME = "accel_recording"
+ROWS = 2
+AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The stack of layers and its path: the ModuleList as long as the model is deep that a text goes through.
+
+    Where there are several of that length, as of a vision and a text tower, the one that runs last before the output
+    head. Raises NotUnderstood.
+    """
+    try:
+        depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    except ValueError as error:  # several texts
+        raise NotUnderstood(f"its configuration names no one text model: {error}") from error
+    stacks = {
+        path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module) == depth
+    }
+    stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
+    if not stacks:
+        raise NotUnderstood(f"no list of {depth} layers")
+    path = next(iter(stacks)) if len(stacks) == 1 else _last_to_run(model, stacks)
+    return path, stacks[path]
+
+
+def _last_to_run(model: nn.Module, stacks: dict[str, nn.ModuleList]) -> str:
+    """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
+    order, thread = [], threading.get_ident()
+
+    def note(path: str, *_) -> None:
+        if threading.get_ident() == thread:
+            order.append(path)
+
+    with ExitStack() as undo:
+        if model_side_effects(model) is None:
+            for path, layers in stacks.items():
+                for layer in layers:
+                    undo.callback(layer.register_forward_hook(partial(note, path)).remove)
+            try:
+                with resting(model):
+                    type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)
+            except Exception as error:  # whatever a forward may raise
+                reason_of(error)
+    return order[-1] if order else next(iter(stacks))
+
+
+def keeps_more(model: nn.Module) -> str | None:
+    """What the model's cache keeps besides keys and values, in a reason; None where it keeps nothing else."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(STOCK)
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    return f"its cache keeps more than keys and values: {names}" if kinds else None
+
+
+def example_ids(model: nn.Module, tokens: int, seed: int = 0) -> torch.Tensor:
+    """(ROWS, tokens) random token numbers, from a generator of their own."""
+    device, _ = placement(model)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@contextmanager
+def resting(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in inference mode without gradients or autocast. After, it is as it was, whatever it keeps
+    from call to call: some rotary embeddings remember the longest text.
+    """
+    modules = list(model.modules())
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    changing = [module for module in modules if type(module) is not QuantizedLinear]  # whose buffers are its weight
+    buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in changing]
+    device, _ = placement(model)
+    try:
+        for module in modules:
+            module.training = False
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for now, before in attributes:
+            _put_back(now, before)
+        for now, before in buffers:
+            for buffer, held in before.values():
+                if buffer is not None and not torch.equal(buffer, held):
+                    with torch.inference_mode():
+                        buffer.copy_(held)
+            _put_back(now, {name: buffer for name, (buffer, _) in before.items()})
+
+
+def _copied(buffer: torch.Tensor | None) -> tuple:
+    return buffer, None if buffer is None else buffer.clone()
+
+
+def _put_back(now: dict, before: dict) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if now.get(name) is not value or name not in now:
+            now[name] = value
+
+
+Look = Callable[[LayerRecord, Record], None]
+
+
+def record(
+    model: nn.Module,
+    look: Look,
+    scores: bool = False,
+    amplified: bool = False,
+    own: bool = False,
+    known: Record | None = None,
+) -> Record:
+    """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
+
+    look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
+    where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
+    clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
+    not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
+    are made by the functions of the earlier run.
+    """
+    path, layers = decoder_layers(model)
+    foreign = foreign_attention([model, *layers.modules()])
+    if foreign is not None:
+        raise NotUnderstood(foreign)
+    kinds: dict = {}
+    seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)
+    if known is not None:
+        seen.windows.update(known.windows)
+    if own:
+        seen.masks += known.masks
+    recorder = Recorder(
+        seen, look, scores, AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0, model.config
+    )
+    ids = example_ids(model, few(model))
+    try:
+        with resting(model), recorder.attached(model):
+            type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
+    except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
+        raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+    finally:
+        recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
+    return seen
+
+
+class Recorder:
+    """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own."""
+
+    def __init__(self, record: Record, look: Look, scores: bool, amplified: float, config: PretrainedConfig):
+        self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
+        self.open: list[Call] = []
+        self.current: LayerRecord | None = None
+        self.looking = False  # whoever looks may run modules
+        self.cache = RecordingCache(self, config)
+        self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as undo:
+            for record in self.record.layers:
+                for module in record.layer.modules():
+                    handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                    undo.callback(handle.remove)
+                    handle = module.register_forward_hook(self._leave, with_kwargs=True)
+                    undo.callback(handle.remove)
+            if self.record.own:
+                yield
+                return
+            for registry, function in ((AttentionInterface, self._attend), (AttentionMaskInterface, self._mask)):
+                registry.register(self.name, function)
+                undo.callback(registry._global_mapping.pop, self.name, None)
+            undo.enter_context(lent_configs(model, self.name))
+            yield
+
+    def _elsewhere(self) -> bool:
+        return threading.get_ident() != self.thread
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.looking or self._elsewhere():
+            return
+        if not self.open:
+            self.current = next(record for record in self.record.layers if record.layer is module)
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
+        parent = self.open[-1].module if self.open else None
+        self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> object | None:
+        if self.looking or self._elsewhere():
+            return None
+        call = self.open.pop()
+        changed = self.amplified != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))
+        first = result = result * self.amplified if changed else result
+        while isinstance(first, tuple | list) and first:
+            first = first[0]
+        call.output, call.result = Value(first) if isinstance(first, torch.Tensor) else None, result
+        if self.open:
+            self.current.calls.append(call)
+        else:
+            self.current.call = call
+            self._show()
+        return result if changed else None
+
+    def _show(self) -> None:
+        self.looking = True
+        try:
+            self.look(self.current, self.record)
+        finally:
+            self.looking = False
+        self.current.forget(self.scores)
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
+        """Called by the cache with what a layer stores."""
+        if not self.open or self.current.attention is not None:
+            raise NotUnderstood("a layer stores keys and values twice, or something else does")
+        self.current.attention, self.current.index = self.open[-1].module, index
+        self.current.keys, self.current.values = keys.clone(), values.clone()
+
+    def _mask(self, *args, mask_function, **kwargs) -> torch.Tensor | None:
+        mask = eager_mask(*args, mask_function=mask_function, **kwargs)
+        if not self._elsewhere():
+            self.record.masks.append((mask, mask_function))
+        return mask
+
+    def _attend(self, module, query, key, value, attention_mask, **options):
+        output = plain_attention(query, key, value, attention_mask, **options)
+        if not self._elsewhere():
+            self.record.asked = True
+            self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
+        return output, None
+
+
+class RecordingCache(DynamicCache):
+    """An ordinary cache that shows what is stored."""
+
+    def __init__(self, recorder: Recorder, config: PretrainedConfig):
+        super().__init__(config=config)
+        self.recorder = recorder
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.recorder.stored(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def model_side_effects(model: nn.Module) -> str | None:
+    """Why running the model only to look at it would be noticed, or would not show what its calls do."""
+    for path, module in model.named_modules():
+        attributes = vars(module)
+        where = path or "the model"
+        if "_hf_hook" in attributes:
+            return f"an accelerate hook on {where}"
+        if path and foreign_hooks(module):
+            return f"forward hooks on {where}, which examining it would call"
+    return None

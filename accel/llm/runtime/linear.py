@@ -1,0 +1,144 @@
+"""A linear layer as it is now: weights for a fused product, or a module that must be called."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import Quantized
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from accel.errors import reason_of
+from accel.patching.structure import tampered
+from accel.quantization.module import QuantizedLinear
+from accel.tolerances import LINEAR
+
+
+class Weights(NamedTuple):
+    """Parameters, and how they are read: `now()` gives weight (out, in) and bias (out,) or None.
+
+    The parameters themselves are kept, no views of them: whoever moves a model elsewhere wants the memory back.
+    turned: the weight is stored (in, out). rows: (first, count) of those that lie from the weight's own on, which may
+    be fewer, or more where others lie behind it; None for its own.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What lies in rows of the output, and may lie behind another's."""
+        return self.weight, self.bias
+
+    def product(self, kernels) -> Callable:
+        """The operation that takes what `now` gives."""
+        return kernels.fused_linear
+
+    def rounds(self, x: torch.Tensor) -> None:
+        """How the rows of x are rounded before they are multiplied."""
+        return None
+
+    def fits(self, other: "Weights | QuantizedWeights") -> bool:
+        """Whether one operation can take both, as gate and up."""
+        return type(other) is Weights
+
+    def now(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.rows is None:
+            return weight, self.bias
+        return _rows(weight, *self.rows), None if self.bias is None else _rows(self.bias, *self.rows)
+
+
+class QuantizedWeights(NamedTuple):
+    """The same of a quantized linear: `now()` gives a Quantized and the bias. rows: as in `Weights`."""
+
+    module: QuantizedLinear
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module.bias
+
+    @property
+    def outputs(self) -> int:
+        return self.module.out_features
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.module.data, self.module.scales, self.module.zeros, self.module.bias
+
+    def product(self, kernels) -> Callable:
+        return kernels.quantized_linear
+
+    def rounds(self, x: torch.Tensor) -> str | None:
+        """A value of `Options.activations`, or None; see `rounded`."""
+        return self.module.rounds(x)
+
+    def fits(self, other: "Weights | QuantizedWeights") -> bool:
+        if type(other) is not QuantizedWeights or self.module.rounding != other.module.rounding:
+            return False
+        kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
+        return next(kinds) == next(kinds)
+
+    def now(self) -> tuple[Quantized, torch.Tensor | None]:
+        tensors = self.tensors()
+        if self.rows is not None:
+            tensors = [None if tensor is None else _rows(tensor, *self.rows) for tensor in tensors]
+        return self.module.read(*tensors[:-1]), tensors[-1]
+
+
+def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    place = tensor.storage_offset() + first * tensor.stride(0)
+    return tensor.detach().as_strided((count, *tensor.shape[1:]), tensor.stride(), place)
+
+
+def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
+    """What the module multiplies with, or None where it does more than x W^T + b: adapter, another's packed weight,
+    hook.
+
+    Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
+    else in it passes where its forward, tried on small numbers, computes the same.
+    """
+    if type(module) is QuantizedLinear:
+        return QuantizedWeights(module) if tampered(module) is None and not module.data.is_meta else None
+    parameters = vars(module)["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)) or weight.dim() != 2:
+        return None
+    if not weight.is_floating_point() or weight.is_meta or tampered(module) is not None:
+        return None
+    if type(module) is nn.Linear:
+        return Weights(weight, bias)
+    if type(module) is Conv1D:
+        return Weights(weight, bias, transposed=True)
+    return Weights(weight, bias) if _multiplies(module) else None
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a subclass of nn.Linear computes what nn.Linear does, as Falcon's."""
+    if not isinstance(module, nn.Linear) or vars(module)["_modules"] or vars(module)["_buffers"]:
+        return False
+    if set(vars(module)["_parameters"]) != {"weight", "bias"}:
+        return False
+    g = torch.Generator().manual_seed(0)
+    probe = type(module).__new__(type(module))
+    vars(probe).update(vars(module))
+    weight, bias = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    bias = None if module.bias is None else bias
+    is_prefill = {
+        n: None if t is None else nn.Parameter(t, requires_grad=False) for n, t in (("weight", weight), ("bias", bias))
+    }
+    vars(probe).update(_parameters=is_prefill, in_features=5, out_features=3, training=False)
+    x = torch.randn(2, 5, generator=g)
+    try:
+        with torch.no_grad():
+            return torch.allclose(type(module).forward(probe, x), F.linear(x, weight, bias), atol=LINEAR)
+    except Exception as error:  # needs more than a weight and an input: not ours
+        reason_of(error)
+        return False

@@ -1,0 +1,141 @@
+"""Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
+
+from collections.abc import Callable
+
+import torch
+from accel_kernels import Norm
+from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.norm.norm import ACTIVATIONS
+from torch import nn
+
+from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.llm.analysis.norm import NormSpec
+from accel.llm.analysis.qk_norm import FLAT, HeadNorm, given, given_back
+from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
+from accel.patching.fast_forward import Kernels
+from accel.patching.settings import settings
+from accel.patching.structure import tampered
+from accel.patching.user_ops import UserOp
+from accel.quantization.activations import many
+from accel.quantization.rows import Rows
+
+
+class BoundNorm:
+    """One norm: `norm` for a fused operation to do, or None; calling it gives the normed tensor."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: NormSpec):
+        module = layer.get_submodule(spec.name)
+        plain = spec.kind is not None and settings(module) == spec.settings and tampered(module) is None
+        self.norm: Norm | None = spec.kind.of(module) if plain else None
+        self.call: Callable = module
+        if self.norm is not None and (mine := users_norm(kernels, self.norm)) is not None:
+            self.norm, self.call = None, mine
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x) if self.norm is None else apply_norm(x.contiguous(), self.norm)
+
+
+def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
+    """The user's function that computes this norm by itself; None where the user registered none."""
+    centred = norm.centred and norm.offset == 0.0
+    op = kernels.layer_norm if centred else kernels.rms_norm
+    if not isinstance(op, UserOp) or (not centred and (norm.centred or norm.bias is not None)):
+        return None
+    if centred:
+        return lambda x: op(x.contiguous(), norm.weight, norm.bias, norm.eps)
+    return lambda x: op(x.contiguous(), norm.weight, norm.eps, offset=norm.offset)
+
+
+class BoundHeadNorm:
+    """One norm of queries or keys: `fused` for the attention to do, or None; then calling it gives the normed heads."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm):
+        self.bound, self.layout = BoundNorm(kernels, layer, spec.norm), spec.layout
+        norm = self.bound.norm
+        inside = norm is not None and not norm.centred and norm.bias is None and spec.layout != FLAT
+        self.fused = norm if inside else None
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        """t: (rows, new, heads, D)."""
+        return given_back(self.bound(given(t, self.layout)), self.layout, t.shape[-1])
+
+
+class NormedInput(Rows):
+    """What projections of one input share: the norm before them, done inside each, or once where that costs less.
+
+    times: how many projections there are.
+    """
+
+    __slots__ = ("times",)
+
+    def __init__(self, x: torch.Tensor, norm: BoundNorm | None = None, times: int = 1):
+        called = norm is not None and norm.norm is None
+        super().__init__(norm(x) if called else x, None if norm is None or called else norm.norm)
+        self.times = times
+
+    def given(self) -> tuple[torch.Tensor, Norm | None]:
+        """What an operation is given that takes a norm before its product."""
+        once = self.norm is not None and self.times > 1 and many(self.x)
+        return (self.normed(), None) if once else (self.x, self.norm)
+
+
+def part_product(
+    kernels,
+    weights: Weights | QuantizedWeights,
+    before: NormedInput,
+    *,
+    up=None,
+    activation=None,
+    residual=None,
+    scale=1.0,
+) -> torch.Tensor:
+    """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both."""
+    weight, bias = weights.now()
+    given = {"activation": activation, "residual": residual, "scale": scale}
+    if up is not None:
+        given["up"], given["up_bias"] = up.now()
+    activations = weights.rounds(before.x)
+    if activations is not None:
+        module = weights.module
+        return module.products.product(activations)(before.rounded(module), weight, bias, **given)
+    x, norm = before.given()
+    return weights.product(kernels)(x, weight, bias, norm=norm, **given)
+
+
+class BoundLinear:
+    """One linear: `weights` to multiply with, None where the module must be called."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.weights = module, weights(module)
+
+    def __call__(self, kernels, before: NormedInput, activation=None, residual=None, scale=1.0) -> torch.Tensor:
+        """residual + scale * activation(linear(norm(x)))."""
+        if self.weights is not None:
+            return part_product(kernels, self.weights, before, activation=activation, residual=residual, scale=scale)
+        y = self.module(before.normed())
+        if activation is not None:
+            y = ACTIVATIONS[activation](y)
+        return y if residual is None else torch.add(residual, y, alpha=scale)
+
+
+def stacked(linears: list[BoundLinear], stack: bool) -> Weights | QuantizedWeights | None:
+    """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
+    parts = [linear.weights for linear in linears]
+    if len(parts) < 2 or None in parts or any(part.transposed for part in parts):
+        return None
+    if not all(parts[0].fits(part) for part in parts):
+        return None
+    # One list a tensor of which each part has its rows; all of None where none has a bias.
+    lists = [tensors for tensors in zip(*(part.tensors() for part in parts), strict=True) if any(_there(tensors))]
+    if not all(all(_there(tensors)) for tensors in lists):
+        return None
+    for tensors in lists:
+        if stack:
+            stack_rows(tensors)
+        if stacked_rows(tensors) is None:
+            return None
+    return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))
+
+
+def _there(tensors: tuple) -> list[bool]:
+    return [tensor is not None for tensor in tensors]

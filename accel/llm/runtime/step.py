@@ -1,0 +1,42 @@
+"""What the layers of one forward share: where its keys and values go. One a thread: threads may run side by side."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accel_kernels import KV
+
+from accel.patching.per_thread import PerThread
+
+
+class Step:
+    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
+
+    __slots__ = ("kvs", "_angles")
+
+    def __init__(self, kvs: list[KV]):
+        self.kvs = kvs
+        self._angles: dict[tuple, tuple] = {}
+
+    def angles(self, source: object, form: object, make: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        """make(), or what it gave for the same source (an object alive until the forward ends) and form."""
+        found = self._angles.get((id(source), form))
+        if found is None:
+            found = self._angles[id(source), form] = (source, tuple(make()))
+        return found[1]
+
+
+class ForwardContext(PerThread):
+    """The step that this thread is in, None outside of one."""
+
+    @property
+    def current(self) -> Step | None:
+        return getattr(self._local, "step", None)
+
+    @contextmanager
+    def taken(self, step: Step) -> Iterator[None]:
+        before, self._local.step = self.current, step
+        try:
+            yield
+        finally:
+            self._local.step = before

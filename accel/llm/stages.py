@@ -1,0 +1,92 @@
+"""What comes before the rules for a language model: import, round, analyze, quantize. No stage changes the model."""
+
+from accel_kernels.warmup import prepare
+from torch import nn
+
+from accel.errors import SkippedSite, reason_of
+from accel.llm.analysis.analyze import Analysis, analyze
+from accel.llm.family import RULES
+from accel.llm.generation.pace import pace
+from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
+from accel.llm.ptq.model import LanguageModelQuantization
+from accel.llm.runtime.attention_kinds import KINDS
+from accel.options import STATIC, calibrate
+from accel.patching.context import Context
+from accel.planning.plan import Plan
+from accel.planning.stages import Row, Staged, Told
+from accel.quantization.activation_quantization import RULE as ROUNDING
+from accel.quantization.activation_quantization import Rounding, fixed, rounding
+from accel.quantization.activations import kind_of
+from accel.quantization.model import RULE
+
+
+def language_plan(model: nn.Module, context: Context) -> Plan:
+    """The plan of a causal language model."""
+    return Plan(model, RULES, context, (import_prequantized, round_activations, analyze_layers, quantize), pace)
+
+
+def import_prequantized(model: nn.Module, context: Context) -> Staged:
+    """Quantized linears it arrived with are repacked. Raises SkippedSite for one left under strict=True."""
+    found = PrequantizedImport(model, context.options.activations)
+    if context.options.strict and (left := [row for row in found.rows if row[1] == "skipped"]):
+        raise SkippedSite(f"strict=True: {left[0][0]} ({RULE}): {left[0][2]}")
+
+    def tell() -> Told:
+        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
+        return Told(rows, prequantized=bool(found.found))
+
+    return Staged((found,) if found.found else (), tell)
+
+
+def round_activations(model: nn.Module, context: Context) -> Staged:
+    """The quantized linears that it holds by now round their inputs, where that is asked for. Raises ValueError where
+    none could, nor would any be quantized.
+    """
+    options, found = context.options, Rounding(context.options)
+    found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
+    if options.activations is not None and options.weights is None and not (found.pairs or rounding(model)):
+        if options.activations in STATIC:
+            raise ValueError(
+                f"activations={options.activations!r}: no linear layer of the model holds what it "
+                f"needs; {calibrate(options.activations)}"
+            )
+        raise ValueError(
+            f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
+            f"give weights={kind_of(options.activations)!r} too"
+        )
+
+    def tell() -> Told:
+        rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
+        return Told(rows + [Row("", ROUNDING, "patched", line) for line in fixed(model)])
+
+    return Staged((found,) if found.pairs else (), tell)
+
+
+def analyze_layers(model: nn.Module, context: Context) -> Staged:
+    """What every layer computes, in the model's own precision, for the stages after it."""
+    if next(model.parameters()).is_cuda:
+        prepare()  # while the model is examined
+    try:
+        options = context.options
+        whole = (options.kv_cache or options.weights) is not None
+        context.put(analyze(model, KINDS, options.kv_cache is not None, whole))
+    except Exception as error:  # a model of an unknown make
+        context.put(Analysis(reason=f"could not be examined: {reason_of(error)}"))
+    return Staged()
+
+
+def quantize(model: nn.Module, context: Context) -> Staged:
+    """The weights the options name: before anything is bound to them. Raises ValueError for NaN or Inf in one, as it is
+    applied, and for one that strict=True forbids to leave out.
+    """
+    if context.options.weights is None:
+        return Staged()
+    # A model that was not understood runs stock code over its quantized linears: that is tried.
+    found = LanguageModelQuantization(model, context.options, tried=context.of(Analysis).reason is not None)
+
+    def tell() -> Told:
+        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
+        return Told(rows, found.records, found.warnings)
+
+    rounds = () if context.options.activations is None else (Rounding(context.options, found.swap),)
+    return Staged((found.swap, *rounds), tell)

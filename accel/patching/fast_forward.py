@@ -1,0 +1,197 @@
+"""The fast forward of one module: takes the call where it is safe, hands it to the stock forward where it is not."""
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import (
+    Op,
+    experts,
+    fused_linear,
+    group_norm,
+    image_concat,
+    image_sum,
+    layer_norm,
+    linear_geglu,
+    paged_attention,
+    quantized_linear,
+    rms_norm,
+    upsample_convolve,
+)
+from accel_kernels.attention.backends import AttentionChooser
+from accel_kernels.attention.prefill_attention import PromptAttention
+from torch import nn
+
+from accel.errors import reason_of
+from accel.patching.arguments import Arguments
+from accel.patching.ledger import Ledger
+from accel.patching.reads import Parts, Reads
+from accel.patching.structure import foreign, hooked
+from accel.patching.transformation import transformation
+
+STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The operations fast forwards are written in; `plain()` gives the same ones in torch alone, for probes."""
+
+    attention: Any
+    linear: Any
+    prompt: PromptAttention = field(default_factory=PromptAttention)
+    paged_attention: Any = paged_attention
+    experts: Any = experts
+    group_norm: Any = group_norm
+    image_concat: Any = image_concat
+    image_sum: Any = image_sum
+    layer_norm: Any = layer_norm
+    linear_geglu: Any = linear_geglu
+    fused_linear: Any = fused_linear
+    quantized_linear: Any = quantized_linear
+    rms_norm: Any = rms_norm
+    upsample_convolve: Any = upsample_convolve
+
+    def plain(self) -> "Kernels":
+        references: dict[str, Any] = {
+            one.name: one.default.reference for one in fields(self) if isinstance(one.default, Op)
+        }
+        return Kernels(AttentionChooser("sdpa"), F.linear, **references)
+
+
+class FastForward(ABC):
+    """Callable that stands in `vars(module)["forward"]`.
+
+    A module-level class holding its module: pickle and deepcopy rebind it to the copy, and generate() sees the stock
+    signature. Subclasses give `fast(*args, **kwargs)` and `unfit(*args, **kwargs)`: None, or why this call runs stock.
+    Both are asked only about calls that `fast` and the stock forward take alike.
+    """
+
+    module: Any  # of the kind that was matched, whose attributes subclasses read
+    path: str
+    kernels: Kernels
+    ledger: Ledger
+    kind: type[nn.Module]
+    reads: Reads | None
+    stale: str | None
+
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
+        given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
+        self.__setstate__(given | {"kind": type(module), "reads": None, "stale": None})
+
+    def __getstate__(self):
+        # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
+        state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
+        return state | {"stale": self.stale or self._another_class()}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.function = self.kind.forward
+        self.arguments = Arguments(self.function, type(self).fast)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        stock = inspect.signature(type(self.module).forward)
+        return stock.replace(parameters=list(stock.parameters.values())[1:])
+
+    @property
+    def __code__(self):
+        """The stock function's, by whose file and line torch.export names inputs."""
+        return type(self.module).forward.__code__
+
+    def stock(self, *args, **kwargs):
+        # The compiler cannot look a method up on a class that diffusers allows in its graphs; it can call a function.
+        if torch.compiler.is_compiling() and type(self.module) is self.kind:
+            return self.function(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
+        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
+            return self.stock(*args, **kwargs)
+        reason = self._refuses(args, kwargs)
+        if reason is None:
+            try:
+                return self.fast(*args, **kwargs)
+            except Exception as error:  # a call that stock may take, or refuses in words of its own
+                if STOCK in vars(error):
+                    raise
+                reason = f"the fast forward raised {reason_of(error)}"
+        self.ledger.fell_back(self.path, reason)
+        try:
+            return self.stock(*args, **kwargs)
+        except Exception as error:
+            vars(error)[STOCK] = True
+            raise
+
+    def _refuses(self, args: tuple, kwargs: dict) -> str | None:
+        """Why this call runs stock."""
+        reason = self.mode()
+        if reason is not None:
+            return reason
+        if not self.arguments.take(args, kwargs):
+            return "arguments the fast forward does not know"
+        try:
+            return self.unfit(*args, **kwargs)
+        except Exception as error:  # of another kind than any it was made for
+            return f"arguments that could not be examined: {reason_of(error)}"
+
+    def parts(self) -> Parts:
+        """All whose work `fast` does itself, the module among them; none where it only calls."""
+        return Parts()
+
+    def remember(self) -> str | None:
+        """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
+        parts = self.parts()
+        self.reads = Reads(self.module, parts) if any(parts) else None
+        return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
+
+    def changed(self) -> str | None:
+        """Why the module is not the one that was matched: its class, the forward found there, a part is another."""
+        if self.stale is not None:
+            return self.stale
+        if self.reads is not None:
+            return self.reads.changed(self.module, self.parts)
+        return self._another_class()
+
+    def _another_class(self) -> str | None:
+        kind = type(self.module)
+        if kind is not self.kind:
+            return f"its class was changed from {self.kind.__name__} to {kind.__name__} after accel.optimize"
+        if kind.forward is not self.function:
+            return f"{kind.__name__}.forward was replaced after accel.optimize"
+        return None
+
+    def mode(self) -> str | None:
+        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast, transforms."""
+        reason = self.changed()
+        if reason is not None:
+            return reason
+        if self.module.training:
+            return "training mode"
+        if torch.is_grad_enabled():
+            return "gradients are on (call it under torch.no_grad or torch.inference_mode)"
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        return transformation()
+
+    def unfit(self, *args, **kwargs) -> str | None:
+        return None
+
+    @classmethod
+    def taken(cls, module: nn.Module, *args, **kwargs):
+        """The fast forward of this class that calling the module with these arguments would run; None if another would.
+
+        For whoever calls a part of it instead, to leave its last addition to the next fused operation.
+        """
+        forward = vars(module).get("forward")
+        if type(forward) is not cls or hooked(module) or torch.compiler.is_compiling():
+            return None
+        return forward if forward._refuses(args, kwargs) is None else None
+
+    @abstractmethod
+    def fast(self, *args, **kwargs):
+        """The fused forward; arguments and result as the stock one."""

@@ -1,0 +1,119 @@
+"""Reversible changes to one object: an attribute, or the memory layout of weights.
+
+Every change knows what was there before, "nothing" included, so undoing it leaves no trace.
+"""
+
+import enum
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from accel.errors import PatchConflict
+from accel.patching.structure import own_forward, stock_method
+
+
+class Sentinel(enum.Enum):
+    """`MISSING` marks an attribute that was not there; an enum member survives pickle and deepcopy as itself."""
+
+    MISSING = "missing"
+
+
+MISSING = Sentinel.MISSING
+
+
+class Change(Protocol):
+    """Something that is done to an object and undone exactly; `Patch` is the usual one."""
+
+    def apply(self) -> None:
+        """Raises where it cannot be; the object is then as it was."""
+
+    def check(self) -> None:
+        """Raises PatchConflict where undoing would throw away what somebody did since."""
+
+    def undo(self) -> None: ...
+
+
+class Patch:
+    """Sets `vars(owner)[name]` on one instance, never on a class; undo restores the old value or its absence."""
+
+    def __init__(self, owner: Any, name: str, value: object):
+        self.owner, self.name, self.value = owner, name, value
+        self.before: object = MISSING
+
+    def apply(self) -> None:
+        self.before = vars(self.owner).get(self.name, MISSING)
+        vars(self.owner)[self.name] = self.value
+
+    def check(self) -> None:
+        """Raises PatchConflict unless the attribute is still what `apply` put there."""
+        current = vars(self.owner).get(self.name, MISSING)
+        if current is not self.value:
+            raise PatchConflict(
+                f"{type(self.owner).__name__}.{self.name} was replaced after accel.optimize by {current!r}; "
+                "undo that change first, then call accel.restore"
+            )
+
+    def undo(self) -> None:
+        if self.before is MISSING:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = self.before
+
+
+class ForwardPatch(Patch):
+    """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
+
+    Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
+    and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
+    go in any order.
+    """
+
+    def __init__(self, module: nn.Module, value: object):
+        super().__init__(module, "forward", value)
+
+    def apply(self) -> None:
+        places = self._places(lambda value: stock_method(self.owner, value))
+        holder, self.name = places[0] if places else (vars(self.owner), "forward")
+        self.before = holder.get(self.name, MISSING)
+        holder[self.name] = self.value
+
+    def check(self) -> None:
+        if not self._places(lambda value: value is self.value):
+            self.name = "forward"
+            super().check()
+
+    def undo(self) -> None:
+        for holder, name in self._places(lambda value: value is self.value):
+            if name == self.name and self.before is not MISSING:
+                holder[name] = self.before
+            elif name == "forward" and holder is vars(self.owner):  # nothing was there, or our hook is gone
+                del holder[name]
+            else:  # a hook was put on top: let it wrap the stock forward
+                holder[name] = types.MethodType(type(self.owner).forward, self.owner)
+
+    def _places(self, wanted: Callable) -> list[tuple[dict, str]]:
+        """(attributes, name) of all places where a forward of the module is kept that is `wanted`."""
+        attributes = vars(self.owner)
+        references = getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())
+        places = [(attributes, "forward"), (attributes, "_old_forward")]
+        places += [(vars(reference), name) for reference in references for name in ("forward", "original_forward")]
+        return [(holder, name) for holder, name in places if wanted(holder.get(name))]
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Why the module's forward may not be replaced: someone else did so, and no hook keeps the stock one."""
+    patch = ForwardPatch(module, None)
+    if "forward" not in vars(module) or patch._places(lambda value: stock_method(module, value)):
+        return None
+    return f"its forward was replaced ({own_forward(module)})"
+
+
+def set_data(parameter: torch.Tensor, change) -> None:
+    """parameter.data = change(parameter.data): an ordinary tensor stays one under inference mode, as an inference
+    tensor does outside of it. One with the data of the other kind would have no version, and not say so.
+    """
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        parameter.data = change(parameter.detach())

@@ -1,0 +1,48 @@
+"""What a rule answers when shown a site."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.errors import reason_of
+from accel.patching.site import Site
+
+
+@dataclass(frozen=True)
+class Match:
+    """Replace this site's forward, apply `patches` first.
+
+    covers: names of the children whose work the new forward does itself, so that no other rule looks at them; None
+    means all of them.
+    """
+
+    forward: Any | None = None
+    patches: tuple = ()
+    covers: tuple[str, ...] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """My kind of site, but not to be touched; the reason goes into the report. Children are looked at in turn."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`match(site, context)` gives Match, Skip, or None for "not my kind"."""
+
+    name: str
+    match: Callable[[Site, object], Match | Skip | None] = field(repr=False)
+
+    def answer(self, site: Site, context: object) -> Match | Skip | None:
+        """What `match` gives. An error of it is a reason to skip: one block of an unknown make spoils no pipeline."""
+        reason = None
+        try:
+            answer = self.match(site, context)
+            if isinstance(answer, Match) and answer.forward is not None:
+                reason = answer.forward.remember()
+        except Exception as error:
+            return Skip(f"could not be examined: {reason_of(error)}")
+        return answer if reason is None else Skip(reason)

@@ -1,0 +1,13 @@
+"""All plain values a module computes by: what was found out about it holds for as long as they stay."""
+
+from torch import nn
+
+
+def settings(module: nn.Module) -> tuple:
+    """The module's type and its numbers, strings and switches, by name; not whether it is in training mode."""
+    named = ((name, value) for name, value in vars(module).items() if name != "training" and plain_value(value))
+    return type(module), *sorted(named)
+
+
+def plain_value(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,238 @@
+"""What a module is made of: exact types, and nothing attached that a fused forward would leave out."""
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import chain
+from types import CodeType, MethodType, ModuleType
+
+import torch
+from torch import nn
+
+# Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
+LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
+LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
+
+CALLED = ("forward", "__call__")
+
+
+def hooked(module: nn.Module) -> str | None:
+    """Why calling the module does more than running its forward."""
+    attributes = vars(module)
+    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+        return "forward hooks"
+    if "_hf_hook" in attributes:
+        return "an accelerate hook"
+    return None
+
+
+def transformers_hook(hook: object) -> bool:
+    """Whether a hook is one of those by which transformers itself collects hidden states; they do nothing else."""
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks other than those by which transformers collects hidden states into its outputs."""
+    hooks = (*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values())
+    return not all(map(transformers_hook, hooks))
+
+
+def tampered(module: nn.Module) -> str | None:
+    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+    attributes = vars(module)
+    reason = hooked(module)
+    if reason is not None:
+        return reason
+    if "forward" in attributes and not stock_method(module, attributes["forward"]):
+        return f"a replaced forward ({own_forward(module)})"
+    name = overridden(module)
+    return None if name is None else f"a replaced {name}"
+
+
+def kernelized(module: nn.Module) -> bool:
+    """Whether Hugging Face's package `kernels` put a forward on this instance, by kernelize or use_kernels=True.
+
+    It binds the forward of another class to modules whose class has a name for it.
+    """
+    forward = vars(module).get("forward")
+    bound = isinstance(forward, MethodType) and forward.__self__ is module
+    return bound and hasattr(type(module), "kernel_layer_name") and not stock_method(module, forward)
+
+
+def own_forward(module: nn.Module) -> str:
+    """What this instance runs in the place of its class's forward, for a reason."""
+    forward = vars(module)["forward"]
+    if not kernelized(module):
+        return type(forward).__name__
+    function = forward.__func__
+    return f"{function.__module__}.{function.__qualname__}, by the package kernels"
+
+
+def overridden(part: object) -> str | None:
+    """The first method of its class, but for the forward, that this object has another of in its place."""
+    attributes = getattr(part, "__dict__", {})
+    for base in own_classes(type(part)):
+        for name, value in vars(base).items():
+            if name in attributes and name != "forward" and callable(value):
+                if not stock_method(part, attributes[name], name):
+                    return name
+    return None
+
+
+def own_classes(kind: type) -> list[type]:
+    """It and its bases, but for torch's base of all modules, and Python's of everything."""
+    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
+
+
+def methods(kind: type) -> dict[str, object]:
+    """What code of this class finds on it: methods and class attributes, those of torch's own base class left out."""
+    return {
+        name: value
+        for base in reversed(own_classes(kind))
+        for name, value in vars(base).items()
+        if name == "__call__" or not name.startswith("__")
+    }
+
+
+def foreign(part: object) -> str | None:
+    """Why this is not the library's own: code of its class comes from elsewhere, and may do what no probe would show,
+    such as something else for larger inputs.
+    """
+    kind: type = type(part)
+    places = ((name, vars(module).get(name)) for module, name in torch_functions(kind))
+    for name, value in (*methods(kind).items(), *places):
+        for function in _functions(value):
+            if function.__globals__.get("__name__", "").partition(".")[0] not in LIBRARIES:
+                return f"{type(part).__name__}.{name} is not the library's own"
+    return None
+
+
+@lru_cache(maxsize=256)  # a model has a few dozen classes, and hundreds of blocks of them
+def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
+    """Where code of this class, as it was when first asked, looks for functions of torch: (torch or a part, name)."""
+    found: dict[tuple[ModuleType, str], None] = {}
+    for function in chain.from_iterable(map(_functions, methods(kind).values())):
+        names = set(function.__code__.co_names)
+        modules = [function.__globals__[name] for name in names & function.__globals__.keys()]
+        for module in modules:
+            if isinstance(module, ModuleType) and module.__name__.partition(".")[0] == "torch":
+                found |= dict.fromkeys((module, name) for name in sorted(names & vars(module).keys()))
+    return tuple(found)
+
+
+def mentioned(kinds: Iterable[type]) -> set[str]:
+    """Names that calling objects of these classes may read: those in the code that runs, and in what it names in turn.
+
+    Followed are methods of any of the classes, and functions that lie beside them.
+    """
+    found = [methods(kind) for kind in kinds]
+    names: set[str] = set()
+    waiting = [function for of_one in found for name in CALLED for function in _functions(of_one.get(name))]
+    while waiting:
+        function = waiting.pop()
+        for name in _names(function.__code__) - names:
+            names.add(name)
+            values = [of_one[name] for of_one in found if name in of_one] + [function.__globals__.get(name)]
+            waiting += chain.from_iterable(map(_functions, values))
+    return names
+
+
+def _names(code: CodeType) -> set[str]:
+    """Attributes, variables and strings, also of functions written inside."""
+    names = {name for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+    return names.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _functions(value: object) -> Iterator:
+    """The Python functions in a class attribute, inside what wraps them."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    while inspect.isfunction(value):
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def stock_method(part: object, value: object, name: str = "forward") -> bool:
+    """Whether value is the class's own method bound to the object, which is left there when something else is removed.
+
+    Hooks do so, and people who take back what they replaced.
+    """
+    found = getattr(type(part), name, None)
+    return getattr(value, "__self__", None) is part and getattr(value, "__func__", value) is found
+
+
+def plain(module: nn.Module | None, *kinds: type) -> str | None:
+    """None where the module is exactly of one of the kinds and untampered, else the reason.
+
+    Exact types: a LoRA layer is a Linear to isinstance, and its `.weight` is the base weight without the adapter.
+    """
+    if module is None or type(module) not in kinds:
+        return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
+    return tampered(module)
+
+
+def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
+    """The first reason of `plain` over (module, kind) pairs; missing modules (None) are no obstacle."""
+    for module, kind in modules_and_kinds:
+        if module is not None:
+            reason = plain(module, kind)
+            if reason is not None:
+                return reason
+    return None
+
+
+def untouched(*modules: nn.Module | None) -> str | None:
+    """The first reason of `tampered` over modules that a fused forward does the work of without calling them."""
+    return next(filter(None, (tampered(module) for module in modules if module is not None)), None)
+
+
+def holds(module: nn.Module, *names: str) -> bool:
+    """Whether the module has all these children."""
+    children = vars(module)["_modules"]
+    return all(children.get(name) is not None for name in names)
+
+
+def pointwise(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is a matrix product over channels."""
+    return (
+        conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.padding in ((0, 0), "valid") and conv.groups == 1
+    )
+
+
+def foreign_processor(module: nn.Module) -> str | None:
+    """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
+    processor = vars(module).get("processor")
+    if processor is None or (type(processor).__module__.startswith("diffusers.") and foreign(processor) is None):
+        return None
+    return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
+
+
+def side_effects(module: nn.Module) -> str | None:
+    """Why running the module only to look at it would be noticed: code of the user's inside it."""
+    for one_of_a_kind in {type(child): child for child in module.modules()}.values():
+        reason = foreign(one_of_a_kind)
+        if reason is not None:
+            return reason
+    for child in module.modules():
+        if child is not module and (vars(child)["_forward_hooks"] or vars(child)["_forward_pre_hooks"]):
+            return "forward hooks inside, which examining it would call"
+        reason = foreign_processor(child)
+        if reason is not None:
+            return reason
+    return None
+
+
+def meta_weights(module: nn.Module) -> bool:
+    """Whether some weights are not loaded, as under sequential offload."""
+    return any(tensor.is_meta for tensor in module.parameters())
+
+
+def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the first floating parameter, or buffer where there is none: scales, of quantized linears.
+
+    CPU and float32 for a module without any.
+    """
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point():
+            return tensor.device, tensor.dtype
+    return torch.device("cpu"), torch.float32

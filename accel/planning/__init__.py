@@ -1,0 +1,1 @@
+"""From what a user hands over to the patches of each model in it."""

@@ -1,0 +1,81 @@
+"""Which models were optimized through which pipelines, which may be given others afterwards. All are held weakly."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from accel.planning.objects import models_in
+
+PARTS = "_accel_parts"  # where a pipeline keeps its Parts
+
+
+class WeakList:
+    """Objects in the order they came, each once, as long as somebody else holds them. Copies and pickles are empty."""
+
+    def __init__(self, objects: Iterable = ()):
+        self._references: list[weakref.ref] = []
+        for one in objects:
+            self.add(one)
+
+    def __getstate__(self):
+        return {}
+
+    def __setstate__(self, state):
+        WeakList.__init__(self)
+
+    def __iter__(self) -> Iterator:
+        found = (reference() for reference in self._references)
+        return (one for one in found if one is not None)
+
+    def add(self, one: object) -> None:
+        """Puts it last."""
+        self._references = [weakref.ref(other) for other in self if other is not one] + [weakref.ref(one)]
+
+
+class ModelParts:
+    """The models optimized through one pipeline. A copy of the pipeline knows those that it holds itself."""
+
+    def __init__(self, owner: object | None, models: Iterable[nn.Module]):
+        self.owner, self.models = WeakList([] if owner is None else [owner]), WeakList(models)
+
+    def __getstate__(self):
+        owner = next(iter(self.owner), None)
+        return {"owner": owner, "models": [model for model in self.models if _holds(owner, model)]}
+
+    def __setstate__(self, state):
+        ModelParts.__init__(self, state["owner"], state["models"])
+
+
+def remember(obj: object, models: Iterable[nn.Module]) -> None:
+    """These models were optimized now, through obj; nothing to remember for a model itself."""
+    models = list(models)
+    if isinstance(obj, nn.Module):
+        return
+    vars(obj)[PARTS] = ModelParts(obj, [*former(obj), *models])
+
+
+def forget(obj: object) -> None:
+    vars(obj).pop(PARTS, None)
+
+
+def former(obj: object) -> list[nn.Module]:
+    """Models that were optimized through obj, which has others in their places now."""
+    known = vars(obj)[PARTS].models if PARTS in vars(obj) else ()
+    return [model for model in known if not _holds(obj, model)]
+
+
+def kept_by(obj: object, model: nn.Module, users: Iterable) -> str | None:
+    """Why a former model of obj must stay optimized; users: all that it was optimized through, the last one last."""
+    users = list(users)
+    others = [user for user in users if user is not obj and PARTS in vars(user)]
+    using = next((user for user in others if _holds(user, model)), None)
+    if using is not None:
+        return f"an optimized {type(using).__name__} uses it"
+    if users and users[-1] is not obj:
+        return "it was optimized again since, and not through this one"
+    return None
+
+
+def _holds(obj: object, model: nn.Module) -> bool:
+    return any(model is one for one in (models_in(obj) or {}).values())

@@ -1,0 +1,1 @@
+"""What a quantized linear is: schemes, rounding to nearest, the module, activations in 8 bits, the swap."""

@@ -1,0 +1,86 @@
+"""Activations rounded to 8 bits, in linears of one model that are quantized already, and no longer."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from torch import nn
+
+from accel.errors import PatchConflict, SkippedSite
+from accel.options import Options
+from accel.quantization.activations import COLUMNS, FIXED, SCALE
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.patch import QuantizedLinearPatch
+from accel.quantization.scheme import Scheme
+
+RULE = "activations"  # what the report calls it
+
+
+class Rounding:
+    """A patch: the schemes of quantized linears. `find` takes those in that a model has. made: the patch that puts in
+    others, which round already, for as long as this patch is there; it is applied before this one.
+
+    rows: (path, status, reason) of each that was found. Raises ValueError for one that cannot be, where `strict`
+    forbids it.
+    """
+
+    def __init__(self, options: Options, made: QuantizedLinearPatch | None = None):
+        self.options, self.made = options, made
+        self.pairs: list[tuple[QuantizedLinear, Scheme, Scheme]] = []  # with the scheme before, and now
+        self.rows: list[tuple[str, str, str]] = []
+
+    def find(
+        self,
+        model: nn.Module,
+        left: Collection[nn.Module] = (),
+        refuses: Callable[[QuantizedLinear], str | None] = lambda module: None,
+    ) -> None:
+        """Looks at the linears, but for those `left`. refuses: why one must not, where its scheme lets it."""
+        if self.options.activations is None:
+            return
+        for path, module in model.named_modules():
+            if type(module) is not QuantizedLinear or module in left:
+                continue
+            calibrated = FIXED.get(self.options.activations) in module.values
+            wanted = refuses(module) or module.scheme.rounding(self.options.activations, calibrated)
+            if isinstance(wanted, str):
+                if self.options.strict:
+                    raise SkippedSite(f"strict=True: {path} ({RULE}): {wanted}")
+                self.rows.append((path, "skipped", wanted))
+            elif wanted != module.scheme:
+                self.pairs.append((module, module.scheme, wanted))
+                self.rows.append((path, "patched", str(wanted)))
+
+    def apply(self) -> None:
+        if self.made is not None:
+            made = [quantized for _, quantized in self.made.pairs if quantized.scheme.activations is not None]
+            self.pairs += [(one, replace(one.scheme, activations=None), one.scheme) for one in made]
+            self.made = None
+        for module, _, scheme in self.pairs:
+            module.scheme = scheme
+
+    def check(self) -> None:
+        for module, _, scheme in self.pairs:
+            if module.scheme != scheme:
+                raise PatchConflict(f"the scheme of a linear was changed after accel.optimize, to {module.scheme}")
+
+    def undo(self) -> None:
+        for module, scheme, _ in self.pairs:
+            module.scheme = scheme
+
+
+def rounding(model: nn.Module) -> list[QuantizedLinear]:
+    """The quantized linears that round rows now."""
+    return [module for module in model.modules() if type(module) is QuantizedLinear and module.activations is not None]
+
+
+def fixed(model: nn.Module) -> list[str]:
+    """What there is to tell of the linears that round rows by what calibration fixed."""
+    found = [(FIXED.get(module.activations), module.rounding[1]) for module in rounding(model)]
+    scales = sorted(values[0] for name, values in found if name == SCALE)
+    counts = sorted(len(values) for name, values in found if name == COLUMNS)
+    told = []
+    if scales:
+        told.append(f"{len(scales)} linear layers round by fixed scales, {scales[0]:.3g} to {scales[-1]:.3g}")
+    if counts:
+        told.append(f"{len(counts)} linear layers keep fixed columns in 16 bits, {counts[0]} to {counts[-1]} each")
+    return told

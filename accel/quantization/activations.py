@@ -1,0 +1,70 @@
+"""Products of many rows with both factors in 8 bits: each row rounded as it comes, by a scale of its own.
+
+Scales by token at run time: Yao et al., "ZeroQuant", 2022. Columns above a threshold kept in 16 bits: Dettmers et al.,
+"LLM.int8()", 2022. Few rows keep all their bits: there a product takes as long as reading its weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accel_kernels import Norm, QuantizedRows, fp8_linear, int8_linear, quantize_rows
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.quantize_rows import KnownColumns
+
+NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCALE, COLUMNS = "input_scale", "input_columns"
+# What calibration fixes for them, and the buffer of a `QuantizedLinear` where it is.
+FIXED = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
+THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
+
+
+def kind_of(activations: str) -> str:
+    """What a weight must be stored as, "int8" or "fp8"."""
+    return activations.partition("-")[0]
+
+
+def is_static(activations: str | None) -> bool:
+    """Whether calibration fixed something for it: one scale of all inputs, or which columns are outliers."""
+    return activations in FIXED
+
+
+def many(x: torch.Tensor) -> bool:
+    """Whether x (..., K) has so many rows that they are rounded."""
+    return x.numel() > MOST_ROWS * x.shape[-1]
+
+
+@dataclass(frozen=True)
+class RowProducts:
+    """The operations by which rows are rounded and multiplied."""
+
+    quantize_rows: Callable = quantize_rows
+    int8_linear: Callable = int8_linear
+    fp8_linear: Callable = fp8_linear
+
+    def rounded(
+        self,
+        x: torch.Tensor,
+        activations: str,
+        norm: Norm | None = None,
+        fixed: torch.Tensor | KnownColumns | None = None,
+    ) -> QuantizedRows:
+        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
+        columns looked up as KnownColumns.
+        """
+        given = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
+        if activations == "int8-outliers":
+            given["outliers"] = THRESHOLD
+        elif FIXED.get(activations) == SCALE:
+            given["scale"] = fixed
+        elif FIXED.get(activations) == COLUMNS and fixed.columns.numel():
+            given["outliers"] = fixed
+        return self.quantize_rows(x.contiguous(), **given)
+
+    def product(self, activations: str) -> Callable:
+        """The operation that takes such rows, and a `Quantized` weight of the same kind."""
+        return self.fp8_linear if kind_of(activations) == "fp8" else self.int8_linear
+
+
+KERNELS = RowProducts()
+REFERENCES = RowProducts(quantize_rows.reference, int8_linear.reference, fp8_linear.reference)

@@ -1,0 +1,33 @@
+"""Where linear layers are that may be quantized: what both kinds of models have in common."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from accel.quantization.scheme import Scheme
+
+FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
+BASE = "base_layer"  # what an adapter of peft is put around; its own matrices lie beside it
+
+
+def inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, but for the adapters' own."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    for name, child in children.items():
+        if BASE not in children or name == BASE:
+            yield from inside(child, f"{path}.{name}" if path else name, seen)
+
+
+def nothing(scheme: str, skipped: Mapping[str, str]) -> str:
+    """That a scheme fits no linear layer of a model, by the first of the reasons why."""
+    path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
+    return f"nothing to quantize as {scheme!r}: {path}: {reason}"
+
+
+def unfit(outputs: int, inputs: int, scheme: Scheme) -> str | None:
+    """Why a weight of this size is left alone."""
+    return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)

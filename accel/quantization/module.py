@@ -1,0 +1,178 @@
+"""A linear layer that holds its weight in fewer bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import Quantized, quantized_linear
+from accel_kernels.gemm.quantize_rows import KnownColumns
+from torch import nn
+
+from accel.quantization.activations import COLUMNS, FIXED, KERNELS, REFERENCES, SCALE, RowProducts, many
+from accel.quantization.scheme import Scheme
+from accel.quantization.weight import Reading
+
+
+class QuantizedLinear(nn.Linear):
+    """y = x W^T + b over a `Quantized` W; of nn.Linear's kind, so that adapters can be put around it.
+
+    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
+    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantized, changed by
+    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
+    stands for holds its weight (in, out). Where the scheme says so, inputs of many rows are rounded to 8 bits, without
+    gradients alone; `products` are the operations that do it. What calibration fixed for them are buffers too, or None:
+    input_scale (1,) float32, and input_columns, int64, those that are never rounded.
+    """
+
+    def __init__(
+        self,
+        quantized: Quantized,
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+        scheme: Scheme,
+        transposed: bool = False,
+        input_scale: torch.Tensor | None = None,
+        input_columns: torch.Tensor | None = None,
+    ):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = quantized.shape
+        self.number = quantized.data.dtype
+        for name, tensor in zip(quantized._fields, (_stored(quantized.data), *quantized[1:]), strict=True):
+            self.register_buffer(name, tensor)
+        self.register_buffer(SCALE, input_scale)
+        self.register_buffer(COLUMNS, input_columns)
+        self._fix()
+        self.register_parameter("bias", bias)
+        self.dtype, self.scheme, self.transposed = dtype, scheme, transposed
+        self.exact = self.unrounded = False
+        self.products = KERNELS
+
+    @property
+    def activations(self) -> str | None:
+        """How many rows are rounded now."""
+        return None if self.unrounded else self.scheme.activations
+
+    def rounds(self, x: torch.Tensor) -> str | None:
+        """How the rows of x are rounded, None where they are not."""
+        return self.activations if many(x) else None
+
+    @property
+    def rounding(self) -> tuple[str | None, tuple | None]:
+        """Equal for linears that can have one input rounded once: how, and by which fixed scale or columns."""
+        return self.activations, self.values.get(FIXED.get(self.activations))
+
+    @property
+    def fixed(self) -> torch.Tensor | KnownColumns | None:
+        """What calibration fixed for the way in which rows are rounded now."""
+        name = FIXED.get(self.activations)
+        return self.columns if name == COLUMNS else None if name is None else self._buffers[name]
+
+    @property
+    def quantized(self) -> Quantized:
+        return self.read(self.data, self.scales, self.zeros)
+
+    def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
+        """The weight that buffers like this module's are, its own or some rows of them."""
+        return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
+
+    @property
+    def weight(self) -> Reading:
+        return self.quantized.dequantized(self.dtype).as_subclass(Reading)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":  # tied to another's, as after embeddings got another size
+            raise RuntimeError(
+                "the weight of a quantized linear cannot be replaced by another, nor tied to it; do that before the "
+                "model is quantized: accel.restore(model) gives back the original weights where they were kept"
+            )
+        super().register_parameter(name, param)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (..., K). Gradients flow to it, and to the bias, not to W."""
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
+        if not plain and (kind := self.rounds(input)) is not None:
+            products: RowProducts = REFERENCES if self.exact else self.products
+            rows = products.rounded(input, kind, fixed=self.fixed)
+            return products.product(kind)(rows, self.quantized, self.bias)
+        if self.exact or plain:
+            return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
+        return quantized_linear(input.contiguous(), self.quantized, self.bias)
+
+    def _fix(self) -> None:
+        # Read once: asking the device in every call would wait for it.
+        held = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
+        held = {name: t for name, t in held.items() if t is not None and not t.is_meta}
+        self.values = {name: tuple(t.tolist()) for name, t in held.items()}
+        self.columns = KnownColumns.of(held[COLUMNS], self.in_features) if COLUMNS in held else None
+
+    def _load_from_state_dict(self, *args) -> None:
+        super()._load_from_state_dict(*args)
+        self._fix()
+
+    def _apply(self, fn, recurse=True):
+        held = [tensor for tensor in self._buffers.values() if tensor is not None]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
+
+        def moved(tensor):
+            result = fn(tensor)
+            if result.dtype == tensor.dtype or not any(tensor is one for one in held):
+                return result
+            return tensor.to(result.device)
+
+        if self.columns is not None:
+            self.columns = KnownColumns(*map(fn, self.columns))
+        return super()._apply(moved, recurse)
+
+    def extra_repr(self) -> str:
+        scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
+        columns = f", {COLUMNS}={list(self.values[COLUMNS])}" if COLUMNS in self.values else ""
+        return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
+
+
+def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
+    """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias."""
+    if type(linear) is QuantizedLinear:
+        return linear.data, linear.scales, linear.zeros, linear.bias
+    return linear.weight, linear.bias
+
+
+def _stored(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8) if data.is_floating_point() else data
+
+
+def _autocast(x: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+@contextmanager
+def dequantizing(root: nn.Module) -> Iterator[None]:
+    """Inside, quantized linears multiply by torch's product with the dequantized weight, and by no kernel; rows are
+    rounded by the same formula.
+    """
+    with setting(root, exact=True):
+        yield
+
+
+@contextmanager
+def unrounded(root: nn.Module) -> Iterator[None]:
+    """Inside, quantized linears leave all their inputs as they are."""
+    with setting(root, unrounded=True):
+        yield
+
+
+@contextmanager
+def setting(root: nn.Module, **attributes) -> Iterator[None]:
+    """Inside, the quantized linears have these attributes."""
+    before = [
+        (module, {name: vars(module)[name] for name in attributes})
+        for module in root.modules()
+        if type(module) is QuantizedLinear
+    ]
+    try:
+        for module, _ in before:
+            vars(module).update(attributes)
+        yield
+    finally:
+        for module, values in before:
+            vars(module).update(values)

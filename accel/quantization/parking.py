@@ -1,0 +1,119 @@
+"""Weights that go from a GPU into the CPU's memory while the GPU works on.
+
+A plain copy into ordinary memory is slow: one thread of the driver carries it, and meets every page for the first time.
+Here pieces go through a few page-locked buffers, from which all of torch's threads copy them on. Where the weights end
+is ordinary memory: page-locked memory takes long to make, and no other program could have it.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from accel.patching.patch import set_data
+
+PIECE = 2**25  # bytes of a buffer
+BUFFERS = 4
+WAITING = 2  # weights in the queue; these and the one that is being copied are still on the GPU
+
+
+class Parking:
+    """`park(weight)` gives a tensor memory on the CPU with the same values and strides; all are there at the end of the
+    `with` block. What a copy raises is raised by the next call, or at the end; weights not copied yet stay where they
+    are.
+    """
+
+    def __init__(self, piece: int = PIECE):
+        self.piece = piece
+        self.jobs: queue.Queue = queue.Queue(WAITING)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> "Parking":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self.thread is not None:
+            self.jobs.put(None)
+            self.thread.join()
+            self.thread = None
+        if error is None:
+            self._raise()
+
+    def park(self, weight: torch.Tensor) -> None:
+        """Copies what is in it once all is done that the current stream was given before."""
+        self._raise()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
+        ready = torch.cuda.current_stream(weight.device).record_event() if weight.is_cuda else None
+        self.jobs.put((weight, ready))
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _work(self) -> None:
+        jobs = iter(self.jobs.get, None)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                _carry(jobs, self.piece)
+        except BaseException as error:  # raised where it can be caught
+            self.error = error
+            for _ in jobs:  # whoever waits for room in the queue must not wait for ever
+                pass
+
+
+class Piece(NamedTuple):
+    """Bytes of a weight, and their place on the CPU. whole: that memory as the weight is to have it, with its last."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+    whole: torch.Tensor | None
+
+
+def _carry(jobs: Iterator[tuple], size: int) -> None:
+    cuda = torch.cuda.is_available()
+    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(BUFFERS))
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    flying: deque[tuple] = deque()
+
+    def land() -> None:
+        piece, buffer, prequantized = flying.popleft()
+        if prequantized is not None:
+            prequantized.synchronize()
+        piece.target.copy_(buffer[: len(piece.target)])
+        buffers.append(buffer)
+        if piece.whole is not None:
+            set_data(piece.weight, lambda data: piece.whole)
+
+    for weight, ready in jobs:
+        stream = None
+        if ready is not None:
+            stream = streams.get(weight.device) or streams.setdefault(weight.device, torch.cuda.Stream(weight.device))
+            stream.wait_event(ready)
+        for piece in _pieces(weight, size):
+            if not buffers:
+                land()
+            buffer = buffers.popleft()
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                buffer[: len(piece.source)].copy_(piece.source, non_blocking=True)
+            flying.append((piece, buffer, stream.record_event() if stream else None))
+    while flying:
+        land()
+
+
+def _pieces(weight: torch.Tensor, size: int) -> Iterator[Piece]:
+    weight_now = weight.detach()
+    whole = torch.empty_like(weight_now, device="cpu")
+    if whole.stride() != weight_now.stride():  # gaps in its memory
+        set_data(weight, torch.Tensor.cpu)
+        return
+    source, target = (one.as_strided((one.numel(),), (1,)).view(torch.uint8).split(size) for one in (weight_now, whole))
+    for number, (one, other) in enumerate(zip(source, target, strict=True), 1):
+        yield Piece(one, other, weight, whole if number == len(source) else None)

@@ -1,0 +1,173 @@
+"""Quantized linears put in the place of a model's own, and taken out again."""
+
+from collections.abc import Callable, Container, Iterable
+
+import torch
+from torch import nn
+
+from accel.errors import PatchConflict
+from accel.patching.patch import Change, set_data
+from accel.patching.structure import stock_method
+from accel.quantization.module import QuantizedLinear
+from accel.quantization.parking import Parking
+
+
+class QuantizedLinearPatch:
+    """A patch: (original, quantized) linears of one model, exchanged.
+
+    The weights of the originals wait on the CPU, so that the device holds either those or the quantized ones. They come
+    back bit for bit, the same Parameters, to the device where the model then is. keep: without it `settle` drops them,
+    and `undo` leaves the quantized ones in place. guard: a patch that is there as long as quantized linears are.
+    first: makes the quantized linears and calls `put`, when the patch is applied for the first time.
+    """
+
+    def __init__(
+        self, root: nn.Module, keep: bool, guard: Change | None = None, first: Callable[[], None] | None = None
+    ):
+        self.root, self.keep, self.first = root, keep, first
+        self.pairs: list[tuple[nn.Module, QuantizedLinear]] = []
+        self.there = self.final = False
+        self.guard = guard
+
+    def put(self, originals: Iterable[nn.Module], make) -> None:
+        """Exchanges the originals one by one for make(original): never more than a few weights twice on the device."""
+        originals = list(originals)
+        self.there = True
+        if self.guard is not None:
+            self.guard.apply()
+        places, shared = _places(self.root, originals), held_elsewhere(self.root, originals)
+        last = {id(original.weight): original for original in originals}
+        with Parking() as parking:
+            for original in originals:
+                quantized = make(original)
+                _share_hooks(original, quantized)
+                self.pairs.append((original, quantized))
+                _set(places[id(original)], quantized)
+                weight = original.weight
+                if last[id(weight)] is original and _parks(weight, shared):
+                    parking.park(weight)
+
+    def apply(self) -> None:
+        """Puts them in place; once more after `undo`, the same ones."""
+        if self.there or not (self.pairs or self.first):
+            return
+        (before, self.pairs), (first, self.first) = (self.pairs, []), (self.first, None)
+        waiting = dict(before)
+        try:
+            if first is not None:
+                first()
+            else:
+                self.put(waiting, lambda one: _moved(waiting[one], one.weight.device, one.weight.dtype))
+        except BaseException:
+            self.undo()
+            self.pairs, self.first = before, first
+            raise
+
+    def drop(self) -> None:
+        """Undoes what was put, for good."""
+        self.undo()
+        self.pairs = []
+
+    def settle(self) -> None:
+        """Drops the originals where they are not to be kept."""
+        if not self.keep:
+            self.pairs, self.final = [], True
+
+    def check(self) -> None:
+        """Raises PatchConflict where someone replaced the forward of a quantized linear, as offloading does.
+
+        Wherever they are by now, in an adapter or out of it, they are found.
+        """
+        if self.final or not self.there:
+            return
+        if self.guard is not None:
+            self.guard.check()
+        for _, quantized in self.pairs:
+            forward = vars(quantized).get("forward")
+            if "_hf_hook" in vars(quantized) or (forward is not None and not stock_method(quantized, forward)):
+                by = repr(vars(quantized).get("_hf_hook", forward))
+                raise PatchConflict(
+                    f"QuantizedLinear.forward was replaced after accel.optimize by {by}; "
+                    "undo that change first (accelerate's hooks: remove_hook_from_submodules), then call accel.restore"
+                )
+
+    def undo(self) -> None:
+        if self.final or not self.there:
+            return
+        if self.guard is not None:
+            self.guard.undo()
+        places = _places(self.root, [quantized for _, quantized in self.pairs])
+        with Parking() as parking:
+            for original, quantized in reversed(self.pairs):
+                device, dtype = quantized.data.device, quantized.dtype
+                _set(places[id(quantized)], original)
+                _leave(quantized, parking)
+                if (original.weight.device, original.weight.dtype) != (device, dtype):
+                    set_data(original.weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
+                bias = original.bias
+                if bias is not None and bias.untyped_storage().nbytes() != bias.nbytes:  # beside others, see stack_rows
+                    set_data(bias, torch.clone)
+        self.there = False
+
+
+def exchange(root: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Puts the second of each in all places of the first."""
+    pairs = list(pairs)
+    places = _places(root, [before for before, _ in pairs])
+    for before, after in pairs:
+        _share_hooks(before, after)
+        _set(places[id(before)], after)
+
+
+def _share_hooks(original: nn.Module, quantized: nn.Module) -> None:
+    """Hooks put on one are on the other: those of the user's outlive `undo`."""
+    for name, value in vars(original).items():
+        if name.startswith(("_forward_", "_backward_")) and isinstance(value, dict):
+            vars(quantized)[name] = value
+
+
+def _places(root: nn.Module, modules: list[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """(parent, name) of all places of each of these modules, by its id."""
+    places = {id(module): [] for module in modules}
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            if id(child) in places:
+                places[id(child)].append((parent, name))
+    return places
+
+
+def _set(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+    for parent, name in places:
+        module.training = parent._modules[name].training
+        parent._modules[name] = module
+
+
+def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, str]:
+    """By the ids of parameters that modules other than these hold too: the path of one that does."""
+    own = set(map(id, modules))
+    others = ((path, module) for path, module in root.named_modules() if id(module) not in own)
+    return {id(p): path for path, module in others for p in module._parameters.values() if p is not None}
+
+
+def _parks(weight: nn.Parameter, shared: Container[int]) -> bool:
+    """Whether its memory on the device can be given free."""
+    return weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference()
+
+
+def _leave(module: QuantizedLinear, parking: Parking) -> None:
+    """Its numbers go to the CPU; the bias, which is the original's too, stays."""
+    for name, tensor in module._buffers.items():
+        if tensor is not None and tensor.device.type != "cpu":
+            if tensor.is_inference():
+                module._buffers[name] = tensor.cpu()
+            else:
+                parking.park(tensor)
+
+
+def _moved(module: QuantizedLinear, device: torch.device, dtype: torch.dtype) -> QuantizedLinear:
+    """Its numbers on another device; the bias, which is the original's too, stays."""
+    module.dtype = dtype
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in module._buffers.items():
+            module._buffers[name] = None if tensor is None else tensor.to(device)
+    return module

@@ -1,0 +1,82 @@
+"""Products with a linear's weight, plain or quantized, for forwards that do its work without calling it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import Quantized, dequantize, quantized_linear
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from torch import nn
+
+from accel.patching.structure import plain, tampered
+from accel.quantization.module import QuantizedLinear, in_rows
+from accel.quantization.rows import Rows
+
+
+def plain_linear(module: nn.Module | None) -> str | None:
+    """None where the module multiplies by its weight and does nothing else, else the reason; see `plain`."""
+    return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear)
+
+
+def placed(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
+    """Where its weight is, and in what dtype it is multiplied."""
+    if type(linear) is QuantizedLinear:
+        return linear.data.device, linear.dtype
+    return linear.weight.device, linear.weight.dtype
+
+
+def matrix(linear: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (N, K); a quantized one written out in dtype, for this one use."""
+    return dequantize(linear.quantized, dtype) if type(linear) is QuantizedLinear else linear.weight
+
+
+def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
+    """How this linear rounds the rows of x, a value of `Options.activations`; None where it does not."""
+    return linear.rounds(x) if type(linear) is QuantizedLinear else None
+
+
+def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether its bias is better left to the pass after it: on a CPU, and where rows are rounded, it costs nothing."""
+    return x.is_cuda and rounds(linear, x) is None
+
+
+def product(
+    linear: nn.Linear, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear
+) -> torch.Tensor:
+    """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear."""
+    rows = x if isinstance(x, Rows) else Rows(x)
+    shift = linear.bias if bias else None
+    if rounds(linear, rows.x) is not None:
+        return rounded_product(linear, rows, linear.quantized, shift)
+    weight = linear.quantized if type(linear) is QuantizedLinear else linear.weight
+    return multiplied(rows.normed(), weight, shift, multiply)
+
+
+def rounded_product(
+    linear: QuantizedLinear, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after
+) -> torch.Tensor:
+    """x W^T + b of rows in 8 bits, for a linear that rounds them, or others like it whose weights lie in one with its.
+
+    after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias, activation.
+    """
+    return linear.products.product(linear.activations)(rows.rounded(linear), weight, bias, **after)
+
+
+def rounded_geglu(linear: QuantizedLinear, rows: Rows) -> torch.Tensor:
+    """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
+    half = linear.out_features // 2
+    lists = [(None, None) if part is None else part.split(half) for part in in_rows(linear)]
+    (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
+    more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
+    return rounded_product(linear, rows, linear.read(*gate), gate_shift, **more)
+
+
+def multiplied(
+    x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, multiply: Callable = F.linear
+) -> torch.Tensor:
+    """x W^T + b. A quantized weight is read as it lies where rows are few, and written out before them where not."""
+    if not isinstance(weight, Quantized):
+        return multiply(x, weight, bias)
+    if x.numel() <= MOST_ROWS * x.shape[-1]:
+        return quantized_linear(x.contiguous(), weight, bias)
+    return multiply(x, dequantize(weight, x.dtype), bias)

@@ -1,0 +1,104 @@
+"""Round to nearest: a weight to whole numbers with scales, a few rows at a time.
+
+Symmetric: the largest absolute value of a row or group becomes the largest number. Asymmetric: least and largest value
+become the least and largest number, and the number of 0 is a whole one, so that zeros stay zeros (Jacob et al.,
+"Quantization and training of neural networks for efficient integer-arithmetic-only inference", 2018).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from accel_kernels.gemm.quantized_weight import Quantized, pack
+
+from accel.quantization.scheme import Scheme
+
+AT_ONCE = 2**22  # weights in work, in float32: the memory it takes besides the result
+SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the weight; float32 for all others
+
+
+def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Quantized:
+    """weight: (N, K) of a floating dtype, in any strides. Every element is at most half a step of its scale away.
+
+    Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for float16.
+    Raises ValueError for NaN or Inf, or for a K that does not fit the scheme.
+    """
+    reason = scheme.refuses(weight.shape[1])
+    if reason is not None:
+        raise ValueError(reason)
+    dtype = weight.dtype if weight.dtype in SCALES else torch.float32
+    parts = [_rounded(rows, scheme, dtype) for rows in _blocks(weight)]
+    if any(part is None for part in parts):
+        parts = [_rounded(rows, scheme, torch.float32) for rows in _blocks(weight)]
+    data, scales, zeros = zip(*parts, strict=True)
+    return Quantized(torch.cat(data), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros))
+
+
+def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
+    """Signal to quantization noise: 10 log10(sum w^2 / sum (w - w')^2); inf where nothing was rounded."""
+    signal = noise = 0.0
+    start = 0
+    for rows in _blocks(weight):
+        end = start + len(rows)
+        part = Quantized(*(None if tensor is None else tensor[start:end] for tensor in quantized))
+        exact = rows.double()
+        signal += float(exact.square().sum())
+        noise += float((exact - part.dequantized(torch.float32).double()).square().sum())
+        start = end
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from weight.detach().split(max(1, AT_ONCE // weight.shape[1]))
+
+
+def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | None:
+    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16."""
+    groups = rows.float().unflatten(1, (-1, scheme.group or rows.shape[1]))
+    found = grid(groups, scheme, dtype)
+    if found is None:
+        return None
+    scales, zeros = found
+    numbers = nearest(groups, scales[..., None], None if zeros is None else zeros[..., None], scheme).flatten(1)
+    return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
+
+
+def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Scales in dtype and zeros of groups (..., columns) in float32; None where a scale is too small for float16."""
+    low, high = scheme.range
+    if scheme.symmetric:
+        span = groups.abs().amax(-1)
+        exact = span / high
+    else:
+        least = groups.amin(-1).clamp_max(0)
+        span = groups.amax(-1).clamp_min(0) - least
+        exact = span / (high - low)
+    if not bool(span.isfinite().all()):
+        raise ValueError("NaN or Inf among the weights")
+    scales = exact.to(dtype)
+    if not scheme.symmetric:
+        scales = _not_below(scales, exact)
+    small = scales < torch.finfo(dtype).tiny  # where a scale has few digits, or none
+    if dtype == torch.float16 and bool((small & (span > 0)).any()):
+        return None
+    scales = scales.masked_fill(small, 1)  # of zeros, or of what float32 can hardly tell from them
+    if scheme.symmetric:
+        return scales, None
+    return scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)
+
+
+def nearest(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
+    """The numbers nearest to values in float32, int8 or float8; all of shapes that broadcast."""
+    low, high = scheme.range
+    steps = values / scales.float()
+    if scheme.number == "fp8":
+        return steps.clamp(low, high).to(torch.float8_e4m3fn)
+    if zeros is not None:
+        steps = steps + zeros.float()
+    return steps.round().clamp(low, high).to(torch.int8)
+
+
+def _not_below(rounded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The next larger number where a positive one was rounded down: least to largest must fit."""
+    bits = rounded.view(torch.int16 if rounded.dtype in SCALES else torch.int32)
+    return torch.where(rounded.float() < exact, bits + 1, bits).view(rounded.dtype)

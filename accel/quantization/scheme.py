@@ -1,0 +1,73 @@
+"""How a weight is written in fewer bits, what it is multiplied with, and their names among the options."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.quantized_weight import PER_WORD
+
+from accel.quantization.activations import FIXED, is_static, kind_of
+
+GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """number: what one is stored as, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one
+    scale a row. symmetric: 0 stands for 0; otherwise the numbers cover least to largest, and a number is 0's.
+    activations: a value of `Options.activations`, how many rows that it is multiplied with are rounded; None for not.
+    """
+
+    number: str
+    group: int | None = None
+    symmetric: bool = True
+    activations: str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "Scheme":
+        """Of the layers, by a value of `Options.weights`, such as "int4-g64-asym"."""
+        number, *rest = name.split("-")
+        groups = [int(part[1:]) for part in rest if part.startswith("g")]
+        group = None if number != "int4" else (*groups, GROUP)[0]
+        return cls(number, group, "asym" not in rest)
+
+    @classmethod
+    def of_head(cls, name: str) -> "Scheme | None":
+        """Of the output head, by a value of `Options.weights`; None where it keeps its dtype.
+
+        That of the layers, but never 4 bits: what is wrong in a logit no later layer evens out.
+        """
+        layers = cls.parse(name)
+        if not name.endswith("-head"):
+            return None
+        return cls("int8") if layers.number == "int4" else layers
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Least and largest number."""
+        if self.number == "fp8":
+            return -torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float8_e4m3fn).max
+        bits = {"int8": 8, "int4": 4}[self.number]
+        top = 2 ** (bits - 1) - 1
+        return (-top if self.symmetric else -top - 1), top
+
+    def refuses(self, columns: int) -> str | None:
+        """Why a weight with this many inputs cannot be stored."""
+        unit = PER_WORD if self.group is None else self.group
+        return f"{columns} inputs, not a multiple of {unit}" if columns % unit else None
+
+    def rounding(self, activations: str, calibrated: bool = False) -> "Scheme | str":
+        """The same with activations rounded so, or why they cannot be. calibrated: what they need is fixed."""
+        kind = kind_of(activations)
+        if (self.number, self.group, self.symmetric) != (kind, None, True):
+            return f"activations={activations!r} needs a weight of {Scheme(kind)}; it is {self}"
+        if is_static(activations) and not calibrated:
+            return (
+                f"activations={activations!r} needs what calibration fixes (its {FIXED[activations]}), and it has none"
+            )
+        return replace(self, activations=activations)
+
+    def __str__(self) -> str:
+        where = "by row" if self.group is None else f"by {self.group} columns"
+        rounded = "" if self.activations is None else f", activations {self.activations} beyond {MOST_ROWS} rows"
+        return f"{self.number} {where}" + ("" if self.symmetric else ", asymmetric") + rounded

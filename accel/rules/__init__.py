@@ -1,1 +1,0 @@
-"""Rules that diffusion and language models share."""

@@ -1,0 +1,74 @@
+"""Every bound by which two results count as the same, with its reason. A bound nobody can explain hides an error.
+
+All but one are relative. `eps` is `torch.finfo(dtype).eps`, the distance from 1 to the next number: 1.2e-7 in float32,
+9.8e-4 in float16, 7.8e-3 in bfloat16. Tables name dtypes; their `None` serves all others.
+"""
+
+import torch
+
+Bounds = dict[torch.dtype | None, float]
+
+
+def bound(table: Bounds, dtype: torch.dtype) -> float:
+    """The entry of a table for results of this dtype."""
+    return table.get(dtype, table[None])
+
+
+# -- Is it the formula we know? Asked when a model is optimized, of small inputs; a yes replaces its code. --
+
+# A block against its fused form: largest difference by the largest output. A dozen passes each round anew, and the
+# worst element of thousands counts: 20 eps in float16, 8 in bfloat16. In float32 the order of sums matters more.
+BLOCK: Bounds = {torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4, None: 1e-4}
+
+# One step of a formula (attention, MLP, norm) against what was recorded: root mean square, so about one eps where a
+# result is rounded once or twice: 2 in float16, 1 in bfloat16. A factor of 1.01 somewhere is more. Models in float64
+# hold tables in float32, so the bound is that of float32.
+FORMULA: Bounds = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5, torch.float64: 2e-5, None: 1e-5}
+
+# A sum of two: its last rounding is half an eps of it at most, and the terms may have been rounded each before.
+SUM_EPS = 1.5
+
+# The logits of a whole model, root mean square: each layer adds its own rounding to the sum that all share. 20 eps in
+# float16, 13 in bfloat16. Looser than `TIMES_STOCK`, as nothing runs in full precision here: a wrong formula has been
+# refused part by part before, by `FORMULA`; what is left are masks and positions, which put whole rows off.
+LOGITS: Bounds = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-4, None: 1e-4}
+
+# A norm in float32, largest difference by the largest output: 84 eps, for a mean of squares in another order. An eps of
+# 1e-5 in place of 1e-6 is more, on the small inputs that are tried.
+NORM = 1e-5
+# The same where some of it is rounded to 16 bits: 2.6 eps of bfloat16, as one more rounding may come before the weight.
+NORM_NARROW = 2e-2
+
+# An activation in float64 against the formulas by name. The tanh and the erf form of GELU are 5e-4 apart; a module may
+# hold its constants in float32 (1.2e-7).
+ACTIVATION = 1e-6
+
+# A subclass of nn.Linear against nn.Linear, absolute, of numbers around 1 in float32: 8 eps for 5 summands.
+LINEAR = 1e-6
+
+# A layer that came quantized against its dequantized weight, root mean square: an activation that it rounds to 8 bits
+# is 1 % off, a zero point that is 1 off 30 %.
+PREQUANTIZED = 0.03
+
+# -- Is the optimized model as good as stock? Asked by `accel.verify` and by benchmarks. --
+
+# It may be this many times as far from full precision as stock is in its own dtype.
+TIMES_STOCK = 2.0
+# In float32 the order of sums matters more than one rounding: root mean square, 84 eps.
+FLOOR = 1e-5
+# Where full precision cannot be computed: so many units of rounding (half an eps) from stock. SD1.5 and SDXL in fp16
+# are at 3.
+UNITS = 16
+# Two sums of the same products, in such units: routed experts, added in another order.
+SUM_UNITS = 4
+# A whole output this near to stock's, root mean square, is the same to the eye: one step of the eight bits of an image.
+SEEN = 1 / 256
+# Further apart, it may drift this many times as far as stock itself drifts when its models err by their own rounding:
+# stock's error is in the difference, and ours.
+DRIFT = 1 + TIMES_STOCK
+
+# A product of rounded activations, in times of torch's own error: it is rounded once from float32 in int8; in fp8 after
+# torch's product, after the gate and at the end.
+PRODUCT: Bounds = {torch.int8: 2.0, torch.float8_e4m3fn: 4.0}
+# Of a step of rounding to 8 bits, beside its half: norms are summed in another order before their numbers are rounded.
+STEP = 0.01

@@ -1,0 +1,245 @@
+"""How far two results of the same call are apart, and whether rounding explains it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from accel.verification.agreement import Agreement
+
+WINDOW, SIGMA = 11, 1.5  # of SSIM, as published
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Stock against optimized: figures, and a verdict.
+
+    max_error: largest absolute error; relative_error: the same by the largest absolute stock value; relative_rms: root
+    mean square of the error by that of stock, of the tensor where it is worst; psnr_db: images count as 0..1, for other
+    outputs the peak is the largest stock value; ssim: mean structural similarity, None where there is no image;
+    finite, stock_finite: no NaN or Inf in the optimized, in the stock output. Figures leave out elements that are not
+    finite.
+    error, allowed: what is judged, `measure` says which quantity that is; None where nothing is judged.
+    parts: the same for each model of a pipeline, on equal inputs; of a language model for the prompt and for decoding.
+    agreement: of a language model, what the errors mean for its tokens.
+    lossy: what the user asked for that changes results, in words; such a result is told, not judged.
+    note: what could not be checked, and why.
+    """
+
+    max_error: float
+    relative_error: float
+    psnr_db: float
+    finite: bool
+    stock_finite: bool = True
+    ssim: float | None = None
+    relative_rms: float = 0.0
+    error: float | None = None
+    allowed: float | None = None
+    measure: str = ""
+    parts: Mapping[str, "Quality"] = field(default_factory=dict)
+    agreement: Agreement | None = None
+    lossy: str | None = None
+    note: str = ""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the result does not pass, or None."""
+        for name, quality in (("", self), *self.parts.items()):
+            if quality.stock_finite and not quality.finite:
+                return f"{name or 'the output'}: NaN or Inf where stock has none"
+        for name, part in self.parts.items():
+            if part.failure is not None:
+                return f"{name}: {part.failure}"
+        if self.lossy is not None:
+            return None
+        if self.error is not None and self.allowed is not None and not self.error <= self.allowed:  # nan fails too
+            return f"{self.measure} {self.error:.1e}, more than the {self.allowed:.1e} that rounding explains"
+        return None if self.agreement is None else self.agreement.failure
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence."""
+        if self.failure is not None:
+            return f"FAILED: {self.failure}"
+        if not self.stock_finite:
+            ours = "accel's output is finite" if self.finite else "so does accel"
+            return f"passed: stock itself gives NaN or Inf, {ours}"
+        if self.lossy is not None:
+            return f"lossy, as asked for ({self.lossy}): {self._apart()} from stock"
+        if self.max_error == 0:
+            return "passed: bit-equal to stock"
+        judged = self.error is not None or any(part.error is not None for part in self.parts.values())
+        return "passed: no further apart than rounding explains" if judged else "not judged"
+
+    def _apart(self) -> str:
+        psnr = "identical" if math.isinf(self.psnr_db) else f"PSNR {self.psnr_db:.1f} dB"
+        ssim = "" if self.ssim is None else f", SSIM {self.ssim:.4f}"
+        finite = "" if self.finite else "; NaN or Inf in the optimized output"
+        return f"max error {self.max_error:.2e} ({self.relative_error:.1e} of the largest value), {psnr}{ssim}{finite}"
+
+    def to_dict(self) -> dict:
+        """Plain values, for JSON; a PSNR of identical results is None."""
+        names = [name for name in self.__dataclass_fields__ if name != "parts"]
+        plain = {name: getattr(self, name) for name in names} | {"passed": self.passed, "verdict": self.verdict}
+        plain["psnr_db"] = None if math.isinf(self.psnr_db) else self.psnr_db
+        plain["agreement"] = None if self.agreement is None else self.agreement.to_dict()
+        return plain | {"parts": {name: part.to_dict() for name, part in self.parts.items()}}
+
+    def __str__(self) -> str:
+        if not self.parts:
+            judged = "" if self.verdict == "not judged" else f"; {self.verdict}"
+            return self._apart() + judged
+        from rich.console import Console
+
+        console = Console(width=120, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get().rstrip()
+
+    def __rich_console__(self, console, options):
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = {**self.parts, "whole output": self}
+        table = Table("", title="optimized against stock", title_justify="left")
+        headings = ("max error", "PSNR", "SSIM", "finite", "error", "allowed")
+        shown = [heading for heading in headings if heading != "SSIM" or self.agreement is None]
+        for heading in shown:
+            table.add_column(heading, justify="right")
+        for name, row in rows.items():
+            cells = dict(zip(headings, row._cells(), strict=True))
+            table.add_row(name, *(cells[heading] for heading in shown), style=None if row.passed else "red")
+        yield table
+        for measure in dict.fromkeys(row.measure for row in rows.values() if row.measure):
+            yield Text(f"error: {measure} ({', '.join(name for name, row in rows.items() if row.measure == measure)})")
+        for name, row in rows.items():
+            if row.note:
+                yield Text(f"{name}: {row.note}")
+        if self.agreement is not None:
+            yield from map(Text, self.agreement.lines())
+        yield Text(self.verdict, style="green" if self.passed else "bold red")
+
+    def _cells(self) -> tuple[str, ...]:
+        psnr = "equal" if math.isinf(self.psnr_db) else f"{self.psnr_db:.1f} dB"
+        finite = {(True, True): "yes", (True, False): "NO", (False, True): "stock is not"}
+        return (
+            f"{self.max_error:.1e}",
+            psnr,
+            "" if self.ssim is None else f"{self.ssim:.4f}",
+            finite.get((self.stock_finite, self.finite), "neither"),
+            "" if self.error is None else f"{self.error:.1e}",
+            "" if self.allowed is None else f"{self.allowed:.1e}",
+        )
+
+
+def compare(stock, ours) -> Quality:
+    """Quality of `ours` against `stock`, not judged: outputs of a pipeline or a model, nested tensors and PIL images.
+
+    Raises ValueError where there is nothing to compare, or shapes differ.
+    """
+    pairs = list(zip(tensors(stock), tensors(ours), strict=True))
+    if not pairs:
+        raise ValueError(f"nothing to compare in an output of type {type(stock).__name__}")
+    for wanted, got in pairs:
+        if wanted.shape != got.shape:
+            raise ValueError(f"stock gives {tuple(wanted.shape)}, optimized {tuple(got.shape)}")
+    finite = all(bool(got.isfinite().all()) for _, got in pairs)
+    stock_finite = all(bool(wanted.isfinite().all()) for wanted, _ in pairs)
+    kept = [_finite(wanted, got) for wanted, got in pairs]
+    error = max((float((wanted - got).abs().max()) for wanted, got in kept if wanted.numel()), default=0.0)
+    peak = max((float(wanted.abs().max()) for wanted, _ in kept if wanted.numel()), default=0.0)
+    squares = sum(float(((wanted - got) ** 2).sum()) for wanted, got in kept)
+    mean = squares / max(1, sum(wanted.numel() for wanted, _ in kept))
+    images = list(zip(images_in(stock), images_in(ours), strict=True)) if finite and stock_finite else []
+    images = [(wanted, got) for wanted, got in images if wanted.min() >= 0 and wanted.max() <= 1]  # not latents
+    similar = [ssim(wanted, got) for wanted, got in images]
+    height = 1.0 if images else max(peak, 1e-12)
+    return Quality(
+        max_error=error,
+        relative_error=error / max(peak, 1e-12),
+        psnr_db=math.inf if mean == 0 else 10 * math.log10(height**2 / mean),
+        finite=finite,
+        stock_finite=stock_finite,
+        ssim=sum(similar) / len(similar) if similar else None,
+        relative_rms=relative_rms(*zip(*kept, strict=True)),
+    )
+
+
+def relative_rms(wanted, got) -> float:
+    """Root mean square of the error by that of `wanted`, in the worst of several pairs of tensors; nan where one is."""
+    errors = [
+        (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30) for a, b in zip(got, wanted, strict=True)
+    ]
+    return torch.stack(errors).max().item()  # torch's max keeps a nan, Python's may drop it
+
+
+def ssim(image: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean structural similarity of two images (N, C, H, W) in 0..1, averaged over channels; 1 for equal ones.
+
+    Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity",
+    2004: Gaussian window of 11 pixels, sigma 1.5, where it fits whole; a smaller one where the image is smaller.
+    """
+    channels, size = image.shape[1], min(WINDOW, *image.shape[2:])
+    size -= 1 - size % 2
+    offsets = torch.arange(size, dtype=torch.float64) - size // 2
+    line = torch.exp(-(offsets**2) / (2 * SIGMA**2))
+    window = torch.outer(line, line) / line.sum() ** 2
+    window = window.expand(channels, 1, size, size).contiguous()
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, window, groups=channels)
+
+    a, b = image.double().cpu(), other.double().cpu()
+    mean_a, mean_b = mean(a), mean(b)
+    var_a, var_b = mean(a * a) - mean_a**2, mean(b * b) - mean_b**2
+    covariance = mean(a * b) - mean_a * mean_b
+    c1, c2 = 0.01**2, 0.03**2
+    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
+    structure = (2 * covariance + c2) / (var_a + var_b + c2)
+    return float((luminance * structure).mean())
+
+
+def tensors(output) -> list[torch.Tensor]:
+    """Every tensor, array or image in an output, as float64 on the CPU; images in 0..1."""
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf.detach().double().cpu())
+        elif hasattr(leaf, "convert"):  # a PIL image
+            found.append(_pixels(leaf))
+        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+            found.append(torch.as_tensor(leaf).double())
+    return found
+
+
+def images_in(output) -> list[torch.Tensor]:
+    """The images of a pipeline's output as (N, C, H, W), latents with three channels among them."""
+    found = []
+    for leaf in pytree.tree_leaves(getattr(output, "images", output)):
+        if hasattr(leaf, "convert"):
+            found.append(_pixels(leaf).permute(2, 0, 1)[None])
+        elif hasattr(output, "images") and getattr(leaf, "ndim", 0) == 4:
+            batch = torch.as_tensor(leaf).detach().double().cpu()
+            # Arrays have their channels last, tensors first.
+            found.append(batch if isinstance(leaf, torch.Tensor) else batch.permute(0, 3, 1, 2))
+    return [batch for batch in found if batch.shape[1] in (1, 3)]
+
+
+def _pixels(image) -> torch.Tensor:
+    """A PIL image as (H, W, 3) in 0..1."""
+    import numpy
+
+    return torch.from_numpy(numpy.array(image.convert("RGB"))).double() / 255
+
+
+def _finite(wanted: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both without the elements that are NaN or Inf in either."""
+    both = wanted.isfinite() & got.isfinite()
+    return (wanted, got) if both.all() else (wanted[both], got[both])

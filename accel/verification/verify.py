@@ -1,0 +1,320 @@
+"""The same call stock and optimized, compared as a whole and model by model.
+
+A difference in a model's output grows over the steps of a denoising loop, so a whole image says little about a single
+rounding error. Each model is therefore also given the very inputs it had in the stock run, and judged by itself.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from accel.errors import reason_of
+from accel.patching.structure import placement
+from accel.planning.plan import Plan
+from accel.quantization.activation_quantization import rounding
+from accel.quantization.module import unrounded
+from accel.tolerances import DRIFT, FLOOR, SEEN, TIMES_STOCK, UNITS
+from accel.verification.call import SeededCall, as_tensors, seeded
+from accel.verification.metrics import Quality, compare, relative_rms
+from accel.verification.precision import finer, full_precision, in_dtype, upcast
+from accel.verification.rounded_products import judge
+
+# On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
+CALLS_ON_GPU = 3
+SAME_WEIGHTS = "over the same weights"  # the part that is judged of a single model whose weights are quantized
+
+
+def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, seed: int) -> Quality:
+    """Quality of obj(*args, **kwargs), judged; obj is optimized by `plans`, before and after.
+
+    Where weights are quantized the whole is compared with the original weights and told as lossy; what is judged, of
+    the model that holds them, is against stock code over the same quantized weights. So are rows that are rounded to 8
+    bits: the model is judged without, and the products of such rows one by one.
+    """
+    call = SeededCall(obj, args, as_tensors(obj, args, kwargs), seed)
+    lossy = ", ".join(filter(None, dict.fromkeys(plan.options.lossy for plan in plans.values()))) or None
+    ours = call()
+    recorder = ModelRecorder({name: plan.root for name, plan in plans.items() if isinstance(plan.root, nn.Module)})
+    with stock_models(plans.values()):
+        with recorder:
+            stock = call()
+        records = recorder.records()
+        held = {name: plan for name in records if (plan := _plan_of(name, plans)).weights}
+        for name in records.keys() - held.keys():
+            records[name].measure()
+        whole = replace(compare(stock, ours), lossy=lossy, note=recorder.note())
+        if "" not in records and lossy is None:
+            whole = _judged_by_drift(whole, stock, call, records)
+    for name, plan in held.items():
+        with plan.unfused():
+            records[name].repeat(seed)
+            records[name].measure()
+    # Over the same weights, rows as they are, nothing is lossy but the step cache.
+    cached = any(plan.options.step_cache is not None for plan in plans.values())
+    rounds = {name: record for name, record in records.items() if rounding(record.module)}
+    told = lossy if cached or not (held or rounds) else None
+    parts = {}
+    for name, record in records.items():
+        with unrounded(record.module):
+            parts[name] = replace(record.judge(seed), lossy=told)
+    # One call, which no graph replays: the products' judge is new to the model.
+    products = {
+        name: judge(record.module, functools.partial(record.repeated, record.inputs[-1], seed))
+        for name, record in rounds.items()
+    }
+    notes = [whole.note, _told(held) if held else "", _rounded(products) if rounds else ""]
+    whole = replace(whole, note="; ".join(filter(None, notes)))
+    if "" in parts:  # a single model, and obj itself is what was recorded
+        alone = parts.pop("")
+        if not held and not rounds:
+            return replace(alone, finite=alone.finite and whole.finite)
+        parts[SAME_WEIGHTS] = alone
+    for name, judged in products.items():
+        parts |= {f"{name}: {part}" if name else part: quality for part, quality in judged.items()}
+    return replace(whole, parts=parts)
+
+
+def _plan_of(name: str, plans: Mapping[str, Plan]) -> Plan:
+    """Whose model is recorded by this name: its own, or a child of it."""
+    return next(plans[own] for own in (name, name.partition(".")[0], "") if own in plans)
+
+
+def _told(held: Mapping[str, Plan]) -> str:
+    names = ", ".join(filter(None, held))
+    note = f"{names or 'the model'} by itself is judged against stock code over the same quantized weights"
+    if all(row["reversible"] for plan in held.values() for row in plan.weights):
+        return note
+    return f"{note}; so is the whole, where the original weights were not kept"
+
+
+def _rounded(products: Mapping[str, Mapping[str, Quality]]) -> str:
+    few = [name or "the model" for name, judged in products.items() if not judged]
+    told = f"{', '.join(filter(None, products)) or 'the model'} by itself is judged without rounding rows"
+    return f"{told}, of which {', '.join(few)} had too few in this call" if few else told
+
+
+@dataclass
+class ModelRecord:
+    """What a module was given and what stock made of it, in the first and the last call of it."""
+
+    module: nn.Module
+    inputs: list[tuple[tuple, dict]] = field(default_factory=list)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    exact: list[list[torch.Tensor]] | None = None
+    ours: list[list[torch.Tensor]] = field(default_factory=list)  # what the optimized module made of it, when judged
+    own_error: float = 0.0  # stock's relative RMS distance from full precision
+    note: str = ""
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """What of a call is compared."""
+        return _tensors(module(*args, **kwargs))
+
+    def keep(self, inputs: tuple[tuple, dict], outputs: list[torch.Tensor]) -> None:
+        del self.inputs[1:], self.outputs[1:]
+        self.inputs.append(inputs)
+        self.outputs.append(outputs)
+
+    def repeat(self, seed: int) -> None:
+        """What the module as it is now makes of the same inputs takes the place of what was recorded."""
+        self.outputs = [self.repeated(given, seed) for given in self.inputs]
+
+    def repeated(self, given: tuple[tuple, dict], seed: int) -> list[torch.Tensor]:
+        """What the module as it is now makes of recorded inputs."""
+        with seeded(seed):
+            return self.run(self.module, *_cloned(given))
+
+    @property
+    def unit(self) -> float:
+        """Half the distance of two neighboring numbers around 1: what one rounding costs at most."""
+        device, dtype = placement(self.module)
+        tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        coarse = torch.float16 if dtype == torch.float32 and device.type == "cuda" and tf32 else dtype
+        return torch.finfo(coarse).eps / 2
+
+    @property
+    def allowance(self) -> float:
+        """What rounding explains where it is not measured."""
+        return max(FLOOR, UNITS * self.unit)
+
+    def measure(self) -> None:
+        """How far stock itself is from the same module in full precision, or why that cannot be said."""
+        dtype = placement(self.module)[1]
+        if dtype == torch.float64:
+            self.note = "is in float64 itself; judged by units of rounding"
+            return
+        wide = functools.partial(in_dtype, dtype=finer(dtype))
+        try:
+            twin = upcast(self.module, finer(dtype))
+            with full_precision(), seeded(0):
+                self.exact = [
+                    self.run(twin, args, kwargs) for args, kwargs in (pytree.tree_map(wide, i) for i in self.inputs)
+                ]
+            self.own_error = self._distance(self.outputs)
+            if self.own_error > self.allowance:
+                raise ValueError(f"stock is {self.own_error:.1e} from it, which is no rounding")
+        except Exception as error:  # whatever a model may raise in a precision it was not made for
+            self.exact, self.own_error = None, 0.0
+            reason = reason_of(error, memory=True)  # the copy in full precision takes twice or four times the module's
+            self.note = f"no reference in full precision ({reason}); judged by units of rounding"
+
+    def _distance(self, outputs: list[list[torch.Tensor]]) -> float:
+        return self.apart(sum(self.exact or [], []), sum(outputs, []))
+
+    def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+        return relative_rms(wanted, got)
+
+    def elsewhere(self) -> bool:
+        """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
+        given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        here = placement(self.module)[0]
+        return bool(given) and here not in {leaf.device for leaf in given} and "_hf_hook" not in vars(self.module)
+
+    def judge(self, seed: int) -> Quality:
+        """The module, optimized again, on the recorded inputs."""
+        times = CALLS_ON_GPU if placement(self.module)[0].type == "cuda" else 1
+        runs = []
+        for _ in range(times):
+            with seeded(seed):
+                runs.append([self.run(self.module, args, kwargs) for args, kwargs in map(_cloned, self.inputs)])
+        self.ours = runs[-1]
+        quality = replace(compare([self.outputs] * times, runs), note=self.note)
+        if self.exact is None or not all(tensor.isfinite().all() for tensor in sum(self.exact or [], [])):
+            measure = "relative RMS from stock"
+            return replace(quality, error=quality.relative_rms, allowed=self.allowance, measure=measure)
+        allowed = TIMES_STOCK * self.own_error + max(FLOOR, torch.finfo(placement(self.module)[1]).eps / 2)
+        if not quality.stock_finite:  # stock overflows, and has no error of its own to go by
+            allowed = self.allowance
+        error = max((self._distance(run) for run in runs), key=lambda e: (e != e, e))
+        return replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+
+
+class ModelRecorder:
+    """While entered, keeps calls of each model, or of its children where the model itself is not what is called.
+
+    (A pipeline calls the decoder of a VAE.) Hooks that are removed again; inputs and outputs are copied.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]):
+        self.found: dict[str, ModelRecord] = {}
+        self.refused: dict[str, str] = {}
+        for name, model in models.items():
+            self.found[name] = ModelRecord(model)
+            for child, module in model.named_children():
+                if next(module.children(), None) is None:
+                    continue  # a single layer between two models, not one of them
+                self.found[f"{name}.{child}" if name else child] = ModelRecord(module)
+        self.handles: list[RemovableHandle] = []
+        self.inside: str | None = None
+        self.inputs: tuple[tuple, dict] | None = None
+
+    def __enter__(self) -> "ModelRecorder":
+        for name, record in self.found.items():
+            before = functools.partial(self._before, name)
+            after = functools.partial(self._after, name)
+            # First of all pre-hooks, last of all hooks: between them lies everything a call of the module does.
+            handle = record.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self.handles += [handle, record.module.register_forward_hook(after)]
+        return self
+
+    def __exit__(self, *error) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.inside is not None:
+            return
+        self.inside, self.inputs = name, None
+        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _plain(leaf)]
+        if odd:
+            self.refused[name] = f"an argument of type {type(odd[0]).__name__}"
+        else:
+            self.inputs = _cloned((args, kwargs))
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output) -> None:
+        if self.inside != name:
+            return
+        outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+        if self.inputs is not None and outputs:
+            self.found[name].keep(self.inputs, outputs)
+        self.inside, self.inputs = None, None
+
+    def records(self) -> dict[str, ModelRecord]:
+        """What was called, by name, and can be called again by itself."""
+        for name, record in self.found.items():
+            if record.inputs and record.elsewhere():
+                self.refused[name] = "offload has moved its weights away"
+                record.inputs = []
+        return {name: record for name, record in self.found.items() if record.inputs}
+
+    def note(self) -> str:
+        left_out = [f"{name} ({reason})" for name, reason in self.refused.items() if not self.found[name].inputs]
+        return f"not compared by themselves: {', '.join(left_out)}" if left_out else ""
+
+
+def _judged_by_drift(whole: Quality, stock, call: SeededCall, records: dict[str, ModelRecord]) -> Quality:
+    """A whole output may be as far from stock as rounding can move stock itself.
+
+    Measured where the difference can be seen at all: stock once more, each model's output moved by noise as large as
+    the model's own rounding error, the same noise in every step, since rounding errors of a loop are alike too.
+    """
+    if not (whole.finite and whole.stock_finite):
+        return whole
+    judged = replace(whole, error=whole.relative_rms, allowed=SEEN, measure="relative RMS from stock")
+    if whole.relative_rms <= SEEN:
+        return judged
+    handles = [record.module.register_forward_hook(_Noise(record)) for record in records.values()]
+    try:
+        drift = compare(stock, call())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return replace(judged, allowed=max(SEEN, DRIFT * drift.relative_rms))
+
+
+class _Noise:
+    """A forward hook that moves outputs by a module's own rounding error."""
+
+    def __init__(self, record: ModelRecord):
+        self.size = record.own_error if 0 < record.own_error < 1 else record.unit
+
+    def __call__(self, module: nn.Module, args: tuple, output):
+        return pytree.tree_map(self._moved, output)
+
+    def _moved(self, value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
+        scale = self.size * value.float().square().mean().sqrt()
+        return (value.float() + scale * noise).to(value.dtype)
+
+
+@contextlib.contextmanager
+def stock_models(plans) -> Iterator[None]:
+    """The stock models inside, optimized again afterwards, also after an error."""
+    undone = []
+    try:
+        for plan in plans:
+            plan.undo()
+            undone.append(plan)
+        yield
+    finally:
+        for plan in undone:
+            plan.apply()
+
+
+def _plain(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) or leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
+
+
+def _cloned(values):
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, values)
+
+
+def _tensors(output) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]

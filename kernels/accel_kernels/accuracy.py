@@ -1,0 +1,112 @@
+"""Whether another function computes what an op computes: compared with its reference in float64, on its cases."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from accel_kernels.op import FLOATS, Case, Op
+
+# float32 sums in another order than torch's; relative to the largest number.
+FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+SMALLEST_PEAK = 1e-3  # of numbers that an error is relative to
+
+
+class Wrong(Exception):
+    """On which case a function differs from the op, and by how much."""
+
+
+def check(op: Op, function: Callable) -> int:
+    """Runs function on the op's cases: small ones on the CPU, on a GPU all. Returns how many calls it took.
+
+    function: takes what `op.reference` takes and returns what that returns, in new memory; NotImplemented for a call
+    that it leaves to the op. Tensors that the reference writes into, such as stored keys, are compared too. An error
+    may be twice that of the reference in the same dtype.
+    Raises Wrong, naming the case.
+    """
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    taken = 0
+    with torch.no_grad():
+        for device in map(torch.device, devices):
+            for number, case in enumerate(case for case in op.cases if case.small or device.type == "cuda"):
+                # Small cases in every dtype; large ones in one of 16 bits, since float64 of them takes memory.
+                for dtype in FLOATS if case.small else FLOATS[number % 2 : number % 2 + 1]:
+                    try:
+                        taken += _takes(op, function, case, device, dtype)
+                    except torch.OutOfMemoryError:
+                        if case.small:
+                            raise
+    return taken
+
+
+def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the function took this call. Raises Wrong."""
+    name = f"case {case.name!r} in {str(dtype).removeprefix('torch.')} on {device.type}"
+    args, kwargs = case.make(device, dtype)
+    try:
+        result = function(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Wrong(f"{name}: it raised {type(error).__name__}: {error}") from error
+    if result is NotImplemented:
+        return False
+    theirs = _ran(op, *case.make(device, dtype))
+    exact = _ran(op, *map(_double, case.make(device, dtype)))
+    if _form(result) != _form(theirs[0]):
+        raise Wrong(f"{name}: it returned {_form(result)}, the reference {_form(theirs[0])}")
+    for mine, torchs, truth in zip(*map(_numbers, ((result, args, kwargs), theirs, exact)), strict=True):
+        if mine.shape != torchs.shape or mine.dtype != torchs.dtype:
+            raise Wrong(f"{name}: {tuple(mine.shape)} in {mine.dtype}, not {tuple(torchs.shape)} in {torchs.dtype}")
+        if not mine.numel():
+            continue
+        peak = truth.abs().max().double().clamp_min(SMALLEST_PEAK)
+        error, own = (float(_difference(t, truth) / peak) for t in (mine, torchs))
+        if not error <= 2 * own + FLOOR[dtype]:
+            raise Wrong(f"{name}: error {error:.1e}, more than twice torch's own {own:.1e}")
+    return True
+
+
+def _ran(op: Op, args: tuple, kwargs: dict) -> tuple:
+    """What the reference returns, and its arguments, into which it may have written."""
+    return op.reference(*args, **kwargs), args, kwargs
+
+
+def _difference(t: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The largest; equal infinities, as of masks, do not differ."""
+    t, truth = t.double(), truth.double()
+    return torch.where(t == truth, 0.0, t - truth).abs().max()
+
+
+def _numbers(value: object) -> Iterator[torch.Tensor]:
+    """All tensors of floating-point numbers inside, in order, but for codes of one byte."""
+    if isinstance(value, torch.Tensor):
+        if _wide(value):
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _numbers(one)
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _numbers(one)
+
+
+def _wide(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1
+
+
+def _form(value: object) -> str:
+    """What is returned, but for the numbers in it."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_form, value))})"
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _double(value: object) -> object:
+    """The same call in float64."""
+    if isinstance(value, tuple):
+        return type(value)(*map(_double, value)) if hasattr(value, "_fields") else tuple(map(_double, value))
+    if isinstance(value, dict):
+        return {name: _double(one) for name, one in value.items()}
+    if isinstance(value, torch.dtype):  # of the result
+        return torch.float64
+    return value.double() if _wide(value) else value

@@ -1,0 +1,1 @@
+"""Attention: without a mask, over a store of keys and values, and which implementation to take."""

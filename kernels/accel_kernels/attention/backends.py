@@ -1,0 +1,229 @@
+"""Which attention implementation to run: measured on this card, for this shape, once, and remembered on disk.
+
+The best one differs from card to card and from shape to shape: docs/measurements/kernels.md has one card's. Until it is
+measured, one runs that needs nothing made for the shape: cuDNN makes a plan for each, 45 to 70 ms on an H200.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.attention.flash_attention import attention
+from accel_kernels.attention.matmul_attention import matmul_attention
+from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
+from accel_kernels.autotune import Choices, Form, Place, race
+from accel_kernels.errors import out_of_memory, set_aside
+from accel_kernels.warmup import alongside, warming_up
+
+
+class Backend(NamedTuple):
+    """`run(q, k, v, scale)` on (B, H, S, D) tensors; `refuses(q, k, v)` gives None or the reason it cannot."""
+
+    run: Callable[..., torch.Tensor]
+    refuses: Callable[..., str | None]
+
+
+def _cudnn(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
+
+
+def _flash(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[0]
+
+
+def _efficient(q, k, v, scale):
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, False, scale=scale)[0]
+
+
+def _xformers(q, k, v, scale):
+    from xformers.ops import memory_efficient_attention
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return memory_efficient_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+def _sdpa(q, k, v, scale):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def _half_precision(limit: int):
+    def refuses(q, k, v) -> str | None:
+        if not q.is_cuda:
+            return f"runs on CUDA, not on {q.device.type}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"runs in 16 bit, not in {q.dtype}"
+        if q.shape[-1] % 8 or q.shape[-1] > limit:
+            return f"head dimension {q.shape[-1]} is not a multiple of 8 up to {limit}"
+        return None
+
+    return refuses
+
+
+def _refuses_cuda(q, k, v) -> str | None:
+    return None if q.is_cuda else f"runs on CUDA, not on {q.device.type}"
+
+
+def _refuses_xformers(q, k, v) -> str | None:
+    try:
+        import xformers.ops  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: its CUDA runtime is not the one torch loaded
+        return f"xformers cannot be imported: {error}"
+    return _half_precision(512)(q, k, v)
+
+
+def _refuses_triton(q, k, v) -> str | None:
+    return _refuses_cuda(q, k, v) or attention.supports(q, k, v)
+
+
+BACKENDS = {
+    "cudnn": Backend(_cudnn, _half_precision(256)),
+    "flash": Backend(_flash, _half_precision(256)),
+    "efficient": Backend(_efficient, _refuses_cuda),
+    "xformers": Backend(_xformers, _refuses_xformers),
+    "triton": Backend(lambda q, k, v, scale: attention.triton(q, k, v, scale), _refuses_triton),
+    "matmul": Backend(matmul_attention, refuses_matmul),
+    "sdpa": Backend(_sdpa, lambda q, k, v: None),
+}
+
+
+FEW = 128  # keys of a prompt
+LONG = 1024  # tokens: more than few, by far
+NEEDS_PLAN = "cudnn"
+REACH = 4.0  # factor between the sizes of two shapes up to which the best for one is taken to be the best for the other
+
+
+def worth_trying(name: str, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a backend wins anywhere near this shape: those that do not are not worth compiling and timing."""
+    dim, keys = q.shape[-1], k.shape[2]
+    if name == "triton":  # a prompt's few keys, where vendor kernels fill half a tile
+        return keys <= FEW and dim <= 128
+    if name == NEEDS_PLAN:  # with few keys it saves microseconds, which its plans never win back
+        return keys > FEW
+    return name != "matmul" or dim > 256  # materialized scores: where no vendor kernel keeps a block in registers
+
+
+def _possible(name: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return name in BACKENDS and worth_trying(name, q, k) and BACKENDS[name].refuses(q, k, v) is None
+
+
+class AttentionChooser(Choices):
+    """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
+
+    preference: "auto" measures the candidates on tensors like the caller's, or takes what was measured for a shape near
+    by; a backend's name always takes that one and raises ValueError where it cannot run. cache: see `Choices`.
+    A candidate that errs, or disagrees with the others, is dropped.
+    """
+
+    def __init__(self, preference: str = "auto", cache: Path | None = None):
+        if preference != "auto" and preference not in BACKENDS:
+            raise ValueError(f"attention {preference!r} is not one of auto, {', '.join(BACKENDS)}")
+        super().__init__(cache)
+        self.preference = preference
+        self.loaded: set[tuple] = set()  # heads that cuDNN has loaded its kernels for
+
+    def __getstate__(self):
+        return {"preference": self.preference, **super().__getstate__()}
+
+    def __call__(self, q, k, v, scale=None):
+        if warming_up() and q.is_cuda:
+            return self._warm_up(q, k, v)
+        return BACKENDS[self.choose(q, k, v)].run(q, k, v, scale)
+
+    def choose(self, q, k, v) -> str:
+        """The backend's name for these tensors."""
+        if self.preference != "auto":
+            reason = BACKENDS[self.preference].refuses(q, k, v)
+            if reason is not None:
+                raise ValueError(f"attention={self.preference!r}: {reason}")
+            return self.preference
+        if not q.is_cuda or v.shape != k.shape:
+            return "sdpa"
+        batch, heads, queries, dim = q.shape
+        packed = "packed" if q.stride(2) != heads * dim else "dense"
+        key = f"{batch}x{heads}x{queries}x{k.shape[2]}x{dim} {str(q.dtype)[6:]} {packed}"
+        choice = self.choices.get(key)
+        if choice is not None:
+            return choice
+        possible = [name for name in BACKENDS if name != "sdpa" and _possible(name, q, k, v)]  # it picks one of them
+        otherwise = self._otherwise(key, possible)
+        if torch.cuda.is_current_stream_capturing():
+            return otherwise  # nothing can be measured inside a capture
+        forms = [Form.of(t) for t in (q, k, v)]
+        return self.decide(key, partial(self._trial, key, possible, otherwise, forms), otherwise)
+
+    def place(self, key: str) -> Place:
+        shape, *kind = key.split(" ")
+        batch, heads, queries, keys, dim = map(int, shape.split("x"))
+        return Place((dim, keys <= FEW, *kind), (batch * heads * queries, keys))
+
+    def _otherwise(self, key: str, possible: list[str]) -> str:
+        """What runs until it is decided: what is best near by, or else the first of these; cuDNN would need a plan."""
+        near = self.neighbor(key, REACH)
+        names = (None if near == NEEDS_PLAN else near, "triton", "matmul", "flash", "efficient")
+        return next((name for name in names if name in possible), "sdpa")
+
+    def _trial(self, key: str, possible: list[str], otherwise: str, forms: list[Form]) -> Iterator[str | None]:
+        """A step runs a candidate for the first time, or lets all race; it leaves no tensors behind."""
+        stored, near = self.stored(key), self.neighbor(key, REACH)
+        if stored in possible and _agrees(stored, otherwise, forms):
+            self.learn(key, stored)
+            return
+        if near in possible and _agrees(near, otherwise, forms):
+            self.adopt(key, near)
+            return
+        names = []
+        for name in possible:
+            yield None
+            if _agrees(name, otherwise, forms):
+                names.append(name)
+        if len(names) > 1:
+            yield None
+            with torch.cuda.device(forms[0].device):
+                given = [form.filled() for form in forms]
+                times = race([partial(BACKENDS[name].run, *given, None) for name in names])
+            names = [min(zip(times, names, strict=True))[1]]
+        yield from names
+
+    def _warm_up(self, q, k, v) -> torch.Tensor:
+        """Compiles and loads what is chosen from, for this size and others; nothing of shape q's."""
+        if v.shape != k.shape:
+            return _sdpa(q, k, v, None)
+        few = [t[:, :, :FEW] for t in (q, k, v)]
+        for name in ("triton", "matmul"):
+            if self.preference == name:
+                BACKENDS[name].run(q, k, v, None)
+            if self.preference == name or (self.preference == "auto" and _possible(name, *few)):
+                BACKENDS[name].run(*few, None)
+        batch, heads, _, dim = q.shape
+        kind = (heads, dim, q.dtype, q.device)
+        if self.preference in ("auto", NEEDS_PLAN) and kind not in self.loaded:
+            self.loaded.add(kind)
+            longer = torch.empty((batch, max(q.shape[2], LONG), heads, dim), dtype=q.dtype, device=q.device)
+            if BACKENDS[NEEDS_PLAN].refuses(q, k, v) is None:
+                alongside(partial(_load, longer.transpose(1, 2)))
+        return torch.empty((batch, q.shape[2], heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+
+
+def _agrees(name: str, other: str, forms: list[Form]) -> bool:
+    """Whether one backend computes what another does, on tensors of these forms."""
+    with torch.cuda.device(forms[0].device):
+        given = [form.filled() for form in forms]
+        wanted = BACKENDS[other].run(*given, None).float()
+        try:
+            off = (BACKENDS[name].run(*given, None).float() - wanted).abs().max()
+        except Exception as error:  # this card or build has no kernel for it, each library saying so in its own way
+            if out_of_memory(error):  # says nothing of the backend; `Choices` goes on without a trial
+                raise
+            set_aside(error)
+            return False
+        return bool(off <= 0.02 * wanted.abs().max().clamp_min(1e-6))
+
+
+def _load(x: torch.Tensor) -> None:
+    """Lets cuDNN load, or the driver compile, its kernels for such heads: up to a second, once for all lengths."""
+    with torch.cuda.device(x.device), torch.no_grad():
+        _cudnn(x, x, x, None)

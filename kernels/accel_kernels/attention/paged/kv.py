@@ -1,0 +1,108 @@
+"""Where one layer's keys and values lie: blocks of a store, found through a table and, on the GPU, by address.
+
+A CUDA graph outlives the cache it was captured with. So kernels read nothing but `metadata`, a small tensor that is
+copied into the graph's inputs at every replay: how many tokens are stored, and the addresses of table, mask and blocks.
+One graph then serves every cache, of any length, at any place.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
+
+LENGTH, TABLE, PADDING_MASK, COLUMNS, LAYERS = range(
+    5
+)  # places in `metadata`; what layer i has begins at LAYERS + EACH i
+EACH = 4  # keys, values, the scales of keys, the scales of values
+
+
+class KV(NamedTuple):
+    """The store of one layer, as the attention operations take it.
+
+    keys, values: (blocks, block, kv heads, head dimension); a block is a run of tokens of one row. In the dtype of the
+        model, or codes in 8 bits with the scales below, see `accel_kernels.attention.paged.kv_quantization`.
+    table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
+    valid: (rows, columns * block) bool, which tokens may be attended to (a padding mask), or None for all.
+    where: int64 [tokens stored in every row, address of table, address of valid or 0, columns, then for every layer
+        the addresses of its keys, its values, and the scales of both or 0]. The one truth about the number of tokens.
+    layer: which layer.
+    fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
+    split_counters: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
+        zeros; without it every call makes its own.
+    ordered: the host knows that row r's blocks lie in order from r * columns on.
+    by_address: the blocks are found through `metadata` alone, as the work may go on in a graph over another store.
+    last: int64 (1,), the place among the new tokens of the last that counts: of those behind it, which only fill a
+        prompt up, queries, keys and values are taken for zeros. A softmax weighs with 0 what it hides, and 0 * inf is
+        no 0. None where all count.
+    key_scales, value_scales: (blocks, block, kv heads) float32, the tokens of a block and head next to each other in
+        memory, so that a program reads them in one go; None where keys and values are stored as they are.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    padding_mask: torch.Tensor | None
+    metadata: torch.Tensor
+    layer: int
+    is_prefill: bool = False
+    split_counters: torch.Tensor | None = None
+    ordered: bool = False
+    by_address: bool = False
+    last: torch.Tensor | None = None
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def block(self) -> int:
+        return self.keys.shape[1]
+
+    def stored(self) -> int:
+        """How many tokens every row holds; waits for the GPU."""
+        return int(self.metadata[LENGTH])
+
+    def slots(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""
+        tokens = torch.arange(start, end, device=self.table.device)
+        return self.table[:, tokens // self.block].long(), (tokens % self.block).expand(self.table.shape[0], -1)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores (rows, new, kv heads, D) each as the tokens from `start` on."""
+        end, whole = start + keys.shape[1], self._in_order()
+        if self.key_scales is not None:
+            place, pairs = self.slots(start, end), self._pairs()
+            for (kept, kept_scales), new in zip(pairs, (keys, values), strict=True):
+                codes, scales = rounded(new, kept.dtype)
+                kept[place], kept_scales[place] = codes, scales.to(kept_scales.dtype)
+            return
+        if whole is not None:
+            whole[0][:, start:end], whole[1][:, start:end] = keys, values
+            return
+        place = self.slots(start, end)
+        self.keys[place], self.values[place] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+
+    def read(self, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order.
+
+        dtype: in which rounded ones are restored; others are given as they are stored.
+        """
+        if self.key_scales is not None:
+            place = self.slots(0, end)
+            return tuple(restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
+        whole = self._in_order()
+        if whole is None:
+            rows, blocks = self.table.shape[0], self.table.flatten().long()
+            whole = tuple(t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
+        return whole[0][:, :end], whole[1][:, :end]
+
+    def _pairs(self) -> tuple:
+        return (self.keys, self.key_scales), (self.values, self.value_scales)
+
+    def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both as (rows, tokens, kv heads, D), where no table is needed."""
+        if not self.ordered:
+            return None
+        rows, columns = self.table.shape
+        return tuple(
+            t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
+        )

@@ -1,0 +1,125 @@
+"""The end of a program of `kv8_decode_kernel`: the new token, and all shares put together, as in `decode`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from accel_kernels.attention.paged.kv_quantization_triton import rounded
+from accel_kernels.attention.paged.online_softmax_triton import capped
+from accel_kernels.attention.paged.rotary_store_triton import apply_rope, stored_at
+
+IN_BASE_2 = gl.constexpr(1.4426950408889634)
+# Names until Triton 3.6, and since.
+all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@gluon.jit
+def add_new(
+    row_max, row_sum, total, q, k_ptr, v_ptr, kn_ptr, slope_ptr, table, padding_mask, at, stored, g, kv_heads, scale,
+    softcap, k_eps, k_offset, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr,
+    K_NORM: gl.constexpr, HAS_PADDING_MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SLOPES: gl.constexpr,
+    BLOCK: gl.constexpr, GROUP: gl.constexpr, CODE: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Rounds and stores the new key and value, and attends to them."""
+    element = q.dtype
+    one = gl.arange(0, 1, gl.SliceLayout(1, WIDE))
+    row = gl.expand_dims(one, 1)
+    mask = (row == 0) & gl.expand_dims(d_idx < DIM, 0)
+    k_new = apply_rope(
+        k_ptr + row, kn_ptr, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM
+    )
+    v_new = gl.load(v_ptr + row + gl.expand_dims(d_idx, 0), mask=mask, other=0.0)
+    k_new, k_scale = rounded(k_new.to(element).to(gl.float32), CODE)
+    v_new, v_scale = rounded(v_new.to(gl.float32), CODE)
+    block = gl.load(table + stored // BLOCK).to(gl.int64)
+    at_scale = (block * kv_heads + g) * BLOCK + stored % BLOCK + one
+    gl.store(stored_at(at, 2, gl.float32) + at_scale, k_scale)
+    gl.store(stored_at(at, 3, gl.float32) + at_scale, v_scale)
+    place = ((block * BLOCK + stored % BLOCK) * kv_heads + g) * DIM + gl.expand_dims(d_idx, 0) + row
+    gl.store(stored_at(at, 0, CODE) + place, k_new, mask=mask)
+    gl.store(stored_at(at, 1, CODE) + place, v_new, mask=mask)
+    k_new = k_new.to(gl.float32) * gl.expand_dims(k_scale, 1)
+    v_new = v_new.to(gl.float32) * gl.expand_dims(v_scale, 1)
+    score = capped(gl.sum(q.to(gl.float32) * k_new, axis=1) * scale, softcap, HAS_SOFTCAP)
+    if HAS_SLOPES:
+        slope = gl.load(slope_ptr + g * GROUP + m_idx, mask=m_idx < GROUP, other=0.0).to(gl.float32) * IN_BASE_2
+        score += slope * stored
+    if HAS_PADDING_MASK:
+        seen = gl.load((padding_mask + stored).to(gl.pointer_type(gl.int8)))
+        score = gl.where(seen != 0, score, -float("inf"))
+    new_max = gl.maximum(row_max, score)
+    top = gl.where(new_max == -float("inf"), 0.0, new_max)
+    p = gl.exp2(score - top)
+    shrink = gl.exp2(row_max - top)
+    return new_max, row_sum * shrink + p, total * gl.expand_dims(shrink, 1) + gl.expand_dims(p, 1) * v_new
+
+
+@gluon.jit
+def finish_heads(
+    total, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, split, splits, active, b, g, heads, m_idx,
+    GROUP: gl.constexpr, GROUP_UP: gl.constexpr, DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr,
+    SPLIT: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`online_softmax.finish` of the heads of a group: who finishes last puts all shares together."""
+    d_idx = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
+    unit = gl.program_id(0).to(gl.int64)
+    m_mask = m_idx < GROUP
+    mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_idx < DIM, 0)
+    out = gl.expand_dims((b * heads + g * GROUP + m_idx) * DIM, 1) + gl.expand_dims(d_idx, 0)
+    if (not SPLIT) or (active <= 1):
+        if split == 0:
+            y = total / gl.expand_dims(gl.where(row_sum == 0.0, 1.0, row_sum), 1)
+            gl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=mask)
+    elif split < active:
+        mine = (unit * 8 + m_idx) * splits + split
+        gl.store(part_ptr + gl.expand_dims(mine, 1) * DIM + gl.expand_dims(d_idx, 0), total, mask=mask)
+        gl.store(stat_ptr + mine * 2, row_max, mask=m_mask)
+        gl.store(stat_ptr + mine * 2 + 1, row_sum, mask=m_mask)
+        all_threads()
+        taken = gl.atomic_add(ticket_ptr + unit, 1, sem="acq_rel")
+        if taken == active - 1:
+            gl.atomic_xchg(ticket_ptr + unit, 0)
+            for row in gl.static_range(0, GROUP, min(GROUP_UP, num_warps)):
+                _combine(
+                    o_ptr + (b * heads + g * GROUP) * DIM, part_ptr, stat_ptr, unit * 8, row, splits, active, GROUP,
+                    min(GROUP_UP, num_warps), DIM, MOST, COMBINED, WIDE, num_warps,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _combine(
+    o_ptr, part_ptr, stat_ptr, unit, first, splits, active, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Puts the shares of ROWS heads together."""
+    SHARES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 128 // DIM, DIM // 4], [ROWS, num_warps // ROWS, 1], [2, 1, 0]
+    )
+    OUT: gl.constexpr = gl.SliceLayout(1, SHARES)
+    EACH: gl.constexpr = gl.SliceLayout(2, SHARES)
+    m_idx = first + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    s_idx = gl.arange(0, MOST, gl.SliceLayout(0, WIDE))
+    all_stats = gl.expand_dims((unit + m_idx) * splits, 1) + gl.expand_dims(s_idx, 0)
+    there = gl.expand_dims(m_idx < GROUP, 1) & gl.expand_dims(s_idx < active, 0)
+    tops = gl.load(stat_ptr + all_stats * 2, mask=there, other=-float("inf"))
+    sums = gl.load(stat_ptr + all_stats * 2 + 1, mask=there, other=0.0)
+    top = gl.max(tops, axis=1)
+    top = gl.where(top == -float("inf"), 0.0, top)
+    total = gl.sum(sums * gl.exp2(tops - gl.expand_dims(top, 1)), axis=1)
+    total = gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
+    top = gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, EACH)), 1)
+
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, EACH))
+    d_idx = gl.expand_dims(gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(0, SHARES))), 0), 0)
+    y = gl.zeros([ROWS, DIM], gl.float32, OUT)
+    for early in range(0, active, COMBINED):
+        shares = early + gl.arange(0, COMBINED, gl.SliceLayout(0, EACH))
+        theirs = gl.expand_dims((unit + rows) * splits, 1) + gl.expand_dims(shares, 0)
+        some = gl.expand_dims(rows < GROUP, 1) & gl.expand_dims(shares < active, 0)
+        weights = gl.exp2(gl.load(stat_ptr + theirs * 2, mask=some, other=-float("inf")) - top)
+        mask = gl.expand_dims(some, 2) & (d_idx < DIM)
+        parts = gl.load(part_ptr + gl.expand_dims(theirs, 2) * DIM + d_idx, mask=mask, other=0.0)
+        y += gl.sum(parts * gl.expand_dims(weights, 2), axis=1)
+    y = y / gl.where(total == 0.0, 1.0, total)
+    m_out = first + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, OUT)), 1)
+    d_out = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, OUT)), 0)
+    gl.store(o_ptr + m_out * DIM + d_out, y.to(o_ptr.dtype.element_ty), mask=(m_out < GROUP) & (d_out < DIM))

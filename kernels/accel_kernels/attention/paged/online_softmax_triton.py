@@ -1,0 +1,162 @@
+"""What the attention kernels over a store share: a block of keys, the running softmax, putting shares together.
+
+Scores are kept in base 2. Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; shares as in
+flash decoding (Dao et al. 2023): who finishes last puts them together.
+"""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
+
+
+@triton.jit
+def load_block(
+    k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Keys (D, N) and values (N, D) of the tokens n_idx, which lie in one block of the store, and their scales.
+
+    PACKED: values as int16s of two channels each, (N, D / 2); shared memory turns those around for a product, no bytes.
+    """
+    start = tl.min(n_idx, axis=0)
+    block = tl.load(table + start // STORE_BLOCK).to(tl.int64)
+    k_scale = 1.0
+    v_scale = 1.0
+    if PACKED is None:
+        slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (kv_heads * DIM)
+        k = tl.load(k_ptr + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+        v = tl.load(v_ptr + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
+        if CODE is not None:
+            scale = block * (kv_heads * STORE_BLOCK) + n_idx % STORE_BLOCK
+            k_scale = tl.load(k_scales + scale, mask=n_mask, other=0.0)
+            v_scale = tl.load(v_scales + scale, mask=n_mask, other=0.0)
+    else:
+        # One address of 64 bits, offsets of 32 that are the same for every block: there is little time between loads.
+        in_block = tl.arange(0, n_idx.shape[0])
+        if n_idx.shape[0] != STORE_BLOCK:
+            in_block += start % STORE_BLOCK
+        first = block * STORE_BLOCK * kv_heads
+        pairs = tl.arange(0, d_idx.shape[0] // 2)
+        k_ptr += first * DIM
+        v_ptr += first * (DIM // 2)
+        k_place = (in_block * (kv_heads * DIM))[None, :] + d_idx[:, None]
+        v_place = (in_block * (kv_heads * (DIM // 2)))[:, None] + pairs[None, :]
+        k = tl.load(k_ptr + k_place, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+        v = tl.load(v_ptr + v_place, mask=n_mask[:, None] & (pairs < DIM // 2)[None, :], other=0)
+        k_scale = tl.load(k_scales + first + in_block, mask=n_mask, other=0.0)
+        v_scale = tl.load(v_scales + first + in_block, mask=n_mask, other=0.0)
+    return k, v, k_scale, v_scale
+
+
+@triton.jit
+def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in base 2, after softcap * tanh(scores / softcap) where there is one."""
+    if HAS_SOFTCAP:
+        scores = softcap * _tanh(scores / softcap)
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def _tanh(x):
+    """As exact as fp32 is: near 0, where 1 - 2 / (e^2x + 1) has few digits left, the polynomial of Cephes (tanhf)."""
+    z = x * x
+    near = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+            - 3.33332819422e-1) * z * x + x  # fmt: skip
+    return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit
+def attention_block(
+    q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope, valid_ptr,
+    HAS_PADDING_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`.
+
+    Codes of 8 bits are exact in q's dtype. Their scales are no part of the products: that of a key multiplies its
+    column of the scores, that of a value the weights it gets. PACKED: q is fp16, acc are the even channels and odd
+    the others.
+    """
+    if PACKED is not None:
+        k = halves(k, CODE, PACKED)
+        v, v_odd = low_and_high(v, CODE, PACKED)
+    elif UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    elif CODE is not None:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    products = tl.dot(q, k, input_precision="ieee") * scale
+    if CODE is not None:
+        products *= k_scale[None, :]
+    scores = capped(products, softcap, HAS_SOFTCAP)
+    if HAS_SLOPES:
+        scores += slope[:, None] * n_idx[None, :]
+    seen = n_mask[None, :] & (n_idx[None, :] <= at[:, None])
+    if HAS_WINDOW:
+        seen &= n_idx[None, :] > at[:, None] - window
+    if HAS_PADDING_MASK:
+        seen &= (tl.load(valid_ptr + n_idx, mask=n_mask, other=0) != 0)[None, :]
+    scores = tl.where(seen, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    top = tl.where(new_max == -float("inf"), 0.0, new_max)  # nothing seen yet: keep infinities apart
+    p = tl.exp2(scores - top[:, None])
+    shrink = tl.exp2(row_max - top)
+    row_sum = row_sum * shrink + tl.sum(p, 1)
+    if CODE is None:
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    elif q.dtype == tl.float16:  # whose range small scales would leave: those of a block are taken by the largest
+        top_scale = tl.max(v_scale, axis=0)
+        p *= (v_scale * (1.0 / tl.where(top_scale == 0.0, 1.0, top_scale)))[None, :]
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * top_scale
+        if PACKED is not None:
+            odd = odd * shrink[:, None] + tl.dot(p.to(v.dtype), v_odd, input_precision="ieee") * top_scale
+    else:
+        p *= v_scale[None, :]
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_max, row_sum, acc, odd
+
+
+@triton.jit
+def finish(
+    acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, m_first, new, b, g, heads,
+    m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of a tile of queries: rows m are token m // GROUP, head m % GROUP of the group."""
+    d_idx = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, BLOCK_M)
+    m_idx = m_first + rows
+    place = ((b * new + m_idx // GROUP) * heads + g * GROUP + m_idx % GROUP)[:, None] * DIM + d_idx[None, :]
+    mask = m_mask[:, None] & (d_idx < DIM)[None, :]
+    if (not SPLIT) or (active <= 1):
+        if split == 0:
+            y = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+            tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)
+    elif split < active:
+        mine = (unit * BLOCK_M + rows) * MOST_SPLITS + split
+        tl.store(part_ptr + mine[:, None] * BLOCK_D + d_idx[None, :], acc, mask=m_mask[:, None])
+        tl.store(stat_ptr + mine * 2, row_max, mask=m_mask)
+        tl.store(stat_ptr + mine * 2 + 1, row_sum, mask=m_mask)
+        tl.debug_barrier()
+        taken = tl.atomic_add(ticket_ptr + unit, 1, sem="acq_rel")
+        if taken == active - 1:
+            tl.atomic_xchg(ticket_ptr + unit, 0)
+            s_idx = tl.arange(0, MOST_SPLITS)
+            c_idx = tl.arange(0, COMBINE)
+            for first in range(0, tl.minimum(BLOCK_M, new * GROUP - m_first), COMBINE):
+                row = first + c_idx
+                m = m_first + row
+                theirs = (unit * BLOCK_M + row)[:, None] * MOST_SPLITS + s_idx[None, :]
+                there = (m < new * GROUP)[:, None] & (row < BLOCK_M)[:, None] & (s_idx < active)[None, :]
+                tops = tl.load(stat_ptr + theirs * 2, mask=there, other=-float("inf"))
+                sums = tl.load(stat_ptr + theirs * 2 + 1, mask=there, other=0.0)
+                parts = tl.load(
+                    part_ptr + theirs[:, :, None] * BLOCK_D + d_idx[None, None, :], mask=there[:, :, None], other=0.0
+                )
+                top = tl.max(tops, axis=1)
+                weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
+                total = tl.sum(sums * weights, axis=1)
+                y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
+                out = ((b * new + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
+                keep = ((m < new * GROUP) & (row < BLOCK_M))[:, None] & (d_idx < DIM)[None, :]
+                tl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=keep)

@@ -1,0 +1,253 @@
+"""Attention of new tokens over a store: rotate, store keys and values, attend to all that is stored."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.attention.paged.kv import KV
+from accel_kernels.attention.paged.kv_quantization import rounded
+from accel_kernels.norm import norm as norms
+from accel_kernels.norm.norm import Norm
+from accel_kernels.op import Case, Op, capability, dtype_reason
+
+FLOAT8 = (8, 9)  # the compute capability from which on GPUs convert to and from float8_e4m3fn
+
+
+def reference(
+    q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
+    sinks=None, slopes=None, dense=None,
+):  # fmt: skip
+    """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
+
+    Tokens T .. T + new - 1 are added to every row of the store, T = kv.where[LENGTH], which the caller moves on.
+    cos, sin: (1 or rows, new, R / 2), one angle a pair of the first R channels; pairs are (i, i + R/2), or with
+    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
+    query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
+    (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.valid forbids are
+    not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share, for prompts
+    without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own token's too:
+    what comes out does not depend on how many tokens come at once.
+    """
+    if kv.last is not None:
+        behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
+        q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
+    if q_norm is not None:
+        q = norms.reference(q, q_norm)
+    if k_norm is not None:
+        k = norms.reference(k, k_norm)
+    if cos is not None:
+        q, k = _rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
+    start = kv.stored()
+    end = start + q.shape[1]
+    kv.write(start, k, v)
+    keys, values = kv.read(end, q.dtype)
+    if softcap is None and sinks is None and slopes is None:
+        all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
+        seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
+        return _standard(q, keys, values, seen, scale)
+    return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+
+
+def _seen(q, end, start, padding_mask, window):
+    """(rows or 1, 1, new, end): which keys a query sees."""
+    at = torch.arange(end, device=q.device)
+    seen = at <= at[start:, None]
+    if window is not None:
+        seen = seen & (at > at[start:, None] - window)
+    return seen[None, None] if padding_mask is None else seen & padding_mask[:, None, None, :end].bool()
+
+
+def _standard(q, keys, values, seen, scale):
+    """Torch's own attention; a query that sees no key gives zeros."""
+    q, keys, values = (t.transpose(1, 2) for t in (q, keys.to(q.dtype), values.to(q.dtype)))
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
+    if seen is not None:
+        out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
+    """What torch's own does not know, written out, in fp32 or fp64."""
+    rows, new, heads, _ = q.shape
+    groups = heads // keys.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys, values = (t.to(wide).repeat_interleave(groups, dim=2).transpose(1, 2) for t in (keys, values))
+    scores = q.to(wide).transpose(1, 2) @ keys.transpose(-1, -2) * scale  # (rows, heads, new, end)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes.to(wide).view(-1, 1, 1) * torch.arange(keys.shape[2], device=q.device)
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.to(wide).view(-1, 1, 1))
+    weights = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(wide).view(-1, 1, 1) - top)
+    out = weights @ values / total.masked_fill(total == 0, 1.0)
+    return out.transpose(1, 2).reshape(rows, new, -1).to(q.dtype)
+
+
+def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
+    half = cos.shape[-1]
+    turns, rest = t[..., : 2 * half].to(wide), t[..., 2 * half :]
+    first, second = (turns[..., ::2], turns[..., 1::2]) if interleaved else turns.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    rotated = rotated.to(t.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def supports(
+    q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
+    sinks=None, slopes=None, dense=None,
+) -> str | None:  # fmt: skip
+    if q.numel() == 0:
+        return "empty"
+    if q.shape[-1] > 256:
+        return f"head dimension {q.shape[-1]}, more than 256"
+    if v.shape[-1] != q.shape[-1]:
+        return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(-1) != 1:
+            return f"{name}: channels not next to each other"
+    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
+        return "queries and stored keys of different dtypes"
+    if kv.keys.dtype == torch.float8_e4m3fn and q.is_cuda and capability(q.device) < FLOAT8:
+        return "8-bit floats below compute capability 8.9"
+    for norm in (q_norm, k_norm):
+        if norm is not None and (norm.centred or norm.bias is not None):
+            return "a query or key norm with a mean or bias"
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes)
+
+
+def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None, padding_mask=False,
+          shuffled=False, qk_norm=False, small=False, codes=None, last=None, **more):  # fmt: skip
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*size):
+            return torch.randn(*size, generator=g).to(device, dtype)
+
+        columns = -(-(room or stored + new) // block)
+        blocks = rows * columns
+        order = torch.randperm(blocks, generator=g) if shuffled else torch.arange(blocks)
+        table = order.view(rows, columns).to(device, torch.int32)
+        keys, values = rand(blocks, block, kv_heads, dim), rand(blocks, block, kv_heads, dim)
+        stores, scales = (keys, values), (None, None)
+        if codes is not None:
+            rotated = (rounded(t, codes) for t in stores)
+            stores, scales = zip(*((c, s.mT.contiguous().mT) for c, s in rotated), strict=True)
+        mask = None
+        if padding_mask:  # left padding of row r by r tokens, and a hole
+            mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
+            mask[0, 1] = stored + new < 3
+            mask = mask.to(device)
+        addresses = [0 if t is None else t.data_ptr() for t in (*stores, *scales)]
+        metadata = [stored, table.data_ptr(), 0 if mask is None else mask.data_ptr(), columns, *addresses]
+        kv = KV(*stores, table, mask, torch.tensor(metadata, device=device), 0, is_prefill=stored == 0)
+        kv = kv._replace(key_scales=scales[0], value_scales=scales[1])
+        if last is not None:
+            kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
+        both = rand(rows, new, (heads + 2 * kv_heads) * dim)
+        if last is not None:
+            both[:, last + 1 :] = float("inf")
+        q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+        given = dict(more)
+        if rotary:
+            angles = torch.rand(rows, new, rotary // 2, generator=g) * 6.28
+            given["cos"], given["sin"] = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        if qk_norm:
+            given["q_norm"], given["k_norm"] = Norm(rand(dim), None, 1e-6), Norm(rand(dim), None, 1e-6)
+        for one in ("sinks", "slopes"):
+            if given.get(one):
+                given[one] = (torch.rand(heads, generator=g) - 0.5).to(device, dtype)
+        return (q, k, v, kv, dim**-0.5), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("decode", 1, 37, 1, 4, 2, 32, rotary=32, small=True),
+    _case("decode-mha-odd", 2, 21, 1, 3, 3, 20, rotary=10, small=True),
+    _case("decode-mqa-interleaved", 2, 50, 1, 4, 1, 64, rotary=32, interleaved=True, small=True),
+    _case("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, small=True),
+    _case("decode-full-blocks", 2, 48, 1, 4, 2, 32, shuffled=True, small=True),
+    _case("decode-window", 1, 60, 1, 4, 2, 32, window=11, small=True),
+    _case("decode-window-across", 1, 57, 1, 4, 2, 32, window=11, small=True),
+    _case("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0, small=True),
+    _case("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True, small=True),
+    _case("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True, small=True),
+    _case("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, small=True),
+    _case("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200, small=True),
+    _case("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, small=True),
+    _case("prefill", 2, 0, 23, 4, 2, 32, rotary=32, small=True),
+    _case("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, padding_mask=True, small=True),
+    _case("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18, small=True),
+    _case("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0, small=True),
+    _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
+    _case("prefill-softcap", 1, 0, 40, 2, 1, 64, rotary=64, window=30, softcap=50.0, small=True),
+    _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
+    _case("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5, small=True),
+    _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True, small=True),
+    _case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, codes=torch.int8, small=True),
+    _case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8, small=True),
+    _case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
+    _case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
+    _case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, codes=torch.int8, small=True),
+    _case(
+        "int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, padding_mask=True, codes=torch.int8, small=True
+    ),
+    _case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    _case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    _case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
+    _case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    _case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
+    _case(
+        "int8-decode-valid",
+        2,
+        317,
+        1,
+        8,
+        2,
+        128,
+        rotary=128,
+        block=64,
+        padding_mask=True,
+        shuffled=True,
+        codes=torch.int8,
+    ),
+    _case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, codes=torch.int8),
+    _case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True, codes=torch.int8),
+    _case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
+    _case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    _case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
+    _case("llama-prefill-filled", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661),
+    _case("llama-prefill-filled-rows", 2, 0, 256, 32, 8, 128, rotary=128, block=64, last=200, window=256),
+    _case("llama-prefill-filled-int8", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661, codes=torch.int8),
+    _case("qwen-prefill", 2, 0, 190, 14, 2, 64, rotary=64, block=64),
+    _case("qwen-prefill-valid", 2, 0, 190, 14, 2, 64, rotary=64, window=100, block=64, padding_mask=True),
+    _case("phi-prefill-80", 1, 0, 150, 8, 8, 80, rotary=32, block=64, padding_mask=True),
+    _case("prefill-96-filled", 1, 0, 320, 6, 2, 96, rotary=96, block=64, last=290),
+    _case("prefill-odd-filled", 1, 0, 320, 6, 2, 100, rotary=50, block=64, last=290),
+    _case("gemma2-prefill", 1, 0, 300, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
+    _case("gemma2-prefill-more", 1, 130, 170, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
+    _case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
+    _case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
+    _case("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, block=64, padding_mask=True),
+)
+
+paged_attention = Op(
+    "paged_attention",
+    reference,
+    "accel_kernels.attention.paged.paged_attention_triton:paged_attention",
+    supports,
+    CASES,
+)

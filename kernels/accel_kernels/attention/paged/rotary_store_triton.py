@@ -1,0 +1,203 @@
+"""New queries, keys and values: normed per head, rotated (Su et al. 2021), queries packed, keys and values stored.
+
+A program takes one token's block of heads of one kind. The store is found by address, see `paged.kv`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, TABLE
+from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.launch import power_of_two
+from accel_kernels.warmup import launch
+
+MOST_HEADS = 32  # to a program
+
+# Places in `metadata`, as kernels may read them.
+AT_LENGTH, AT_TABLE, AT_COLUMNS, AT_LAYERS = (tl.constexpr(i) for i in (LENGTH, TABLE, COLUMNS, LAYERS))
+OF_EACH = tl.constexpr(EACH)
+
+
+@triton.jit
+def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
+    """The pointer that stands in `metadata`; allocations are aligned far beyond the 16 bytes of a wide load."""
+    return tl.multiple_of(tl.load(where_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit(do_not_specialize=("layer", "new"))
+def rotary_store_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr, last_ptr, shown_k_ptr, shown_v_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads, q_eps, q_offset, k_eps, k_offset,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
+    HAS_LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = (tl.program_id(0) // new).to(tl.int64)
+    s = (tl.program_id(0) % new).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.load(where_ptr + AT_LENGTH) + s
+    read, kv_read = heads, kv_heads  # as many heads are there, none of a token that does not count
+    if HAS_LAST:
+        counts = (s <= tl.load(last_ptr)).to(tl.int32)
+        read, kv_read = heads * counts, kv_heads * counts
+    table = stored_at(where_ptr, AT_TABLE, tl.int32)
+    block = tl.load(table + b * tl.load(where_ptr + AT_COLUMNS) + token // STORE_BLOCK).to(tl.int64)
+    slot = (block * STORE_BLOCK + token % STORE_BLOCK) * kv_heads
+    q_blocks = tl.cdiv(heads, BLOCK_H)
+    k_blocks = tl.cdiv(kv_heads, BLOCK_H)
+    part = tl.program_id(1)
+    h_idx = tl.arange(0, BLOCK_H)
+    d_idx = tl.arange(0, BLOCK_D)
+    # Channel d of a pair turns together with its mate: first * cos - second * sin, second * cos + first * sin.
+    turns = d_idx < 2 * PAIRS
+    if INTERLEAVED:
+        pair = d_idx // 2
+        mate = d_idx + 1 - 2 * (d_idx % 2)
+        sign = tl.where(d_idx % 2 == 0, -1.0, 1.0)
+    else:
+        pair = d_idx % (PAIRS if PAIRS > 0 else 1)
+        mate = tl.where(d_idx < PAIRS, d_idx + PAIRS, d_idx - PAIRS)
+        sign = tl.where(d_idx < PAIRS, -1.0, 1.0)
+    mate = tl.where(turns, mate, d_idx)
+    d_mask = d_idx < DIM
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    angle = b * stride_cb + s * stride_cs + pair * stride_cp
+    if PAIRS > 0:
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
+    else:
+        cos = 1.0
+        sin = 0.0
+    element = v_ptr.dtype.element_ty
+    if part < q_blocks:
+        h = part * BLOCK_H + h_idx
+        mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
+        heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
+        q = apply_rope(
+            heads_ptr, qn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM
+        )
+        tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
+    elif part < q_blocks + k_blocks:
+        h = (part - q_blocks) * BLOCK_H + h_idx
+        mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
+        heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
+        k = apply_rope(
+            heads_ptr, kn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM
+        )
+        if CODE is None:
+            keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, element)
+            tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
+            if SHOWN:
+                row = (b * new + s) * kv_heads + h[:, None]
+                tl.store(shown_k_ptr + row * DIM + d_idx[None, :], k.to(element), mask=mask)
+        else:
+            put(
+                k.to(element), where_ptr, layer, 0, block, token, h, d_idx, mask, kv_heads, b * new + s,
+                shown_k_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
+            )  # fmt: skip
+    else:
+        h = (part - q_blocks - k_blocks) * BLOCK_H + h_idx
+        mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
+        heads_ptr = v_ptr + b * stride_vb + s * stride_vs + h[:, None] * stride_vh
+        v = tl.load(heads_ptr + d_idx[None, :], mask=there, other=0.0)
+        if CODE is None:
+            values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, element)
+            tl.store(values + (slot + h[:, None]) * DIM + d_idx[None, :], v, mask=mask)
+            if SHOWN:
+                row = (b * new + s) * kv_heads + h[:, None]
+                tl.store(shown_v_ptr + row * DIM + d_idx[None, :], v, mask=mask)
+        else:
+            put(
+                v, where_ptr, layer, 1, block, token, h, d_idx, mask, kv_heads, b * new + s,
+                shown_v_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
+            )  # fmt: skip
+
+
+@triton.jit
+def put(
+    x, where_ptr, layer, which, block, token, h, d_idx, mask, kv_heads, row, shown_ptr,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
+):  # fmt: skip
+    """Rounds and stores a token's heads h of keys (which = 0) or values (1); what was rounded is shown besides."""
+    codes, scale = rounded(x.to(tl.float32), CODE)
+    place = AT_LAYERS + OF_EACH * layer + which
+    head = block * STORE_BLOCK * kv_heads + (token % STORE_BLOCK) * kv_heads + h
+    tl.store(stored_at(where_ptr, place, CODE) + head[:, None] * DIM + d_idx[None, :], codes, mask=mask)
+    scales = stored_at(where_ptr, place + 2, tl.float32)
+    tl.store(scales + (block * kv_heads + h) * STORE_BLOCK + token % STORE_BLOCK, scale, mask=h < kv_heads)
+    if SHOWN:
+        shown = codes.to(tl.float32) * scale[:, None]
+        tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown.to(x.dtype), mask=mask)
+
+
+@triton.jit
+def apply_rope(
+    heads_ptr, norm_ptr, mask, d_idx, mate, d_mask, cos, sin, sign, eps, offset,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A block of heads, normed and rotated, in fp32."""
+    x = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0).to(tl.float32)
+    rstd = 1.0
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        x *= rstd * (tl.load(norm_ptr + d_idx, mask=d_mask, other=0.0).to(tl.float32) + offset)[None, :]
+    if PAIRS > 0:
+        y = tl.load(heads_ptr + mate[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            y *= rstd * (tl.load(norm_ptr + mate, mask=d_mask, other=0.0).to(tl.float32) + offset)[None, :]
+        x = x * cos + sign[None, :] * y * sin
+    return x
+
+
+def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False):
+    """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous.
+
+    Arguments as `paged_attention`.
+
+    shown: returns (queries, keys, values), the last two as the store has them, rounded where it rounds them,
+    (rows, new, kv heads, D) contiguous.
+    """
+    rows, new, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    keys, values = (torch.empty(k.shape, device=q.device, dtype=q.dtype) if shown else None for _ in range(2))
+    pairs = 0 if cos is None else cos.shape[-1]
+    angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
+    block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
+    grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
+    pdl = programmatic(q.device)
+    _, _, q_eps, _, q_offset = q_norm or (None, None, 0.0, False, 0.0)
+    _, _, k_eps, _, k_offset = k_norm or (None, None, 0.0, False, 0.0)
+    launch(
+        rotary_store_kernel, grid,
+        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.metadata, kv.last, keys,
+        values,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
+        q_eps, q_offset, k_eps, k_offset,
+        DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
+        CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, HAS_LAST=kv.last is not None, PDL=bool(pdl), num_warps=4,
+        **pdl,
+    )  # fmt: skip
+    return (out, keys, values) if shown else out
+
+
+def _compile_case(dtype, interleaved, code=None):
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn")}
+    types |= {"where_ptr": "*i64", "last_ptr": "*i64"} | {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bsh"}
+    types |= {f"shown_{t}_ptr": f"*{dtype}" for t in "kv"} | {f"stride_c{axis}": "i32" for axis in "bsp"}
+    types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads")}
+    types |= {name: "fp32" for name in ("q_eps", "q_offset", "k_eps", "k_offset")}
+    sizes = {"DIM": 128, "PAIRS": 64, "INTERLEAVED": interleaved, "Q_NORM": True, "K_NORM": True}
+    sizes |= {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "CODE": code, "SHOWN": code is not None}
+    sizes |= {"HAS_LAST": interleaved, "PDL": False}
+    return rotary_store_kernel, types, sizes, 4
+
+
+COMPILE_CASES = (_compile_case("bf16", False), _compile_case("bf16", True), _compile_case("bf16", False, tl.int8))
+FLOAT8_COMPILE_CASES = (_compile_case("bf16", False, tl.float8e4nv),)

@@ -1,0 +1,196 @@
+"""Choices made by measuring on this card, once a shape, and remembered on disk for the next process."""
+
+import json
+import os
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from accel_kernels.errors import set_aside
+from accel_kernels.trials import put_off
+
+ROUNDS, MOST_REPEATS = 3, 3
+ROUND = 2e-3  # seconds of one round of a race, about
+CYCLES = 2e9  # a second, of the fastest clock
+
+
+class Place(NamedTuple):
+    """Where a shape lies among others: only those of its kind compare, and the nearer by their sizes the better."""
+
+    kind: tuple
+    sizes: tuple[int, ...]
+
+    def distance(self, other: "Place") -> float:
+        """The largest factor between two sizes of the same name."""
+        return max(max(a, b) / min(a, b) for a, b in zip(self.sizes, other.sizes, strict=True))
+
+
+class Choices(ABC):
+    """Names by key. cache: a JSON file, or None. Copies and pickles keep the file and none of the choices.
+
+    A shape is measured when it is first asked for, or later where `Trials` collect what there is to measure, unless
+    torch is told to be deterministic.
+    """
+
+    def __init__(self, cache: Path | None = None):
+        self.cache = cache
+        self.choices: dict[str, str] = {}
+        self.measured: dict[str, str] = {}  # of the choices, those that were not taken over from a neighbor
+        self._stored: dict[str, str] | None = None  # of earlier processes, not yet known to hold in this one
+        self._lessons: dict[tuple, dict[Place, str]] = {}
+        self._lock = threading.RLock()
+
+    def __getstate__(self):
+        return {"cache": self.cache}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    @abstractmethod
+    def place(self, key: str) -> Place:
+        """What `key` stands for. Raises ValueError for a key of another form."""
+
+    def decide(self, key: str, trial: Callable[[], Iterator[str | None]], otherwise: str) -> str:
+        """The choice for this key, or `otherwise` as long as there is none.
+
+        trial(): yields None after each step of measuring, and the choice at last; or learns or adopts it itself.
+        """
+        choice = self.choices.get(key)
+        if choice is not None:
+            return choice
+        # Where equal calls must give equal bits, none runs by another choice than those after it.
+        alike = torch.are_deterministic_algorithms_enabled()
+        if not alike and put_off((self, key), lambda: self._settle(key, trial, otherwise)):
+            return otherwise
+        for _ in self._settle(key, trial, otherwise):
+            pass
+        return self.choices[key]
+
+    def _settle(self, key: str, trial: Callable, otherwise: str) -> Iterator[None]:
+        """The trial, and what it finds; `otherwise` where it fails."""
+        choice = self.choices.get(key)
+        if choice is not None:  # by another that asked for the same
+            return
+        try:
+            for choice in trial():
+                if choice is None:
+                    yield
+        except Exception as error:  # no memory for it, or a library that fails in a way of its own
+            set_aside(error)
+            choice = None
+        if choice is not None:
+            self.learn(key, choice)
+            self._save()
+        elif key not in self.choices:
+            self.adopt(key, otherwise)
+
+    def adopt(self, key: str, choice: str) -> None:
+        """Takes a choice over without measuring: it teaches nothing and is not kept on disk."""
+        self.choices[key] = choice
+
+    def learn(self, key: str, choice: str) -> None:
+        """The choice that was measured."""
+        with self._lock:
+            self.choices[key] = self.measured[key] = choice
+            self._teach(key, choice)
+
+    def _teach(self, key: str, choice: str) -> None:
+        place = self.place(key)
+        self._lessons.setdefault(place.kind, {})[place] = choice
+
+    def neighbor(self, key: str, reach: float) -> str | None:
+        """What was measured for the nearest shape of the same kind, whose sizes are within a factor of `reach`."""
+        place = self.place(key)
+        with self._lock:
+            self._read()
+            known = self._lessons.get(place.kind, {})
+            near = min(known, key=place.distance, default=None)
+            return None if near is None or near.distance(place) > reach else known[near]
+
+    def stored(self, key: str) -> str | None:
+        """What an earlier process found."""
+        with self._lock:
+            return self._read().get(key)
+
+    def _read(self) -> dict[str, str]:
+        if self._stored is None:
+            try:
+                stored = json.loads(self.cache.read_text()) if self.cache is not None else {}
+            except (OSError, ValueError):
+                stored = {}  # no cache yet, or a damaged one: it is measured and written again
+            stored = stored.items() if isinstance(stored, dict) else ()
+            self._stored = {key: choice for key, choice in stored if isinstance(choice, str)}
+            for key, choice in self._stored.items():
+                try:
+                    self._teach(key, choice)
+                except ValueError:  # the form of another version
+                    continue
+        return self._stored
+
+    def _save(self) -> None:
+        if self.cache is None:
+            return
+        try:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            with self._lock, tempfile.NamedTemporaryFile("w", dir=self.cache.parent, delete=False) as file:
+                json.dump(self._read() | self.measured, file, indent=1)
+            os.replace(file.name, self.cache)
+        except OSError:
+            self.cache = None  # a read-only home only costs measuring again next time
+
+
+def race(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Milliseconds that each takes the GPU: the least of a few rounds in which they take turns.
+
+    The GPU waits until a round is launched, since launching takes the host longer than a small kernel runs.
+    """
+    stream = torch.cuda.current_stream()
+    for run in runs:
+        run()
+    stream.synchronize()  # not the device: that fails while another thread captures
+    start = time.perf_counter()
+    for run in runs:
+        run()
+    launching = time.perf_counter() - start
+    stream.synchronize()
+    repeats = max(1, min(MOST_REPEATS, int(ROUND / (time.perf_counter() - start))))
+    least = [float("inf")] * len(runs)
+    for _ in range(ROUNDS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+        torch.cuda._sleep(int(CYCLES * 1.5 * repeats * launching))
+        marks[0].record()
+        for run, mark in zip(runs, marks[1:], strict=True):
+            for _ in range(repeats):
+                run()
+            mark.record()
+        marks[-1].synchronize()
+        times = [a.elapsed_time(b) / repeats for a, b in zip(marks, marks[1:], strict=False)]
+        least = list(map(min, least, times))
+    return least
+
+
+class Form(NamedTuple):
+    """What matters of a tensor for the speed of a kernel."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Form":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def filled(self) -> torch.Tensor:
+        """Such a tensor of random numbers, which are not taken from those that the user draws."""
+        generator = torch.Generator(self.device)
+        generator.seed()
+        size = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(size, device=self.device, dtype=self.dtype).normal_(generator=generator)
+        return flat.as_strided(self.shape, self.stride)

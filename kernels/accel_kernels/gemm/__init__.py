@@ -1,0 +1,1 @@
+"""Matrix products with what stands before and after them."""

@@ -1,0 +1,90 @@
+"""What follows a product before anything is written: one value that every product takes, plain or quantized."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_kernels.elementwise.gated import gated
+from accel_kernels.norm.norm import ACTIVATIONS
+
+
+class Epilogue(NamedTuple):
+    """y = residual + scale * act(product + bias), or with a gate act(product + bias) * (up product + up_bias).
+
+    bias, up_bias: (N,) or None. up: a second weight, of the kind and shape of the product's own, or None.
+    activation: a name of ACTIVATIONS or None; needed with `up`. residual: (..., N), of the dtype of the result, or
+    None. scale: a float, the multiplier of what is added to the residual.
+
+    A sum over ranks, where each has a part of the columns, belongs between the gate and the residual.
+    """
+
+    bias: torch.Tensor | None = None
+    up: Any = None
+    up_bias: torch.Tensor | None = None
+    activation: str | None = None
+    residual: torch.Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether a residual is all there may be."""
+        return self.bias is None and self.up is None and self.activation is None and self.scale == 1.0
+
+    def weights(self, weight: Any) -> Iterator[Any]:
+        """The product's weight and its gate's, as far as there is one."""
+        yield weight
+        if self.up is not None:
+            yield self.up
+
+    def exact(self, weight: Any, product: Callable[..., torch.Tensor], wide: torch.dtype | None = None) -> torch.Tensor:
+        """By torch, one operation after the other. product(weight, bias) multiplies; wide: the dtype of the sums."""
+        y = product(weight, self.bias)
+        if self.activation is not None:
+            y = ACTIVATIONS[self.activation](y)
+        if self.up is not None:
+            y = y * product(self.up, self.up_bias)
+        if self.scale != 1.0:
+            y = y * self.scale
+        if self.residual is None:
+            return y
+        return (self.residual if wide is None else self.residual.to(wide)) + y
+
+    def in_passes(self, weight: Any, product: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """By torch's products, and a fused pass for a gate. product(weight, bias) multiplies."""
+        y = product(weight, self.bias)
+        if self.up is not None:
+            y = gated(y, product(self.up, self.up_bias), self.activation)
+        elif self.activation is not None:
+            y = ACTIVATIONS[self.activation](y)
+        if self.residual is None:
+            return y if self.scale == 1.0 else y * self.scale
+        return torch.add(self.residual, y, alpha=self.scale)
+
+    def refusal(self, weight: torch.Tensor) -> str | None:
+        """Why no kernel takes it; weight: the product's own, or its numbers."""
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            return f"activation {self.activation!r}"
+        up = None if self.up is None else getattr(self.up, "data", self.up)
+        if up is not None and (self.activation is None or up.shape != weight.shape or up.dtype != weight.dtype):
+            return "a gate without activation, or of another shape or dtype"
+        return None
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both as kernels want them: none, or with a gate two."""
+        if self.up is None or (self.bias is None) == (self.up_bias is None):
+            return self.bias, None if self.up is None else self.up_bias
+        if self.bias is None:
+            return torch.zeros_like(self.up_bias), self.up_bias
+        return self.bias, torch.zeros_like(self.bias)
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """What kernels are compiled for."""
+        return {
+            "HAS_BIAS": self.bias is not None or (self.up is not None and self.up_bias is not None),
+            "GATE": self.up is not None,
+            "RESIDUAL": self.residual is not None,
+            "KIND": self.activation,
+        }

@@ -1,0 +1,124 @@
+"""A linear layer with its neighbors: norm before, activation or gate after, residual added.
+
+y = residual + scale * act(norm(x) W^T + b), or with a gate act(h W^T + b) * (h U^T + c), h = norm(x). For the few rows
+of a decode step the kernel reads each weight once, near the speed of memory, and everything else rides along; for more
+rows, cuBLAS's product between fused elementwise passes.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.norm import norm as norms
+from accel_kernels.norm.layer_norm import layer_norm
+from accel_kernels.norm.norm import Norm
+from accel_kernels.norm.rms_norm import rms_norm
+from accel_kernels.op import Case, Op, dtype_reason
+
+MOST_ROWS = 64
+
+
+def reference(x, weight, bias=None, *, norm=None, **after):
+    """x: (..., K); weight: (N, K). Returns (..., N).
+
+    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`.
+    """
+    h = x if norm is None else norms.reference(x, norm)
+    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one, shift))
+
+
+def in_passes(x, weight, bias=None, *, norm=None, **after):
+    """The same with cuBLAS's products: the residual is added inside the product where nothing stands between."""
+    epilogue = Epilogue(bias, **after)
+    h = x if norm is None else apply_norm(x, norm)
+    residual = epilogue.residual
+    if residual is not None and epilogue.plain:
+        flat = torch.addmm(residual.reshape(-1, residual.shape[-1]), h.reshape(-1, h.shape[-1]), weight.t())
+        return flat.view(residual.shape)
+    return epilogue.in_passes(weight, lambda one, shift: F.linear(h, one, shift))
+
+
+def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The norm by itself, in one pass."""
+    if norm.centred and norm.offset == 0.0:
+        return layer_norm(x, norm.weight, norm.bias, norm.eps)
+    if not norm.centred and norm.bias is None:
+        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
+    return norms.reference(x, norm)
+
+
+def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
+    epilogue = Epilogue(bias, **after)
+    up, residual = epilogue.up, epilogue.residual
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.numel() == 0 or weight.numel() == 0:
+        return "empty"
+    if rows > MOST_ROWS:
+        return f"{rows} rows, more than {MOST_ROWS}"
+    if rows > 1 and x.dtype == torch.float32:
+        return "several rows of float32, which cuBLAS adds up with less error"
+    if (reason := epilogue.refusal(weight)) is not None:
+        return reason
+    if norm is not None and norm.bias is not None and not norm.centred:
+        return "a norm with a bias and no mean"
+    if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
+        return f"{weight.shape[1]} inputs, not a multiple of 8"
+    tensors = {"x": x, "weight": weight, "up": up, "residual": residual}
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} not contiguous"
+    if weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
+        return "x, weight and residual of different dtypes"
+    return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *((norm.weight, norm.bias) if norm else ()))
+
+
+def _case(name, rows, k, n, *, norm=None, bias=False, gate=False, activation=None, residual=False, scale=1.0,
+          small=False):  # fmt: skip
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*size, spread=1.0):
+            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
+
+        given = {"activation": activation, "scale": scale}
+        if norm == "rms":
+            given["norm"] = Norm(rand(k), None, 1e-5)
+        elif norm == "gemma":
+            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
+        elif norm == "layer":
+            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
+        if gate:
+            given["up"] = rand(n, k, spread=k**-0.5)
+            given["up_bias"] = rand(n) if bias else None
+        if residual:
+            given["residual"] = rand(rows, n)
+        return (rand(rows, k), rand(n, k, spread=k**-0.5), rand(n) if bias else None), given
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("plain", 1, 64, 48, small=True),
+    _case("rms", 1, 136, 40, norm="rms", small=True),
+    _case("gemma-residual", 1, 72, 33, norm="gemma", residual=True, scale=0.5, small=True),
+    _case("layer-bias-gelu", 1, 104, 50, norm="layer", bias=True, activation="gelu_tanh", small=True),
+    _case("gate", 1, 64, 37, norm="rms", gate=True, activation="silu", small=True),
+    _case("gate-bias", 1, 64, 37, gate=True, bias=True, activation="gelu", small=True),
+    _case("rows-3", 3, 88, 41, norm="rms", residual=True, small=True),
+    _case("rows-5-gate", 5, 96, 35, norm="layer", gate=True, activation="silu", small=True),
+    _case("rows-17", 17, 128, 33, bias=True, activation="relu", small=True),
+    _case("llama-qkv", 1, 4096, 6144, norm="rms"),
+    _case("llama-out", 1, 4096, 4096, residual=True),
+    _case("llama-gate-up", 1, 4096, 14336, norm="rms", gate=True, activation="silu"),
+    _case("llama-down", 1, 14336, 4096, residual=True),
+    _case("llama-head", 1, 4096, 128256, norm="rms"),
+    _case("llama-qkv-8", 8, 4096, 6144, norm="rms"),
+    _case("llama-gate-up-8", 8, 4096, 14336, norm="rms", gate=True, activation="silu"),
+    _case("llama-down-32", 32, 14336, 4096, residual=True),
+    _case("qwen-0.5b-qkv", 1, 896, 1152, norm="rms", bias=True),
+    _case("phi-mlp", 2, 2560, 10240, norm="layer", bias=True, activation="gelu_tanh"),
+)
+
+fused_linear = Op(
+    "fused_linear", reference, "accel_kernels.gemm.fused_linear_triton:fused_linear", supports, CASES, instead=in_passes
+)

@@ -1,0 +1,245 @@
+"""Linear layers of few rows, at the speed at which memory gives the weights.
+
+One row: a program multiplies a few rows of the weight with x, the norm of x computed on the way, on the CUDA cores.
+Two rows to 64: the same walk with the tensor cores, weights as the left factor, since the few rows of x would waste its
+larger side. Both may begin before the kernel in front has ended, with weights, which no kernel writes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.attention.paged.split_kv import upcast
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue
+from accel_kernels.launch import power_of_two
+from accel_kernels.op import multiprocessors, shared_memory
+from accel_kernels.warmup import launch
+
+
+class Shape(NamedTuple):
+    """Rows of the weight and columns of it to a step, and launch shape."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+    early: bool = False  # whether the next kernel may start with this one; else when this one's products are done
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, nw_ptr, nb_ptr, r_ptr, y_ptr, n, eps, offset, scale,
+    K: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < n
+    k_idx = tl.arange(0, BLOCK_K)
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # The first weights before the wait: they do not depend on the kernel in front.
+    mask = (k_idx < K)[None, :]
+    w = tl.load(w_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATE:
+        u = tl.load(u_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    WHOLE: tl.constexpr = BLOCK_K >= K
+    if HAS_NW and WHOLE:
+        nw = tl.load(nw_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + offset
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    mean = 0.0
+    rstd = 1.0
+    if NORM == "layer":
+        total = tl.zeros((BLOCK_K,), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            total += tl.load(x_ptr + start + k_idx, mask=start + k_idx < K, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / K
+        total = tl.zeros((BLOCK_K,), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            x = tl.load(x_ptr + start + k_idx, mask=start + k_idx < K, other=0.0).to(tl.float32)
+            x = tl.where(start + k_idx < K, x - mean, 0.0)
+            total += x * x
+        rstd = tl.rsqrt(tl.sum(total, axis=0) / K + eps)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if GATE:
+        acc_u = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k_idx
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        if NORM == "rms":  # a factor of the whole sum: it is known only when all of x has been seen, and needed then
+            squares += x * x
+        if NORM == "layer":
+            x = (x - mean) * rstd
+        if HAS_NW and WHOLE:
+            x *= nw
+        elif HAS_NW:
+            x *= tl.load(nw_ptr + at, mask=at < K, other=0.0).to(tl.float32) + offset
+        if HAS_NB:
+            x += tl.load(nb_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
+        if GATE:
+            acc_u += u.to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            place = row + (at + BLOCK_K)[None, :]
+            mask = (at + BLOCK_K < K)[None, :]
+            w = tl.load(w_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATE:
+                u = tl.load(u_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+    y = tl.sum(acc, axis=1)
+    if NORM == "rms":
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= rstd
+    other = y
+    if GATE:
+        other = tl.sum(acc_u, axis=1)
+        if NORM == "rms":
+            other *= rstd
+    y = epilogue(y, other, n_idx, n_mask, None, None, b_ptr, c_ptr, scale, False, HAS_BIAS, GATE, KIND)
+    if RESIDUAL:
+        y += tl.load(r_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit(do_not_specialize=("m",))
+def skinny_kernel(
+    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
+    K: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_idx = tl.arange(0, BLOCK_M)
+    k_idx = tl.arange(0, BLOCK_K)
+    n_mask, m_mask = n_idx < n, m_idx < m
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at = start + k_idx
+        x_place = x_ptr + at[:, None] + m_idx[None, :] * K
+        if K % BLOCK_K == 0:
+            x = tl.load(x_place, mask=m_mask[None, :], other=0.0)
+            w = tl.load(w_ptr + row + at[None, :], eviction_policy="evict_first")
+        else:
+            x = tl.load(x_place, mask=m_mask[None, :] & (at < K)[:, None], other=0.0)
+            w = tl.load(w_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATE:
+            if K % BLOCK_K == 0:
+                u = tl.load(u_ptr + row + at[None, :], eviction_policy="evict_first")
+            else:
+                u = tl.load(u_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+            if UPCAST:
+                u = u.to(tl.float32)
+            acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
+    y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, b_ptr, c_ptr, scale, False, HAS_BIAS, GATE, KIND)
+    place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
+    if RESIDUAL:
+        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
+    epilogue, pdl = Epilogue(bias, **after), programmatic(x.device)
+    up, residual, scale, flags = epilogue.up, epilogue.residual, epilogue.scale, epilogue.flags
+    bias, up_bias = epilogue.biases
+    gate = up is not None
+    if rows == 1:
+        shape = shape or gemv_shape(n, k, gate, norm is not None)
+        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        launch(
+            gemv_kernel, (triton.cdiv(n, shape.rows),),
+            x, weight, up, bias, up_bias, nw, nb, residual, y, n, eps, offset, float(scale),
+            K=k, NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
+            HAS_NB=nb is not None, **flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, PDL=bool(pdl),
+            num_warps=shape.warps, **pdl,
+        )  # fmt: skip
+        return y
+    shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)
+    if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
+        x = apply_norm(x, norm)
+    pdl = pdl if rows > 16 or shape.early else {}  # as measured
+    launch(
+        skinny_kernel, (triton.cdiv(n, shape.rows),),
+        x, weight, up, bias, up_bias, residual, y, rows, n, float(scale),
+        K=k, **flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
+        EARLY=shape.early, UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def apply_norm(x, norm):
+    """The norm in a pass of its own, by its kernel where it has one."""
+    from accel_kernels.gemm.fused_linear import apply_norm as by_op
+    from accel_kernels.norm.rms_norm_triton import rms_norm
+
+    if not norm.centred and norm.bias is None and x.shape[-1] <= 16384:
+        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
+    return by_op(x, norm)
+
+
+def gemv_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
+    """As measured on an H200. With a norm all columns in one step, so that x is read once."""
+    columns = min(4096 if norm or k > 8192 or n > 32768 else 2048, power_of_two(k))
+    rows = max(1, (16384 if norm and not gate else 8192 if norm else 4096) // columns)
+    while rows > 1 and n // rows < 256:
+        rows //= 2
+    return Shape(rows, columns, 4 if k > 8192 or rows * columns < 4096 else 8)
+
+
+def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torch.device) -> Shape:
+    """As measured on an H200; as many stages as shared memory holds.
+
+    After a norm, whose few programs leave the GPU empty, the next kernel may start early. After another product it must
+    not: its programs would crowd where that one leaves room, several to a multiprocessor.
+    """
+    few = rows <= 16
+    block = next((block for block in (64, 32) if n // block >= 60), 16)
+    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - triton.cdiv(n, 32) <= 12:
+        return Shape(32, 256, 4, max(2, min(4, shared_memory(device) // (2 * 256 * (32 + 16)))))
+    stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
+    most = (3 if few and norm else 4) if gate else 5
+    return Shape(block, 128, 4, max(2, min(most, shared_memory(device) // stage)), few and norm)
+
+
+def _types(dtype, names, **numbers):
+    return {f"{name}_ptr": f"*{dtype}" for name in names} | numbers
+
+
+def _compile_cases():
+    numbers = {"n": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
+    one = _types("bf16", ("x", "w", "u", "b", "c", "nw", "nb", "r", "y"), **numbers)
+    few = _types("bf16", ("x", "w", "u", "b", "c", "r", "y"), m="i32", n="i32", scale="fp32")
+    for gate in (False, True):
+        flags = {"K": 4096, "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate, "KIND": "silu" if gate else None}
+        shape = gemv_shape(4096, 4096, gate, True)
+        sizes = {"BLOCK_N": shape.rows, "BLOCK_K": shape.columns, "PDL": False}
+        yield gemv_kernel, one, {"NORM": "rms", "HAS_NW": True, "HAS_NB": False} | flags | sizes, shape.warps
+        for rows in (8, 64):
+            shape = skinny_shape(rows, 4096, 4096, gate, gate, torch.device("cpu"))
+            sizes = {"BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "BLOCK_K": shape.columns}
+            constants = flags | sizes | {"EARLY": shape.early, "UPCAST": False, "PDL": False}
+            yield skinny_kernel, few, constants, shape.warps, shape.stages
+
+
+COMPILE_CASES = tuple(_compile_cases())

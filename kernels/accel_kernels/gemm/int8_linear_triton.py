@@ -1,0 +1,304 @@
+"""Integer matrix product with everything that follows it, of 8-bit rows and weights, for many rows.
+
+Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
+tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
+neighbors share their weights in the L2 cache. The sums become floats in place; outlier columns are added by a product
+of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be; or, where that is all of
+them, read as they lie, and nothing is multiplied as integers.
+
+Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later. Attention's output of Llama-3.1-8B, 2048
+rows, takes 57 us; cuBLAS's integer product and the pass after it take 98, bf16 as much (H200,
+nvidia-h200-int8-linear.json).
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue
+from accel_kernels.op import capability, launcher, multiprocessors, shared_memory
+from accel_kernels.warmup import launch
+
+
+class Shape(NamedTuple):
+    """A tile's rows, columns and steps of K, and launch shape."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8  # rows of tiles that walk along the columns together
+    flatten: bool = False  # whether a tile's first loads are under way while the one before it is written
+
+
+BY_HAND = "accel_kernels.gemm.int8_wgmma_triton:int8_wgmma"
+LONG = 8192  # inputs from which on loading and multiplying outweigh all that follows them
+OUTLIERS = 16  # outlier columns to a step, the least that tensor cores take
+
+
+@triton.jit
+def _multiplied(taken, numbers, y, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(taken.to(tl.float32), numbers.to(tl.float32), y, input_precision="ieee")
+    else:
+        return tl.dot(taken, numbers.to(taken.dtype), y)
+
+
+@triton.jit
+def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity,
+                  BLOCK_O: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """y plus the product of outliers and the weight's whole numbers in their columns, which 16 bits hold exactly."""
+    BLOCK_K: tl.constexpr = 64
+    every = count == depth
+    for start in range(0, tl.where(every, depth, 0), BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        inside = at < depth
+        place = m_idx.to(tl.int64)[:, None] * depth + at[None, :]
+        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & inside[None, :], other=0.0)
+        place = n_idx.to(tl.int64)[None, :] * depth + at[:, None]
+        numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & inside[:, None], other=0)
+        y = _multiplied(taken, numbers, y, UPCAST)
+    for start in range(0, tl.where(every, 0, count), BLOCK_O):
+        at = start + tl.arange(0, BLOCK_O)
+        meant = at < count
+        column = tl.load(columns_ptr + at, mask=meant, other=0)
+        place = m_idx.to(tl.int64)[:, None] * capacity + at[None, :]
+        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & meant[None, :], other=0.0)
+        place = n_idx.to(tl.int64)[None, :] * depth + column[:, None]
+        numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & meant[:, None], other=0)
+        y = _multiplied(taken, numbers, y, UPCAST)
+    return y
+
+
+@triton.jit
+def _finish(y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale,
+            HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Scales of the weight, bias, activation, gate and residual of a block of outputs, and its store."""
+    n_row, n_mask = n_idx[None, :], (n_idx < n)[None, :]
+    y = epilogue(y, other, n_row, n_mask, sw_ptr, su_ptr, b_ptr, c_ptr, scale, True, HAS_BIAS, GATE, KIND)
+    place, mask = m_idx.to(tl.int64)[:, None] * n + n_row, (m_idx < rows)[:, None] & n_mask
+    if RESIDUAL:
+        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "capacity"))
+def int8_linear_kernel(
+    x_desc, w_desc, u_desc, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr,
+    w_ptr, u_ptr, rows, n, depth, capacity, scale,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
+        n_first = tile % (GROUP * tiles_n) // height * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        if GATE:
+            acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        steps = depth
+        if OUTLIERS > 0:
+            steps = tl.where(count == depth, 0, depth)
+        for k in range(0, steps, BLOCK_K):
+            x = x_desc.load([m, k])
+            acc = tl.dot(x, w_desc.load([n_first, k]).T, acc, out_dtype=tl.int32)
+            if GATE:
+                acc_u = tl.dot(x, u_desc.load([n_first, k]).T, acc_u, out_dtype=tl.int32)
+        m_idx, n_idx = m + tl.arange(0, BLOCK_M), n_first + tl.arange(0, BLOCK_N)
+        row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+        y = acc.to(tl.float32) * row_scale
+        other = y
+        if GATE:
+            other = acc_u.to(tl.float32) * row_scale
+        if OUTLIERS > 0:
+            y = _add_outliers(
+                y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+            )
+            if GATE:
+                other = _add_outliers(
+                    other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+                )
+        _finish(
+            y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE,
+            RESIDUAL, KIND,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rows", "capacity"))
+def after_product_kernel(
+    acc_ptr, acc_u_ptr, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr, w_ptr,
+    u_ptr, rows, n, depth, capacity, stride, scale,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    m_idx = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_idx = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (m_idx < rows)[:, None] & (n_idx < n)[None, :]
+    place = m_idx.to(tl.int64)[:, None] * stride + n_idx[None, :]
+    row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+    y = tl.load(acc_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
+    other = y
+    if GATE:
+        other = tl.load(acc_u_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+        y = _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST)
+        if GATE:
+            other = _add_outliers(
+                other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
+            )
+    _finish(
+        y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE, RESIDUAL,
+        KIND,
+    )  # fmt: skip
+
+
+def int8_linear(x, weight, bias=None, *, shape=None, **after):
+    """Same arguments and result as the reference; K a multiple of 16. shape: a Shape, else tile and kernel are chosen
+    by size.
+    """
+    n, depth = weight.data.shape
+    epilogue, run = Epilogue(bias, **after), by_tiles
+    if shape is None:
+        gate, residual = epilogue.up is not None, epilogue.residual is not None
+        sizes = (x.data.numel() // depth, n, depth, gate, residual, x.outliers is not None)
+        run, shape = chosen(*sizes, x.data.device)
+    return run(x, weight, epilogue, shape)
+
+
+def by_tiles(x, weight, epilogue, shape):
+    """The product in Triton's own tensor core instructions; outlier columns too."""
+    n, depth = weight.data.shape
+    up, (bias, up_bias) = epilogue.up, epilogue.biases
+    rows, gate = x.data.numel() // depth, up is not None
+    y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
+    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
+    programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
+    described = [
+        TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
+        for data, height in (
+            (x.data.view(rows, depth), shape.rows),
+            (weight.data, shape.columns),
+            ((up or weight).data, shape.columns),
+        )
+    ]
+    pdl = programmatic(y.device)
+    launch(
+        int8_linear_kernel, (min(tiles, programs),),
+        *described, x.scales, weight.scales, up.scales if gate else None, bias, up_bias, epilogue.residual, y,
+        x.outliers, x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
+        0 if x.outliers is None else x.columns.numel(), float(epilogue.scale),
+        **epilogue.flags, OUTLIERS=0 if x.outliers is None else OUTLIERS, BLOCK_M=shape.rows, BLOCK_N=shape.columns,
+        BLOCK_K=shape.depth, GROUP=shape.group, FLATTEN=shape.flatten, UPCAST=interpreted(), PDL=bool(pdl),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def after_product(x, weight, epilogue, sums):
+    """What follows the integer sums (M, N), one or with a gate two; outliers included."""
+    n, depth = weight.data.shape
+    up, (bias, up_bias) = epilogue.up, epilogue.biases
+    rows, gate = x.data.numel() // depth, up is not None
+    y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
+    height, width = 32, 128
+    launch(
+        after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
+        sums[0], sums[-1], x.scales, weight.scales, up.scales if gate else None, bias, up_bias, epilogue.residual, y,
+        x.outliers, x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
+        0 if x.outliers is None else x.columns.numel(), sums[0].stride(0), float(epilogue.scale),
+        **epilogue.flags, OUTLIERS=0 if x.outliers is None else OUTLIERS,
+        BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
+    )  # fmt: skip
+    return y
+
+
+def interpreted() -> bool:
+    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def stage_bytes(shape: Shape, gate: bool) -> int:
+    return shape.depth * (shape.rows + shape.columns * (2 if gate else 1))
+
+
+def choice(
+    rows: int, n: int, depth: int, gate: bool, residual: bool, hopper: bool, processors: int, memory: int
+) -> tuple[bool, Shape]:
+    """Whether the product by hand (see `int8_wgmma`) is the faster one, and the tile.
+
+    hopper: whether it may be. processors, memory: multiprocessors, and bytes of shared memory to a program. Measured
+    on an H200 with the shapes of Llama-3.1-8B, 128 to 8192 rows, see benchmarks/int8_linear.py.
+    """
+    tiles = -(-rows // 128) * -(-n // 128)  # of the usual size
+    by_hand = False
+    if 2 * tiles <= processors:
+        shape = Shape(64, 64, 128, 4, 4)
+    elif gate:
+        by_hand, shape = hopper, Shape(128, 128, 128, 8, 4, 16) if hopper else Shape(128, 64, 128, 4, 3)
+    elif tiles <= processors:
+        by_hand = hopper and depth >= LONG
+        shape = Shape(128, 128, 128, 8, 4) if by_hand else Shape(64, 128, 128, 4, 4)
+    else:
+        # A residual is read while nothing is multiplied: two small programs take turns better, but for a long sum.
+        by_hand = hopper and not (residual and depth < LONG)
+        shape = Shape(128, 256, 128, 8, 4, 16) if by_hand else Shape(128, 128, 128, 4, 3)
+    most = (memory - 32 * 1024) // stage_bytes(shape, gate)
+    return by_hand, shape._replace(stages=max(2, min(shape.stages, most)))
+
+
+def chosen(rows: int, n: int, depth: int, gate: bool, residual: bool, outliers: bool, device: torch.device):
+    """The function and the tile for a product of these sizes; with outlier columns never the product by hand."""
+    if interpreted():
+        return by_tiles, Shape(32, 32, 128, 4, 2)
+    hopper = device.type == "cuda" and capability(device) == (9, 0) and not outliers
+    sizes = (rows, n, depth, gate, residual, hopper, multiprocessors(device), shared_memory(device))
+    by_hand, shape = choice(*sizes)
+    return (launcher(BY_HAND) if by_hand else by_tiles), shape
+
+
+def compile_case(shape: Shape, gate: bool, outliers: bool, residual: bool):
+    """What the compile check builds: kernel, argument types, constants, warps, stages."""
+    types = {f"{name}_desc": f"tensordesc<i8[{shape.columns}, {shape.depth}]>" for name in ("w", "u")}
+    types |= {"x_desc": f"tensordesc<i8[{shape.rows}, {shape.depth}]>", "sx_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
+    types |= {"columns_ptr": "*i64", "count_ptr": "*i32", "w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "n", "depth", "capacity"), "i32")
+    constants = {
+        "HAS_BIAS": False, "GATE": gate, "RESIDUAL": residual, "KIND": "silu" if gate else None,
+        "OUTLIERS": OUTLIERS if outliers else 0, "BLOCK_M": shape.rows, "BLOCK_N": shape.columns,
+        "BLOCK_K": shape.depth, "GROUP": shape.group, "FLATTEN": shape.flatten, "UPCAST": False, "PDL": False,
+    }  # fmt: skip
+    return int8_linear_kernel, types, constants, shape.warps, shape.stages
+
+
+def after_compile_case():
+    """The pass after a product, with all there is to it."""
+    types = {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
+    types |= {"acc_ptr": "*i32", "acc_u_ptr": "*i32", "sx_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("rows", "n", "depth", "capacity", "stride"), "i32")
+    constants = {"HAS_BIAS": True, "GATE": True, "RESIDUAL": True, "KIND": "silu", "OUTLIERS": OUTLIERS}
+    return after_product_kernel, types, constants | {"BLOCK_M": 32, "BLOCK_N": 128, "UPCAST": False}, 4
+
+
+COMPILE_CASES = (
+    after_compile_case(),
+    compile_case(Shape(128, 128, 128, 4, 3), False, True, True),
+    compile_case(Shape(64, 64, 128, 4, 4), False, False, False),
+    compile_case(Shape(128, 64, 128, 4, 3), True, True, False),
+)

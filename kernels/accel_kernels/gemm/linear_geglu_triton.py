@@ -1,0 +1,104 @@
+"""Matrix product with two accumulators, value and gate, and GEGLU on them before anything is written.
+
+Tiles come through the tensor memory accelerator (Hopper and later). Each program computes tiles until none is left, so
+that the next one's first loads overlap the end of the one before; rows of tiles are grouped so that neighbors share
+their weights in the L2 cache.
+
+Serves rows in 16 bits, features in multiples of 8, compute capability 9.0 and later. SD1.5's widest takes 37.9 us, the
+product by cuBLAS and a pass for GEGLU 92.1 (H200, nvidia-h200-kernels.json).
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from accel_kernels.gemm.linear_geglu import BLOCK_M, BLOCK_N
+from accel_kernels.op import multiprocessors
+from accel_kernels.warmup import launch
+
+BLOCK_K, GROUP, WARPS, STAGES = 64, 8, 8, 3
+
+
+@triton.jit
+def gelu(x):
+    """Exact GELU, x * Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26): a third of libdevice's instructions.
+
+    The tail is computed as such, not as 1 minus a number near 1, so small values keep their digits.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = t * (-1.453152027 + t * 1.061405429)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + series)))
+    tail = 0.5 * series * tl.exp2(z * z * -1.4426950408889634)
+    return x * tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit(do_not_specialize=("has_bias", "rows"))
+def linear_geglu_kernel(
+    x_desc, w_desc, b_ptr, y_desc, has_bias, rows, inner, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(inner, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
+        n = tile % (GROUP * tiles_n) // height * BLOCK_N
+        value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            x = x_desc.load([m, k])
+            w_value = w_desc.load([n, k])
+            w_gate = w_desc.load([inner + n, k])
+            if UPCAST:
+                x, w_value, w_gate = x.to(tl.float32), w_value.to(tl.float32), w_gate.to(tl.float32)
+            value = tl.dot(x, w_value.T, value)
+            gate = tl.dot(x, w_gate.T, gate)
+        if has_bias:
+            n_idx = n + tl.arange(0, BLOCK_N)
+            value += tl.load(b_ptr + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(b_ptr + inner + n_idx, mask=n_idx < inner, other=0.0).to(tl.float32)[None, :]
+        y_desc.store([m, n], (value * gelu(gate)).to(y_desc.dtype))
+
+
+def linear_geglu(x, weight, bias=None):
+    """Same arguments and result as the reference; x and weight contiguous, features in multiples of 8."""
+    depth, inner = x.shape[-1], weight.shape[0] // 2
+    rows = x.numel() // depth
+    y = torch.empty((*x.shape[:-1], inner), device=x.device, dtype=x.dtype)
+    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(inner, BLOCK_N)
+    # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
+    upcast = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype == torch.bfloat16
+    launch(
+        linear_geglu_kernel, (min(tiles, multiprocessors(x.device)),),
+        TensorDescriptor.from_tensor(x.view(rows, depth), [BLOCK_M, BLOCK_K]),
+        TensorDescriptor.from_tensor(weight.detach(), [BLOCK_N, BLOCK_K]),
+        x if bias is None else bias,
+        TensorDescriptor.from_tensor(y.view(rows, inner), [BLOCK_M, BLOCK_N]),
+        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return y
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps, stages.
+COMPILE_CASES = tuple(
+    (
+        linear_geglu_kernel,
+        {
+            "x_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_K}]>",
+            "w_desc": f"tensordesc<{dtype}[{BLOCK_N}, {BLOCK_K}]>",
+            "y_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_N}]>",
+            "b_ptr": f"*{dtype}",
+            "has_bias": "i1",
+        }
+        | dict.fromkeys(("rows", "inner", "depth"), "i32"),
+        {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "GROUP": GROUP, "UPCAST": False},
+        WARPS,
+        STAGES,
+    )
+    for dtype in ("fp16", "bf16")
+)

@@ -1,0 +1,223 @@
+"""Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
+
+Columns to be taken out are known before, as a mask and as a list; for a threshold a pass in front finds them, by blocks
+of rows. How many there are never leaves the device. They are few, so a row reads them again by the list; or all, and
+then the row itself is what is stored.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.quantize_rows import (
+    LEAST,
+    LEAST_PEAK,
+    MOST,
+    REACH,
+    SHARE,
+    KnownColumns,
+    QuantizedRows,
+    known_columns,
+)
+from accel_kernels.launch import power_of_two
+from accel_kernels.warmup import launch
+
+AT_ONCE = 32  # outliers of a row
+
+
+@triton.jit
+def _statistics(x, mask, k, eps, NORM: tl.constexpr):
+    """One row in fp32 or a block of them, zeros where mask is not set: less its mean, the mean, and 1 over the rms."""
+    columns: tl.constexpr = len(x.shape) - 1
+    mean = 0.0
+    factor = 1.0
+    if NORM == "layer":
+        mean = tl.sum(x, axis=columns, keep_dims=True) / k
+        x = tl.where(mask, x - mean, 0.0)
+    if NORM != "none":
+        factor = tl.rsqrt(tl.sum(x * x, axis=columns, keep_dims=True) / k + eps)
+    return x, mean, factor
+
+
+@triton.jit
+def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr):
+    """Weight and bias of the norm; 1 and 0 where it has none."""
+    weight = 1.0
+    bias = 0.0
+    if HAS_NW:
+        weight = tl.load(nw_ptr + k_idx, mask=mask, other=0.0).to(tl.float32) + offset
+    if HAS_NB:
+        bias = tl.load(nb_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit(do_not_specialize=("rows",))
+def outlier_columns_kernel(
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
+
+    mask and ticket are zeros before. The last program makes a list of the mask, and counts; of all columns, where the
+    mask has more than one in SHARE.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)  # the last one again costs nothing
+    place = x_ptr + row.to(tl.int64)[:, None] * k + k_idx[None, :]
+    x = tl.load(place, mask=mask[None, :], other=0.0).to(tl.float32)
+    h, _, factor = _statistics(x, mask[None, :], k, eps, NORM)
+    if NORM != "none":
+        h = h * factor * weight + bias
+    found = mask & (tl.max(tl.abs(h), axis=0) > threshold)
+    tl.store(mask_ptr + k_idx, found.to(tl.int8), mask=found)
+    tl.debug_barrier()
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+        out = tl.where(mask & (tl.sum(out, axis=0) * SHARE > k), 1, out)
+        tl.store(columns_ptr + tl.cumsum(out, axis=0) - 1, k_idx.to(tl.int64), mask=out != 0)
+        tl.store(count_ptr, tl.sum(out, axis=0))
+
+
+@triton.jit(do_not_specialize=("capacity",))
+def quantize_rows_kernel(
+    x_ptr, nw_ptr, nb_ptr, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
+    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, GIVEN: tl.constexpr,
+    ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LEAST_PEAK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k_idx = tl.arange(0, BLOCK_K)
+    mask = k_idx < k
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * k + k_idx, mask=mask, other=0.0).to(tl.float32)
+    h, mean, factor = _statistics(x, mask, k, eps, NORM)
+    if NORM != "none":
+        h = tl.where(mask, h * factor * weight + bias, 0.0)
+    if OUTLIERS > 0:
+        count = tl.load(count_ptr)
+        if count == k:
+            tl.store(o_ptr + row * capacity + k_idx, h.to(o_ptr.dtype.element_ty), mask=mask)
+            h = tl.zeros((BLOCK_K,), tl.float32)
+        else:
+            h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
+        for start in range(0, tl.where(count == k, 0, count), OUTLIERS):
+            o_idx = start + tl.arange(0, OUTLIERS)
+            o_mask = o_idx < count
+            column = tl.load(columns_ptr + o_idx, mask=o_mask, other=0)
+            taken = tl.load(x_ptr + row * k + column, mask=o_mask, other=0.0).to(tl.float32)
+            if NORM != "none":
+                its_weight, its_bias = _affine(nw_ptr, nb_ptr, column, o_mask, offset, HAS_NW, HAS_NB)
+                taken = (taken - mean) * factor * its_weight + its_bias
+            tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
+    # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
+    peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST_PEAK)
+    if GIVEN:
+        scale = tl.load(given_ptr)
+    else:
+        scale = tl.div_rn(peak, REACH)
+    if x_ptr.dtype.element_ty == tl.float32:
+        y = tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,)))  # as the reference says
+    elif GIVEN:
+        y = h * tl.div_rn(1.0, scale)
+    else:
+        # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+        y = tl.where(tl.abs(h) == peak, tl.where(h < 0, -REACH, REACH), h * tl.div_rn(REACH, peak))
+    y = tl.where(y == y, y, 0.0)
+    if ROUND:  # to even, as torch: the sum has no bits left for the fraction
+        y = (y + 12582912.0) - 12582912.0
+    y = tl.minimum(tl.maximum(y, LEAST), MOST)
+    tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
+
+
+def _numbers(dtype: torch.dtype) -> dict:
+    """Constants of a kernel that rounds to this dtype."""
+    ends = {"REACH": REACH[dtype], "LEAST": LEAST[dtype], "MOST": MOST[dtype], "LEAST_PEAK": LEAST_PEAK}
+    return {"ROUND": dtype == torch.int8} | ends
+
+
+def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
+    """Those with a value above the threshold; room for all."""
+    k = x.shape[-1]
+    rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
+    nw, nb, eps, _, offset = norm or (None, None, 0.0, False, 0.0)
+    zeros = torch.zeros(16 * triton.cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
+    found = KnownColumns(
+        zeros[:k],
+        torch.empty(k, dtype=torch.int64, device=x.device),
+        torch.empty(1, dtype=torch.int32, device=x.device),
+    )
+    launch(
+        outlier_columns_kernel, (triton.cdiv(rows, at_once),),
+        x, nw, nb, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, eps, offset,
+        threshold, **flags, ROWS=at_once, SHARE=SHARE, PDL=pdl, **meta,
+    )  # fmt: skip
+    return found
+
+
+def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
+    """Same arguments and result as the reference; what lies beyond `count` is not written."""
+    k = x.shape[-1]
+    rows, block = x.numel() // k, power_of_two(k)
+    nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+    flags = {"NORM": "none" if norm is None else "layer" if centred else "rms"}
+    flags |= {"HAS_NW": nw is not None, "HAS_NB": nb is not None, "BLOCK_K": block}
+    meta = {"num_warps": min(16, max(1, block // 512)), "enable_fp_fusion": False}  # rounds as torch does
+    data = torch.empty_like(x, dtype=dtype)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    mask = taken = columns = count = None
+    capacity, pdl = 0, programmatic(x.device)
+    if outliers is not None:
+        known = known_columns(outliers, k)
+        if known is None:
+            known = _found(x, norm, float(outliers), flags, meta, bool(pdl))
+        mask, columns, count = known
+        capacity = columns.numel()
+        taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
+    launch(
+        quantize_rows_kernel, (rows,),
+        x, nw, nb, mask, columns, count, scale, data, scales, taken, k, capacity, eps, offset, **flags,
+        OUTLIERS=0 if mask is None else AT_ONCE, GIVEN=scale is not None, **_numbers(dtype), PDL=bool(pdl),
+        **meta, **pdl,
+    )  # fmt: skip
+    return QuantizedRows(data, scales, x.dtype, taken, columns, count)
+
+
+def compile_case(q: str, outliers: bool, k: int = 4096, given: bool = False):
+    """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
+    types |= {"mask_ptr": "*i8", "columns_ptr": "*i64", "count_ptr": "*i32"}
+    types |= {"given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
+    types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k)}
+    constants |= {"OUTLIERS": AT_ONCE if outliers else 0, "GIVEN": given, "PDL": False}
+    constants |= _numbers(torch.int8 if q == "i8" else torch.float8_e4m3fn)
+    return quantize_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
+
+
+def _search_compile_case():
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb")} | {"mask_ptr": "*i8", "ticket_ptr": "*i32"}
+    types |= {"columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
+    types |= dict.fromkeys(("eps", "offset", "threshold"), "fp32")
+    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": 4, "BLOCK_K": 4096, "PDL": False}
+    constants["SHARE"] = SHARE
+    return outlier_columns_kernel, types, constants, 8
+
+
+COMPILE_CASES = (
+    compile_case("i8", False),
+    compile_case("i8", False, 14336),
+    compile_case("i8", False, given=True),
+    compile_case("i8", True),
+    _search_compile_case(),
+)

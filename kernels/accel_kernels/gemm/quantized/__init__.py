@@ -1,0 +1,1 @@
+"""Products with weights in fewer bits."""

@@ -1,0 +1,78 @@
+"""Quantized weights written out: each number read once, its value in 16 bits or 32 written once."""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
+from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
+from accel_kernels.warmup import launch
+
+BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
+
+
+@triton.jit
+def dequantize_kernel(
+    w_ptr, s_ptr, z_ptr, y_ptr, n, words,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
+    UNPACK_MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = (row < n)[:, None] & (word < words)[None, :]
+    at = row.to(tl.int64)[:, None] * words + word[None, :]
+    packed = tl.load(w_ptr + at, mask=inside, other=0)
+    # Every number of these formats is one of float16.
+    numbers = (
+        factor(packed[None, :, :], FORMAT, tl.float16, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
+    )
+    if GROUPS == 1:
+        scale = tl.load(s_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
+        if ZEROS:
+            numbers -= tl.load(z_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
+    else:
+        group = row[:, None] * GROUPS + (word // WORDS)[None, :]
+        scale = tl.load(s_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        if ZEROS:
+            numbers -= tl.load(z_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
+    values = (numbers * scale).to(y_ptr.dtype.element_ty).reshape(BLOCK_N, BLOCK_W * PER_WORD)
+    column = tl.program_id(1) * BLOCK_W * PER_WORD + tl.arange(0, BLOCK_W * PER_WORD)
+    columns = words * PER_WORD
+    inside = (row < n)[:, None] & (column < columns)[None, :]
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], values, mask=inside)
+
+
+def dequantize(weight, dtype):
+    """Same arguments and result as the reference."""
+    n, k = weight.shape
+    y = torch.empty((n, k), device=weight.data.device, dtype=dtype)
+    packed = weight.data.view(torch.int32)
+    words, groups = packed.shape[1], weight.scales.shape[1]
+    block = BYTES // 4
+    launch(
+        dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
+        packed, weight.scales, weight.zeros, y, n, words,
+        GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=FORMATS[weight.data.dtype],
+        ZEROS=weight.zeros is not None, UNPACK_MODE=unpack_mode(torch.float16), BLOCK_N=BLOCK_N, BLOCK_W=block,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _compile_case(format, dtype, groups, zeros):
+    types = {"w_ptr": "*i32", "s_ptr": f"*{dtype}", "z_ptr": "*i8", "y_ptr": f"*{dtype}", "n": "i32", "words": "i32"}
+    per_word = 8 if format == "int4" else 4
+    constants = {
+        "GROUPS": groups, "WORDS": 4096 // per_word // groups, "PER_WORD": per_word, "FORMAT": format, "ZEROS": zeros,
+        "UNPACK_MODE": "exact", "BLOCK_N": BLOCK_N, "BLOCK_W": BYTES // 4,
+    }  # fmt: skip
+    return dequantize_kernel, types, constants, WARPS
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps.
+COMPILE_CASES = tuple(
+    _compile_case(*given)
+    for given in (("int8", "fp16", 1, False), ("int8", "bf16", 1, True), ("int4", "fp16", 32, False),
+                  ("int4", "bf16", 32, True))
+)  # fmt: skip
+FLOAT8_COMPILE_CASES = (_compile_case("fp8", "bf16", 1, False),)

@@ -1,0 +1,216 @@
+"""The op `fused_linear` with weights in fewer bits: a decode step takes the less time the less it reads.
+
+The kernel reads whole numbers and scales as they were saved, and multiplies in registers; x keeps its 16 bits. For more
+rows than it takes, the weight is written out in the dtype of x and cuBLAS multiplies.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
+from accel_kernels.gemm.quantized.dequantize import dequantize
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
+from accel_kernels.norm import norm as norms
+from accel_kernels.norm.norm import Norm
+from accel_kernels.op import Case, Op, dtype_reason
+
+CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
+# Torch's product on a CPU loads so many bytes of x and of the weight at multiples of them, and so many scales, without
+# asking whether they are there.
+CPU_X_BYTES, CPU_WEIGHT_BYTES, CPU_SCALES = 32, 16, 4
+
+
+def reference(x, weight, bias=None, *, norm=None, **after):
+    """x: (..., K); weight, up: Quantized (N, K); all else, and the result, as of `fused_linear`.
+
+    The weight is rounded once to the dtype of x; sums as torch does them.
+    """
+    h = x if norm is None else norms.reference(x, norm)
+    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one.dequantized(x.dtype), shift))
+
+
+def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
+    """The same with cuBLAS's products of weights written out for this one call."""
+    wide = None if up is None else dequantize(up, x.dtype)
+    return full_in_passes(x, dequantize(weight, x.dtype), bias, norm=norm, up=wide, **after)
+
+
+def on_cpu(x, weight, bias=None, *, norm=None, **after):
+    """The same by torch's own product of bf16 and int8 where that takes less time than writing the weight out."""
+    epilogue = Epilogue(bias, **after)
+    if not all(_multiplies_bytes(x, one) for one in epilogue.weights(weight)):
+        return reference(x, weight, bias, norm=norm, **after)
+    h = x if norm is None else norms.reference(x, norm)
+    return epilogue.exact(weight, lambda one, shift: _product_of_bytes(h, one, shift))
+
+
+def _multiplies_bytes(x: torch.Tensor, weight: Quantized) -> bool:
+    """Symmetric int8 by row; float32 and float16 are slower there, and float32 scales are read as bfloat16."""
+    return (
+        x.device.type == weight.data.device.type == "cpu"
+        and x.dtype == weight.scales.dtype == torch.bfloat16
+        and weight.data.dtype == torch.int8
+        and weight.zeros is None
+        and weight.scales.shape[1] == 1
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[1] % CPU_WEIGHT_BYTES == 0
+        and weight.shape[0] % CPU_SCALES == 0
+        and weight.data.is_contiguous()
+        and 0 < x.numel() <= CPU_ROWS * x.shape[-1]
+        and not (torch.is_grad_enabled() and x.requires_grad)
+    )
+
+
+def _product_of_bytes(h: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = _placed(h.reshape(-1, h.shape[-1]).contiguous(), CPU_X_BYTES)
+    y = torch._weight_int8pack_mm(rows, _placed(weight.data, CPU_WEIGHT_BYTES), weight.scales.reshape(-1))
+    y = y.view(*h.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def _placed(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """At a multiple of `step` bytes: a copy where it is not, as of a file mapped into memory, so that results are the
+    same wherever a weight lies.
+    """
+    return tensor.clone() if tensor.data_ptr() % step else tensor
+
+
+def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
+    epilogue = Epilogue(bias, **after)
+    up, residual = epilogue.up, epilogue.residual
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.numel() == 0 or weight.data.numel() == 0:
+        return "empty"
+    if rows > MOST_ROWS:
+        return f"{rows} rows, more than {MOST_ROWS}"
+    if x.dtype == torch.float32:
+        return "x of float32, which numbers of fewer bits do not pay for"
+    if (reason := epilogue.refusal(weight.data)) is not None:
+        return reason
+    if up is not None and not _alike(weight, up):
+        return "a gate of another shape, dtype or group"
+    if norm is not None and norm.bias is not None and not norm.centred:
+        return "a norm with a bias and no mean"
+    if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
+        return f"{weight.shape[1]} inputs, not a multiple of 8"
+    reason = next((reason for one in epilogue.weights(weight) if (reason := weight_reason(one))), None)
+    if reason is not None:
+        return reason
+    if not x.is_contiguous() or x.data_ptr() % 8:
+        return "x not contiguous, or not at a multiple of 8 bytes"
+    if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
+        return "residual not contiguous, or of another dtype"
+    scales = [one.scales for one in epilogue.weights(weight)]
+    return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *((norm.weight, norm.bias) if norm else ()))
+
+
+def _alike(weight: Quantized, up: Quantized) -> bool:
+    pairs = zip(weight, up, strict=True)
+    return all((a is None) == (b is None) and (a is None or (a.shape, a.dtype) == (b.shape, b.dtype)) for a, b in pairs)
+
+
+def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, norm=None, bias=False, gate=False,
+          activation=None, residual=False, scale=1.0, small=False):  # fmt: skip
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*size, spread=1.0):
+            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
+
+        def weight():
+            return quantize_weight(rand(n, k, spread=k**-0.5) + (0.5 * k**-0.5 if zeros else 0.0), kind, group, zeros)
+
+        given = {"activation": activation, "scale": scale}
+        if norm == "rms":
+            given["norm"] = Norm(rand(k), None, 1e-5)
+        elif norm == "gemma":
+            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
+        elif norm == "layer":
+            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
+        if gate:
+            given["up"] = weight()
+            given["up_bias"] = rand(n) if bias else None
+        if residual:
+            given["residual"] = rand(rows, n)
+        return (rand(rows, k), weight(), rand(n) if bias else None), given
+
+    return Case(name, make, small)
+
+
+INT8, INT4, FP8 = torch.int8, torch.int32, torch.float8_e4m3fn
+CASES = (
+    _case("int8", 1, 64, 48, INT8, small=True),
+    _case("int8-rms", 1, 1032, 21, INT8, norm="rms", residual=True, small=True),
+    _case("int8-group-zeros", 1, 192, 13, INT8, 32, zeros=True, norm="gemma", small=True),
+    _case("int8-layer-bias-gelu", 1, 104, 50, INT8, norm="layer", bias=True, activation="gelu_tanh", small=True),
+    _case("int8-gate-bias", 1, 72, 37, INT8, gate=True, bias=True, activation="gelu", small=True),
+    _case("int8-rows-3", 3, 88, 41, INT8, norm="rms", residual=True, scale=0.5, small=True),
+    _case("int8-rows-17-gate", 17, 136, 35, INT8, norm="layer", gate=True, activation="silu", small=True),
+    _case("int8-rows-2-group-zeros", 2, 192, 33, INT8, 64, zeros=True, small=True),
+    _case("int4", 1, 64, 48, small=True),
+    _case("int4-odd", 1, 136, 33, norm="rms", residual=True, scale=0.5, small=True),
+    _case("int4-32", 1, 192, 37, INT4, 32, norm="rms", gate=True, activation="silu", small=True),
+    _case("int4-64-zeros", 1, 448, 19, INT4, 64, zeros=True, bias=True, activation="relu2", small=True),
+    _case(
+        "int4-128-gate-zeros",
+        1,
+        1280,
+        13,
+        INT4,
+        128,
+        zeros=True,
+        norm="layer",
+        gate=True,
+        bias=True,
+        activation="gelu",
+        small=True,
+    ),  # fmt: skip
+    _case("int4-rows-2", 2, 72, 33, norm="rms", small=True),
+    _case("int4-rows-5-32-zeros", 5, 160, 35, INT4, 32, zeros=True, residual=True, small=True),
+    _case(
+        "int4-rows-17-64-gate", 17, 192, 33, INT4, 64, norm="layer", gate=True, bias=True, activation="silu", small=True
+    ),  # fmt: skip
+    _case("int4-rows-33-128-gate-zeros", 33, 384, 21, INT4, 128, zeros=True, gate=True, activation="relu", small=True),
+    # As above with columns enough for products in registers, every way of scales.
+    _case("int4-64-residual", 1, 256, 35, INT4, 64, residual=True, small=True),
+    _case("int8-rows-3-gemma", 3, 192, 35, INT8, norm="gemma", residual=True, small=True),
+    _case("int8-rows-4-32-zeros", 4, 128, 35, INT8, 32, zeros=True, norm="rms", small=True),
+    _case(
+        "int8-rows-16-layer-gate", 16, 320, 37, INT8, norm="layer", gate=True, bias=True, activation="gelu", small=True
+    ),
+    _case("int4-rows-2-rms-gate", 2, 384, 37, INT4, 128, norm="rms", gate=True, activation="silu", small=True),
+    _case("int4-rows-7-128-zeros", 7, 512, 35, INT4, 128, zeros=True, bias=True, small=True),
+    _case("int4-rows-5-32-zeros-wide", 5, 256, 35, INT4, 32, zeros=True, norm="rms", residual=True, small=True),
+    _case("int4-rows-9-64", 9, 256, 50, INT4, 64, gate=True, activation="relu2", small=True),
+    _case("int4-rows-4-by-row", 4, 256, 19, INT4, activation="gelu_tanh", scale=0.5, small=True),
+    _case("int4-rows-40-32", 40, 192, 35, INT4, 32, zeros=True, residual=True, small=True),
+    _case("fp8-rows-3-gate", 3, 192, 35, FP8, norm="rms", gate=True, activation="silu", small=True),
+    _case("fp8-rows-64", 64, 128, 50, FP8, residual=True, small=True),
+    _case("fp8", 1, 88, 33, FP8, norm="rms", residual=True, small=True),
+    _case("fp8-gate", 1, 64, 37, FP8, gate=True, bias=True, activation="gelu", small=True),
+    _case("fp8-rows-9", 9, 96, 35, FP8, norm="layer", gate=True, activation="silu", small=True),
+    *(
+        _case(f"llama-{name}-{label}-{rows}", rows, k, n, kind, group, **more)
+        for label, kind, group in (("int8", INT8, 0), ("int4", INT4, 128), ("fp8", FP8, 0))
+        for rows in (1, 2, 32)
+        for name, k, n, more in (
+            ("qkv", 4096, 6144, {"norm": "rms"}),
+            ("gate-up", 4096, 14336, {"norm": "rms", "gate": True, "activation": "silu"}),
+            ("down", 14336, 4096, {"residual": True}),
+        )
+    ),
+    _case("llama-gate-up-int4-zeros", 1, 4096, 14336, INT4, 128, zeros=True, norm="rms", gate=True, activation="silu"),
+    _case("qwen-0.5b-qkv-int4", 1, 896, 1152, INT4, 32, norm="rms", bias=True),
+)
+
+quantized_linear = Op(
+    "quantized_linear",
+    reference,
+    "accel_kernels.gemm.quantized.quantized_linear_triton:quantized_linear",
+    supports,
+    CASES,
+    instead=in_passes,
+    on_cpu=on_cpu,
+)

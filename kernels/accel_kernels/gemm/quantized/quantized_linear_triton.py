@@ -1,0 +1,209 @@
+"""Launches the kernels of `quantized_linear`: which one, and in what shape."""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.attention.paged.split_kv import upcast
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.fused_linear_triton import Shape, apply_norm
+from accel_kernels.gemm.quantized.gemv_mma_triton import (
+    GemvTile,
+    gemv_mma,
+    gemv_tile,
+    takes,
+)
+from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
+from accel_kernels.gemm.quantized.gemv_triton import quantized_gemv_kernel
+from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
+from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny_mma
+from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny_kernel
+from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
+from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, wgmma_tile
+from accel_kernels.launch import power_of_two
+from accel_kernels.op import capability, multiprocessors
+from accel_kernels.warmup import launch
+
+NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
+SMALL = 5_000_000  # numbers of one weight; measured at one to four million (benchmarks/one_row.py)
+SHORT = 1024  # columns of a gated product, up to which 8 rows were faster by warpgroups (896 and 1024; 2048 were not)
+FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
+
+
+def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
+    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, a Tile, a WideTile or a DiagonalTile,
+    else chosen.
+
+    One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
+    """
+    n, k = weight.shape
+    rows = x.numel() // k
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
+    epilogue, pdl = Epilogue(bias, **after), programmatic(x.device)
+    up, gate = epilogue.up, epilogue.up is not None
+    format = FORMATS[weight.data.dtype]
+    diagonal = shape if isinstance(shape, GemvTile) else by_gemv_mma(x, weight, norm, up) if shape is None else None
+    if diagonal is not None:
+        gemv_mma(x, weight, norm, epilogue, diagonal, y)
+        return y
+    if isinstance(shape, WgmmaTile) or (shape is None and by_warpgroups(x, weight, up, format)):
+        shape = shape or wgmma_tile(rows, format, gate)
+        skinny_wgmma(x, weight, norm, epilogue, format, shape, y)
+        return y
+    if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
+        tile = shape or mma_tile(rows, n, format, gate, x.device)
+        skinny_mma(x, weight, norm, epilogue, format, tile, y)
+        return y
+    words = (*_tensors(weight), *(_tensors(up) if gate else (None, None, None)))
+    flags = {
+        "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "ZEROS": weight.zeros is not None,
+        "UNPACK_MODE": unpack_mode(x.dtype), **epilogue.flags,
+    }  # fmt: skip
+    (bias, up_bias), residual, scale = epilogue.biases, epilogue.residual, epilogue.scale
+    if rows == 1:
+        shape = shape or quantized_gemv_shape(n, k, format, gate)
+        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        packed = all(t is None or (t.dtype == x.dtype and t.data_ptr() % 8 == 0) for t in (nw, nb))
+        if packed:
+            nw, nb = (None if t is None else t.view(torch.int64) for t in (nw, nb))
+        dtype = NAMES[x.dtype]
+        block_q = power_of_two(shape.columns * weight.bits // 128)
+        launch(
+            quantized_gemv_kernel, (programs(n, k, shape, x.device),),
+            x.view(-1).view(torch.int64), *words, bias, up_bias, nw, nb, residual, y, n, 1 << 16, eps, offset,
+            float(scale),
+            **flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None,
+            NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
+            HAS_NB=nb is not None, BLOCK_N=shape.rows, BLOCK_Q=block_q,
+            PDL=bool(pdl), num_warps=shape.warps, **pdl,
+        )  # fmt: skip
+        return y
+    if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
+        x = apply_norm(x, norm)
+    shape = shape or quantized_skinny_shape(rows, n, format, gate)
+    columns = min(shape.columns, weight.group & -weight.group) if weight.scales.shape[1] > 1 else shape.columns
+    pdl = pdl if rows > 16 else {}  # as measured
+    launch(
+        quantized_skinny_kernel, (triton.cdiv(n, shape.rows),),
+        x, *words, bias, up_bias, residual, y, rows, n, float(scale),
+        **flags, SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns,
+        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps,
+        num_stages=shape.stages, **pdl,
+    )  # fmt: skip
+    return y
+
+
+def by_warpgroups(x, weight, up, format: str) -> bool:
+    """Whether `skinny_wgmma` takes these, and is faster for all its pass before the product; as measured, H200."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    if not x.is_cuda or capability(x.device) != (9, 0) or rows == 1 or refusal(x, weight, up) is not None:
+        return False
+    return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS or (up is not None and k <= SHORT)
+
+
+def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
+    """The tile in which `gemv_mma` takes these, where it does and is faster; as measured, H200."""
+    n, k = weight.shape
+    if not x.is_cuda or capability(x.device) < (9, 0) or n * k <= SMALL or weight.group < 64:
+        return None
+    if gemv_refusal(x, weight, up) is not None or not (norm is None or takes(norm, x.dtype)):
+        return None
+    return gemv_tile(n, k, weight.group, up is not None, multiprocessors(x.device))
+
+
+def in_registers(x, weight, up, format: str) -> bool:
+    """Whether `skinny_mma` takes these, and is faster."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    if not x.is_cuda or capability(x.device) < (8, 0) or rows == 1:
+        return False
+    if weight.scales.dtype != x.dtype:  # it multiplies by their bits
+        return False
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight.data, up and up.data))
+    return k % columns(format, rows) == 0 and aligned
+
+
+def mma_tile(rows: int, n: int, format: str, gate: bool, device: torch.device) -> Tile:
+    """As measured on an H200. Narrow weights have many warps to a program, since they have few programs."""
+    narrow, int4 = n < 40 * multiprocessors(device), format == "int4"
+    if rows > 32:
+        return Tile(16 if gate and int4 else 32, 8 if narrow else 4, 1)
+    if rows > 16:
+        if narrow:
+            return Tile(16, 8, 1 if int4 else 2)
+        return Tile(32 if gate and int4 else 16, 4, 1 if gate else 2)
+    if narrow:
+        return Tile(32 if int4 else 16, 8, 2)
+    if gate:
+        return Tile(32, 4, 1 if int4 else 2)
+    return Tile(16, 4, 4) if int4 else Tile(32, 8, 1)
+
+
+def _tensors(weight):
+    return weight.data.view(torch.int32), weight.scales, weight.zeros
+
+
+def quantized_gemv_shape(n: int, k: int, format: str, gate: bool) -> Shape:
+    """Whole rows where x fits the registers, else columns that divide them.
+
+    By counting instructions: a thread with fewer weights of a row spends more of them on adding up and writing it.
+    """
+    columns = power_of_two(k) if k <= 4096 else 1024 if k % 1024 == 0 and k % 2048 else 2048
+    rows = 2 if gate and format != "int4" else 4
+    while rows > 1 and n // rows < 256:
+        rows //= 2
+    quads = columns // (32 if format == "int4" else 16)
+    if n * k <= SMALL and columns >= k:  # many short programs, as measured
+        return Shape(min(rows, 2), columns, max(1, min(4, quads // 32)), 16)
+    if format == "int4":
+        return Shape(rows if columns >= k else min(rows, 2), columns, max(1, min(4, quads // 32)), 4)
+    return Shape(rows, columns, max(1, min(4, quads // 32)), 5 if gate else 4)
+
+
+def programs(n: int, k: int, shape: Shape, device: torch.device) -> int:
+    """One for each block of rows; where blocks have whole rows, as many as run at once, with equal work."""
+    blocks = triton.cdiv(n, shape.rows)
+    if shape.columns < k:
+        return blocks
+    room = shape.stages * multiprocessors(device)
+    return triton.cdiv(blocks, triton.cdiv(blocks, room))
+
+
+def quantized_skinny_shape(rows: int, n: int, format: str, gate: bool) -> Shape:
+    """A program of 32 rows reads x as often as 64 do, twice in all; worth it only while x is small."""
+    wide = max(16, power_of_two(rows))
+    block = 64 if wide > 16 and not gate and n // 64 >= 60 else 32 if n // 32 >= 60 else 16
+    return Shape(block, 64 if wide > 32 else 128, 4, 3)
+
+
+def _types(**groups):
+    return {f"{name}_ptr": f"*{dtype}" for dtype, names in groups.items() for name in names.split()}
+
+
+def _compile_cases(formats=("int8", "int4")):
+    vectors = "s us b c r y"
+    numbers = {"n": "i32", "two16": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
+    one = _types(i64="x nw nb", i32="w u", bf16=vectors, i8="z uz") | numbers
+    few = _types(i32="w u", bf16="x " + vectors, i8="z uz") | numbers | {"m": "i32"}
+    for format in formats:
+        for gate in (False, True):
+            flags = {
+                "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format,
+                "ZEROS": gate and format == "int4", "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate,
+                "KIND": "silu" if gate else None, "UNPACK_MODE": "rough", "PDL": False,
+            }  # fmt: skip
+            shape = quantized_gemv_shape(4096, 4096, format, gate)
+            names = {"DTYPE": tl.bfloat16, "NORM_DTYPE": tl.bfloat16, "NORM": "rms", "HAS_NW": True, "HAS_NB": False}
+            sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (32 if format == "int4" else 16)}
+            yield quantized_gemv_kernel, one, flags | names | sizes, shape.warps
+            for rows in (8, 64):
+                shape = quantized_skinny_shape(rows, 4096, format, gate)
+                sizes = {"SHARES": shape.warps, "BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "UPCAST": False}
+                sizes["BLOCK_K"] = shape.columns
+                yield quantized_skinny_kernel, few, flags | sizes, shape.warps, shape.stages
+
+
+COMPILE_CASES = tuple(_compile_cases())

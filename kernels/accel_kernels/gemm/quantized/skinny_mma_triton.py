@@ -1,0 +1,241 @@
+"""A weight of fewer bits times two rows to 64, its numbers from memory straight into the tensor cores' registers.
+
+See `mma_operands`. Each warp takes a share of the columns and waits for no other: nothing passes through shared memory
+but the warps' sums.
+
+Serves 2 to 64 rows in 16 bits, scales of their dtype, compute capability 8.0 and later, and on 9.0 what is too small
+for `skinny_wgmma_triton`. The products of a Llama-3.1-8B token of 8 rows take 3.11 ms in int8 and 2.42 in int4, by
+`skinny_triton` 3.92 and 3.47 (H200, nvidia-h200-quantized-wgmma.json and nvidia-h200-quantized-sweep.json).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.fused_linear_triton import apply_norm
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
+    column_sums,
+    places,
+    scales_layout,
+    squares_layout,
+    weight_factor,
+    words_layout,
+    x_factor,
+    x_layout,
+)
+from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
+from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.launch import power_of_two
+from accel_kernels.warmup import launch
+
+
+@gluon.jit
+def _numbers(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
+    """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
+    scales, zeros = 0, 0
+    if SCALED:
+        scales = gl.load(s_ptr + place, mask=inside, other=0.0)
+    if ZEROS:
+        zeros = (-MIDDLE - gl.load(z_ptr + place, mask=inside, other=0).to(gl.float32)).to(s_ptr.dtype.element_ty)
+    return scales, zeros
+
+
+@gluon.jit
+def _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block, g_at, g_column, BLOCKS: gl.constexpr,
+          J: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr, GATE: gl.constexpr,
+          SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """(words, scales, zeros, the gate's other weight's words, scales, zeros) of a step."""
+    w = gl.load(w_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
+    place, inside = g_at + g_column // (K // GROUPS), g_column < K
+    s, z = _numbers(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+    u, t, v = w, s, z
+    if GATE:
+        u = gl.load(u_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
+        t, v = _numbers(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+    return w, s, z, u, t, v
+
+
+@gluon.jit
+def _load_x(x_ptr, nw_ptr, x_at, column, inside, K: gl.constexpr, HAS_NW: gl.constexpr):
+    x = gl.load(x_ptr + x_at + column, mask=inside & (column < K), other=0.0)
+    nw = 0
+    if HAS_NW:
+        nw = gl.load(nw_ptr + column, mask=column < K, other=0.0)
+    return x, nw
+
+
+@gluon.jit
+def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
+             ZEROS: gl.constexpr, POST_SCALE: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
+    """acc + weight times x. POST_SCALE: what 4-bit numbers are stored above themselves is taken off the products."""
+    if POST_SCALE:
+        left = weight_factor(words, s, z, FORMAT, DTYPE, False, False, FORMAT == "int4", LEFT)
+        part = mma_v2(left, right, gl.zeros_like(acc))
+        if FORMAT == "int4":
+            above: gl.constexpr = middle(FORMAT, DTYPE)
+            if ZEROS:
+                part += gl.expand_dims(z.to(gl.float32), 2) * sums
+            else:
+                part -= above * sums
+        elif ZEROS:
+            part += gl.expand_dims(z.to(gl.float32), 2) * sums
+        return acc + part * gl.expand_dims(s.to(gl.float32), 2)
+    else:
+        return mma_v2(weight_factor(words, s, z, FORMAT, DTYPE, SCALED, ZEROS, False, LEFT), right, acc)
+
+
+@gluon.jit(do_not_specialize=("m",))
+def skinny_mma_kernel(
+    x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
+    K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr, X_DEPTH: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
+    OWN: gl.constexpr = J * (8 if FORMAT == "int4" else 4)  # columns of a thread
+    COLUMNS: gl.constexpr = 4 * OWN
+    BLOCKS: gl.constexpr = K // COLUMNS
+    STEPS: gl.constexpr = (BLOCKS + num_warps - 1) // num_warps
+    SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
+    POST_SCALE: gl.constexpr = SCALED and (K // GROUPS) % COLUMNS == 0  # a scale covers what is multiplied at a time
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    NEIGHBORS: gl.constexpr = FORMAT == "fp8" or DTYPE == gl.float16
+    MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    W: gl.constexpr = words_layout(num_warps, BLOCK_N, J)
+    X: gl.constexpr = x_layout(num_warps, BLOCK_M, COLUMNS)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    first = gl.program_id(0) * BLOCK_N
+    w_block, w_row, word = places(num_warps, BLOCK_N, 4 * J, W)
+    w_at = gl.minimum(first + w_row, n - 1).to(gl.int64) * (BLOCKS * 4 * J) + word
+    if POST_SCALE:
+        g_column = gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
+        g_row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
+        g_column *= COLUMNS
+    else:
+        g_column, g_row, thread = places(num_warps, BLOCK_N, 4, scales_layout(num_warps, BLOCK_N))
+        g_column = g_column * COLUMNS + thread * OWN
+    g_at = gl.minimum(first + g_row, n - 1) * GROUPS
+    x_share, x_row, column = places(num_warps, BLOCK_M, COLUMNS, X)
+    x_column, x_mask = x_share * COLUMNS + column, x_row < m
+    SPAN: gl.constexpr = COLUMNS * num_warps
+    ring = ()
+    for ahead in gl.static_range(DEPTH):
+        ring = ring + (
+            _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + ahead * num_warps, g_at,
+                  g_column + ahead * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS),
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    xs = ()
+    for ahead in gl.static_range(X_DEPTH):
+        xs = xs + (_load_x(x_ptr, nw_ptr, x_row * K, x_column + ahead * SPAN, x_mask, K, HAS_NW),)
+    acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
+    acc_u = acc
+    squares = gl.zeros([num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN)))
+    for start in range(0, STEPS, DEPTH):
+        for part in gl.static_range(DEPTH):
+            step = start + part
+            w, s, z, u, t, v = ring[0]
+            x, nw = xs[0]
+            if X_DEPTH > 1:
+                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + X_DEPTH) * SPAN, x_mask, K, HAS_NW)
+            if NORM:
+                wide = x.to(gl.float32)
+                squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
+                if HAS_NW:
+                    x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
+            right = x_factor(x, J, FORMAT, NEIGHBORS, RIGHT)
+            sums = 0.0
+            if POST_SCALE and (FORMAT == "int4" or ZEROS):
+                sums = column_sums(right, BLOCK_N, MMA, LEFT)
+            acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, POST_SCALE, LEFT)
+            if GATE:
+                acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, POST_SCALE, LEFT)
+            more = _load(
+                w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + (step + DEPTH) * num_warps, g_at,
+                g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS,
+            )  # fmt: skip
+            if X_DEPTH == 1:
+                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + 1) * SPAN, x_mask, K, HAS_NW)
+            ring = ring[1:] + (more,)
+            xs = xs[1:] + (more_x,)
+
+    y = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+    other = y
+    if GATE:
+        other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
+    if NORM:
+        mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
+        rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
+        y, other = y * rate, other * rate
+    write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE, RESIDUAL,
+          KIND, OUT)  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """Rows of the weight to a program, warps, and how many steps ahead weights are read."""
+
+    rows: int
+    warps: int
+    depth: int
+
+
+def words(format: str, rows: int) -> int:
+    """Of a thread: 16 bytes, 8 where x takes the registers."""
+    return 2 if format == "int4" and rows > 16 else 4
+
+
+def x_depth(rows: int) -> int:
+    """How many steps ahead x is read: as far as registers hold it."""
+    return 2 if rows <= 8 else 1
+
+
+def columns(format: str, rows: int) -> int:
+    """What K must be a multiple of."""
+    return 4 * words(format, rows) * (8 if format == "int4" else 4)
+
+
+def skinny_mma(x, weight, norm, epilogue, format, tile, y):
+    """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
+    n, k = weight.shape
+    rows = x.numel() // k
+    up, (bias, up_bias), pdl = epilogue.up, epilogue.biases, programmatic(x.device)
+    inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
+    if norm is not None and not inside:
+        x = apply_norm(x, norm)
+    launch(
+        skinny_mma_kernel, (triton.cdiv(n, tile.rows),),
+        x, weight.data.view(torch.int32), weight.scales, weight.zeros,
+        *((up.data.view(torch.int32), up.scales, up.zeros) if up is not None else (None, None, None)), bias, up_bias,
+        norm.weight if inside else None, epilogue.residual, y, rows, n, float(norm.eps if inside else 0.0),
+        float(norm.offset if inside else 0.0), float(epilogue.scale),
+        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None,
+        **epilogue.flags, NORM=inside, HAS_NW=inside and norm.weight is not None, BLOCK_M=max(8, power_of_two(rows)),
+        BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows), J=words(format, rows),
+        PDL=bool(pdl), num_warps=tile.warps, **pdl,
+    )  # fmt: skip
+
+
+def compile_case(format: str, rows: int, gate: bool, norm: bool, tile: Tile):
+    """What a compile check builds: kernel, argument types, constants, warps."""
+    types = {f"{name}_ptr": "*bf16" for name in "x s us b c nw r y".split()}
+    types |= {"w_ptr": "*i32", "u_ptr": "*i32", "z_ptr": "*i8", "uz_ptr": "*i8", "m": "i32", "n": "i32"}
+    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
+    constants = {
+        "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format, "ZEROS": gate and format == "int4",
+        "HAS_BIAS": False, "GATE": gate, "NORM": norm, "HAS_NW": norm, "RESIDUAL": not gate,
+        "KIND": "silu" if gate else None, "BLOCK_M": max(8, rows), "BLOCK_N": tile.rows, "J": words(format, rows),
+        "DEPTH": tile.depth, "X_DEPTH": x_depth(rows), "PDL": False, "num_warps": tile.warps,
+    }  # fmt: skip
+    return skinny_mma_kernel, types, constants, tile.warps

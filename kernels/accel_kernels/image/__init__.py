@@ -1,0 +1,1 @@
+"""Passes over channels-last images."""

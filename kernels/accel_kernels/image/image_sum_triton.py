@@ -1,0 +1,140 @@
+"""One pass over an image that writes a sum, or a concatenation, and the moments of its channels in chunks of rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.launch import power_of_two
+from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
+from accel_kernels.warmup import launch, warming_up
+
+WARPS = 4
+GROUPS = 32  # that almost every norm has; where one has fewer it takes moments of its own
+UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
+
+
+@triton.jit
+def _value(
+    x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale,
+    OTHER: tl.constexpr, CONCAT: tl.constexpr,
+):  # fmt: skip
+    row = r_idx.to(tl.int64)[:, None]
+    if CONCAT:
+        left = (c_idx < split)[None, :]
+        value = tl.load(x_ptr + row * split + c_idx[None, :], mask=mask & left, other=0.0).to(tl.float32)
+        place = row * (channels - split) + (c_idx - split)[None, :]
+        value += tl.load(other_ptr + place, mask=mask & (c_idx >= split)[None, :], other=0.0).to(tl.float32)
+    else:
+        place = row * channels + c_idx[None, :]
+        value = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
+        if OTHER:
+            value += tl.load(other_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        value *= inverse_scale
+    return value
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def image_sum_kernel(
+    x_ptr, other_ptr, bias_ptr, y_ptr, stats_ptr, has_bias, rows, channels, split, chunks, chunk_rows, inverse_scale,
+    OTHER: tl.constexpr, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    n = tl.program_id(2).to(tl.int64)
+    c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = (c_idx >= 0) if EVEN else (c_idx < channels)
+    extra = tl.zeros((BLOCK_C,), tl.float32)
+    if has_bias:
+        extra += tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
+    row = chunk * chunk_rows
+    row_end = tl.minimum(row + chunk_rows, rows)
+    x_ptr += n * rows * split
+    other_ptr += n * rows * ((channels - split) if CONCAT else channels)
+    y_ptr += n * rows * channels
+    # Deviations from the chunk's first row, as in group_norm_moments; of the values as they are stored.
+    one = row + tl.arange(0, 1)
+    pivot = (
+        _value(x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, inverse_scale, OTHER, CONCAT)
+        .to(y_ptr.dtype.element_ty)
+        .to(tl.float32)
+    )
+    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for r in tl.range(row, row_end, BLOCK_R, num_stages=3):
+        r_idx = r + tl.arange(0, BLOCK_R)
+        mask = (r_idx < row_end)[:, None] & c_mask[None, :]
+        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale, OTHER, CONCAT)
+        stored = value.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :], stored, mask=mask)
+        if CHANNEL_STATS:
+            deviation = tl.where(mask, stored.to(tl.float32) - pivot, 0.0)
+            sums += deviation
+            squares += deviation * deviation
+    if CHANNEL_STATS:
+        count = (row_end - row).to(tl.float32)
+        shift = tl.sum(sums, axis=0) / count
+        slot = stats_ptr + (n * chunks + chunk) * 2 * channels + c_idx
+        tl.store(slot, tl.sum(pivot, axis=0) + shift, mask=c_mask)
+        tl.store(slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
+
+
+def image_sum(x, residual=None, bias=None, scale=1.0, channel_stats=True):
+    """Same arguments as the reference, channels-last; returns the sum and its moments, as `_launch` does."""
+    y = torch.empty_like(x)
+    return y, _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, channel_stats, concat=False)
+
+
+def image_concat(x, other):
+    """Same arguments as the reference, channels-last; returns the concatenation and its moments."""
+    n, channels, height, width = x.shape
+    shape = (n, channels + other.shape[1], height, width)
+    y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    return y, _launch(x, other, None, y, channels, 1.0, True, concat=True)
+
+
+def _launch(x, other, bias, y, split, inverse_scale, with_channel_stats, concat):
+    """Returns the moments, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm would want them.
+
+    A warmup compiles what images of every size take.
+    """
+    rows = y.shape[2] * y.shape[3]
+    small = rows * power_of_two(triton.cdiv(y.shape[1], GROUPS)) <= SINGLE_LIMIT  # and so normalized without them
+    kinds = [(with_channel_stats and (warming_up() or not small), wide) for wide in large(rows)]
+    if warming_up():
+        kinds.append((False, False))
+    for kind in kinds:
+        channel_stats = _pass(x, other, bias, y, split, inverse_scale, concat, *kind)
+    return channel_stats
+
+
+def _pass(x, other, bias, y, split, inverse_scale, concat, with_channel_stats, wide):
+    n, channels, height, width = y.shape
+    rows = height * width
+    shape = {"block": 128, "tile": 4096} if wide else {"block": 64, "tile": 2048}
+    cut = Chunks.of(n, channels, rows, y.device, **shape, programs=(8 if wide else 2) if with_channel_stats else rows)
+    channel_stats = y  # a pointer never written
+    if with_channel_stats:
+        channel_stats = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
+    launch(
+        image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
+        x, x if other is None else other, x if bias is None else bias, y, channel_stats, bias is not None,
+        rows, channels, split, cut.number, cut.rows, inverse_scale,
+        OTHER=other is not None, CONCAT=concat, CHANNEL_STATS=with_channel_stats, EVEN=channels % cut.block_c == 0,
+        BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
+    )  # fmt: skip
+    return (channel_stats, cut.rows) if with_channel_stats else None
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps.
+COMPILE_CASES = tuple(
+    (
+        image_sum_kernel,
+        {f"{name}_ptr": f"*{dtype}" for name in ("x", "other", "bias", "y")}
+        | {"stats_ptr": "*fp32", "has_bias": "i1", "inverse_scale": "fp32"}
+        | dict.fromkeys(("rows", "channels", "split", "chunks", "chunk_rows"), "i32"),
+        {"OTHER": True, "CONCAT": concat, "CHANNEL_STATS": True, "EVEN": True, "BLOCK_C": 64, "BLOCK_R": 32},
+        WARPS,
+    )
+    for dtype in ("fp16", "bf16", "fp32")
+    for concat in (False, True)
+)

@@ -1,0 +1,75 @@
+"""Nearest-neighbor upsampling by two and the 3x3 convolution after it, without the upsampled image.
+
+Each output pixel of one of the four phases (even or odd row, even or odd column) sees only 2x2 pixels of the small
+image: the nine weights fall together into four, so four 2x2 convolutions, run as one with four times the channels, do
+4/9 of the arithmetic. The sums of weights are made in fp32 at every call and rounded once: no derived copy can go
+stale. Known from sub-pixel convolution, Shi et al., 2016.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.image.upsample import upsample
+from accel_kernels.op import Case, Op, dtype_reason
+
+LEAST_PIXELS = 2048  # of the small images; below, summing the weights costs more than the arithmetic saved
+
+
+def reference(x, weight, bias=None):
+    """x: (N, C, H, W); weight: (C', C, 3, 3); bias: (C',) or None. Returns (N, C', 2 H, 2 W)."""
+    return F.conv2d(upsample.reference(x), weight, bias, padding=1)
+
+
+def instead(x, weight, bias=None):
+    return F.conv2d(upsample(x), weight, bias, padding=1)
+
+
+def supports(x, weight, bias=None) -> str | None:
+    if x.dim() != 4 or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
+        return f"image {tuple(x.shape)} and weight {tuple(weight.shape)}: not a 3x3 convolution of it"
+    if x.numel() == 0:
+        return "empty"
+    for name, tensor in (("image", x), ("weight", weight)):
+        if not tensor.is_contiguous(memory_format=torch.channels_last):
+            return f"{name} not channels-last"
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        return "image, weight and bias of several dtypes"
+    return dtype_reason(x, weight, bias)
+
+
+def pays(x, weight, bias=None) -> bool:
+    return x.shape[0] * x.shape[2] * x.shape[3] >= LEAST_PIXELS
+
+
+def _case(name, n, c, out, h, w, bias=True, small=False):
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+
+        def rand(*shape):
+            return torch.randn(*shape, generator=g)
+
+        x, weight = rand(n, c, h, w), rand(out, c, 3, 3) / (9 * c) ** 0.5
+        x, weight = (t.to(device, dtype).contiguous(memory_format=torch.channels_last) for t in (x, weight))
+        return (x, weight, rand(out).to(device, dtype) if bias else None), {}
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("odd", 1, 6, 10, 5, 7, small=True),
+    _case("batch", 2, 8, 3, 4, 3, bias=False, small=True),
+    _case("sd15-32", 2, 640, 640, 32, 32),
+    _case("sdxl-64", 2, 640, 640, 64, 64),
+    _case("vae-128", 1, 512, 512, 128, 128),
+    _case("vae-512", 1, 256, 256, 512, 512),
+)
+
+upsample_convolve = Op(
+    "upsample_convolve",
+    reference,
+    "accel_kernels.image.upsample_convolve_triton:upsample_convolve",
+    supports,
+    CASES,
+    pays,
+    instead,
+)

@@ -1,0 +1,1 @@
+"""Norms, with the sums before and the activations after them."""

@@ -1,0 +1,102 @@
+"""LayerNorm of x, or of x + shift + residual: a warp holds whole rows; moments in fp32, two passes in registers.
+
+A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle,
+and one warp to a program needs no barrier between warps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.launch import floor_power_of_two, power_of_two
+from accel_kernels.warmup import launch
+
+WARP_ELEMENTS = 4096  # of a row, that one warp can hold
+ROWS = 4  # a program; one of rows above WIDE channels
+WIDE = 1024
+
+
+@triton.jit
+def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask):
+    """A block of columns of the sum, stored where it is one: what the next layer will read is what is normalized."""
+    # Masks, not branches, leave out what is missing: a branch would let one load wait for the other.
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(shift_ptr + c_idx, mask=c_mask & has_shift, other=0.0).to(tl.float32)[None, :]
+    x += tl.load(residual_ptr + place, mask=mask & has_residual, other=0.0).to(tl.float32)
+    stored = x.to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + place, stored, mask=mask & (has_residual | has_shift))
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _finish(y_ptr, w_ptr, b_ptr, y, place, mask, c_idx, c_mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    if HAS_WEIGHT:
+        y *= tl.load(w_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(b_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("has_residual", "has_shift", "rows"))
+def layer_norm_kernel(
+    x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, w_ptr, b_ptr, has_residual, has_shift, rows, channels, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr, REST_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = r_idx.to(tl.int64)[:, None] * channels
+    c_idx = tl.arange(0, BLOCK_C)
+    c_mask = c_idx >= 0  # the largest power of two: all there
+    mask = (r_idx < rows)[:, None] & c_mask[None, :]
+    place = row + c_idx[None, :]
+    x = _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask)
+    total = tl.sum(x, axis=1)
+    if REST_C:
+        d_idx = BLOCK_C + tl.arange(0, REST_C)
+        d_mask = d_idx < channels
+        rest_mask = (r_idx < rows)[:, None] & d_mask[None, :]
+        rest_place = row + d_idx[None, :]
+        rest = _part(
+            x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, rest_place, rest_mask, d_idx, d_mask
+        )
+        total += tl.sum(rest, axis=1)
+    mean = total / channels
+    x -= mean[:, None]
+    squares = tl.sum(x * x, axis=1)
+    if REST_C:
+        rest = tl.where(d_mask[None, :], rest - mean[:, None], 0.0)
+        squares += tl.sum(rest * rest, axis=1)
+    rstd = tl.rsqrt(squares / channels + eps)[:, None]
+    _finish(y_ptr, w_ptr, b_ptr, x * rstd, place, mask, c_idx, c_mask, HAS_WEIGHT, HAS_BIAS)
+    if REST_C:
+        _finish(y_ptr, w_ptr, b_ptr, rest * rstd, rest_place, rest_mask, d_idx, d_mask, HAS_WEIGHT, HAS_BIAS)
+
+
+def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
+    """Same arguments and result as the reference; x contiguous, up to 16384 channels."""
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    y = torch.empty_like(x)
+    total = y if residual is None and shift is None else torch.empty_like(x)
+    # A missing addend is a flag and a pointer never used, not a kernel of its own to compile.
+    addends = (x if residual is None else residual, x if shift is None else shift)
+    block_c = floor_power_of_two(channels)
+    rest_c = power_of_two(channels - block_c) if channels > block_c else 0
+    block_r = ROWS if channels <= WIDE else 1
+    warps = power_of_two(triton.cdiv(block_r * channels, WARP_ELEMENTS))
+    launch(
+        layer_norm_kernel, (triton.cdiv(rows, block_r),),
+        x, *addends, y, total, weight, bias, residual is not None, shift is not None, rows, channels, eps,
+        weight is not None, bias is not None, block_c, rest_c, block_r, num_warps=warps,
+    )  # fmt: skip
+    return y if total is y else (y, total)
+
+
+def _compile_case(dtype):
+    pointers = {f"{name}_ptr": f"*{dtype}" for name in ("x", "residual", "shift", "y", "sum", "w", "b")}
+    types = pointers | {"has_residual": "i1", "has_shift": "i1", "rows": "i32", "channels": "i32", "eps": "fp32"}
+    return types, {"HAS_WEIGHT": True, "HAS_BIAS": True, "BLOCK_C": 1024, "REST_C": 256, "BLOCK_R": 1}
+
+
+# What the compile check builds without a GPU: kernel, argument types, constants, warps.
+COMPILE_CASES = tuple((layer_norm_kernel, *_compile_case(dtype), 1) for dtype in ("fp16", "bf16", "fp32"))

@@ -1,1 +1,0 @@
-"""The Triton kernels behind the ops. The only modules that import triton; loaded at the first call on a GPU."""

@@ -1,0 +1,99 @@
+"""Compiling all kernels of a forward at once: a run in which launches only compile, in parallel.
+
+A first call that compiles its thirty kernel variants one after the other takes ten seconds; compilers run outside the
+interpreter lock, so threads make that two or three. Results of a warmed-up forward are garbage and must be dropped.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+# Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
+# that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
+# load launchers, one may get the other's, and launch with arguments taken for others. So there is one at a time.
+_LOADING = threading.RLock()
+
+
+class _Warmup(NamedTuple):
+    threads: ThreadPoolExecutor
+    compiled: list  # kernels so far
+
+
+# This context's warmup; None outside of one.
+_WARMUP: ContextVar[_Warmup | None] = ContextVar("accel_kernels_rehearsal", default=None)
+
+
+def warming_up() -> bool:
+    """Whether launches in this context only compile."""
+    return _WARMUP.get() is not None
+
+
+def alongside(work: Callable[[], object]) -> None:
+    """In a warmup: runs work() in one of its threads, before it ends. What that gives or raises is dropped."""
+    _WARMUP.get().threads.submit(work)
+
+
+def prepare() -> None:
+    """Begins, in the background, what Triton does before it compiles or loads its first kernel.
+
+    A hash of its own files, a third of a second once a process, most of it outside the interpreter lock.
+    """
+    from triton.runtime import cache
+
+    key = getattr(cache, "triton_key", None)  # no documented name; without it the first kernel waits for the hash
+    if key is not None:
+        threading.Thread(target=key, name="accel-triton-key", daemon=True).start()
+
+
+@contextmanager
+def warmup() -> Iterator[None]:
+    """Inside, Triton launches of this context compile instead of running; leaves when all are ready to launch.
+
+    Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
+    """
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or os.environ.get("TRITON_INTERPRET") == "1":
+        yield
+        return
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        now = _Warmup(threads, [])
+        token = _WARMUP.set(now)
+        try:
+            # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
+            with mode(threads, ignore_errors=True):
+                yield
+        finally:
+            _WARMUP.reset(token)
+        kernels = [_ready(kernel) for kernel in {id(kernel): kernel for kernel in now.compiled}.values()]
+        with _LOADING:
+            list(threads.map(_build_launcher, kernels))
+            for kernel in kernels:
+                kernel._init_handles()
+
+
+def launch(kernel, grid: tuple, *args, **meta) -> None:
+    """kernel[grid](*args, **meta), or its compilation where this context warms up."""
+    now = _WARMUP.get()
+    if now is None:
+        with _LOADING:
+            kernel[grid](*args, **meta)
+    else:
+        now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
+
+
+def _ready(kernel):
+    """The compiled kernel, of one that may be under way."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
+def _build_launcher(kernel) -> None:
+    """Compiles the host code that launches the kernel into Triton's cache, which otherwise the first launch does."""
+    import triton
+
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)

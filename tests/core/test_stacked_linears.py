@@ -1,0 +1,150 @@
+"""Linears computed together give what each would alone, once, and never what was true before a change."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accel.cuda_graphs.entry import Constant
+from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.stacked_linears import StackedLinears, together
+from accel.fusion.stacked_weights import stacked_rows
+from accel.fusion.tensor_notes import TensorNotes
+
+
+@pytest.fixture
+def joint():
+    passes = ForwardCounter()
+    passes.tracked = True
+    group = StackedLinears(passes)
+    layers = [nn.Linear(6, n) for n in (4, 3, 5)]
+    patches = [patch for layer in layers for patch in group.add(layer)]
+    assert len(patches) == 1
+    patches[0].apply()
+    with torch.no_grad():
+        yield group, layers
+
+
+def close(got, layer, x):
+    torch.testing.assert_close(got, copy.deepcopy(layer)(x))
+
+
+def test_each_takes_its_own_from_one_product(joint):
+    group, layers = joint
+    x = torch.randn(2, 6)
+    outputs = [group.of(layer, x) for layer in layers]
+    for output, layer in zip(outputs, layers, strict=True):
+        close(output, layer, x)
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+    assert TensorNotes.on(x).outputs is None
+
+
+@pytest.mark.parametrize("change", ["x in place", "weights, in a new forward", "taken before"])
+def test_nothing_of_before_a_change_is_given(joint, change):
+    group, (first, second, _) = joint
+    x = torch.randn(2, 6)
+    group.of(first, x)
+    if change == "x in place":
+        x.mul_(-1)
+    elif change == "taken before":
+        group.of(second, x)
+        second.weight.data.mul_(-1)
+    else:
+        second.weight.data.mul_(-1)
+        group.passes.begin()
+    close(group.of(second, x), second, x)
+
+
+def test_without_anybody_counting_forwards_each_is_computed_alone(joint):
+    group, (first, second, _) = joint
+    group.passes.tracked = False
+    x = torch.randn(2, 6)
+    group.of(first, x)
+    assert not vars(x)
+    second.weight.data.mul_(-1)
+    close(group.of(second, x), second, x)
+
+
+def test_what_is_kept_is_made_anew_in_the_same_memory(joint):
+    group, layers = joint
+    x = torch.randn(2, 6)
+    group.keep(x)
+    places = [group.of(layer, x).data_ptr() for layer in layers]
+    before = group.versions()
+    x.mul_(-2)
+    layers[0].weight.mul_(3)
+    assert group.versions() > before
+    group.keep(x)
+    assert [group.of(layer, x).data_ptr() for layer in layers] == places
+    for layer in layers:
+        close(group.of(layer, x), layer, x)
+
+
+def test_a_dtype_that_does_not_fit_is_torchs_to_refuse(joint):
+    group, layers = joint
+    with pytest.raises(RuntimeError, match="dtype"):
+        group.of(layers[0], torch.randn(2, 6, dtype=torch.float64))
+
+
+def test_a_bias_on_some_alone(joint):
+    bare = nn.Linear(6, 2, bias=False)
+    x = torch.randn(2, 6)
+    for layer, output in zip((bare, joint[1][0]), together((bare, joint[1][0]), x), strict=True):
+        close(output, layer, x)
+
+
+@pytest.mark.parametrize("moved", [lambda layer: layer.double(), lambda layer: layer.to(torch.float64), copy.deepcopy])
+def test_after_a_move_they_lie_in_one_storage_again(joint, moved):
+    group, layers = joint
+    for layer in layers:
+        layer.weight.data = moved(layer).weight.data.clone()
+        layer.bias.data = layer.bias.data.to(layer.weight.dtype).clone()
+    assert stacked_rows([layer.weight for layer in layers]) is None
+    x = torch.randn(2, 6, dtype=layers[0].weight.dtype)
+    outputs = [group.of(layer, x) for layer in layers]
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+    assert stacked_rows([layer.weight for layer in layers]) is not None
+    for output, layer in zip(outputs, layers, strict=True):
+        close(output, layer, x)
+
+
+def test_a_prompt_that_is_kept_is_another_after_each_change(joint):
+    """Of it, of a weight, of a bias; and in another loop: what is kept of it is then computed again."""
+    group, layers = joint
+    prompt = torch.randn(2, 6)
+
+    def source(loop=1):
+        held, *rest = Constant(prompt, group, loop).source()
+        assert held is prompt
+        return rest
+
+    first = source()
+    assert source() == first and source(2) != first
+    changes = (lambda: prompt.mul_(2), lambda: layers[1].weight.mul_(2), lambda: layers[2].bias.add_(1))
+    for change in changes:
+        before = source()
+        change()
+        assert source() != before
+
+
+def test_a_copy_or_a_file_of_a_tensor_has_no_notes(joint, tmp_path):
+    group, (first, *_) = joint
+    x = torch.randn(2, 6)
+    group.of(first, x)
+    assert TensorNotes.on(x).outputs
+    torch.save(x, tmp_path / "x.pt")
+    for copied in (copy.deepcopy(x), torch.load(tmp_path / "x.pt", weights_only=True)):
+        assert torch.equal(copied, x) and TensorNotes.on(copied) is None
+        close(group.of(first, copied), first, x)
+
+
+def test_what_is_kept_outlives_a_change_and_what_waits_does_not(joint):
+    group, (first, second, _) = joint
+    x = torch.randn(2, 6)
+    group.keep(x)
+    kept = group.of(first, x)
+    TensorNotes.begin(x).channel_stats = "of x"
+    x.add_(1)
+    assert group.of(first, x) is kept and TensorNotes.valid(x) is None
+    assert TensorNotes.begin(x).channel_stats is None and group.of(first, x) is kept

@@ -1,0 +1,274 @@
+"""Steps that are begun before generate() has read its stop flag: used, exact, and harmless where they were in vain."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from families import make, padded, prompt
+from modes import flat, generate, same
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+import accel
+from accel.llm.kv_cache.cache import store_of
+from accel.llm.kv_cache.pending_step import PendingStep
+
+EXACT = 4e-5
+
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """[begun, taken], counted."""
+    counts, init, take = [0, 0], PendingStep.__init__, PendingStep.take
+
+    def counted_init(self, *args, **kwargs):
+        counts[0] += 1
+        init(self, *args, **kwargs)
+
+    def counted_take(self, *args):
+        step = take(self, *args)
+        counts[1] += step is not None
+        return step
+
+    monkeypatch.setattr(PendingStep, "__init__", counted_init)
+    monkeypatch.setattr(PendingStep, "take", counted_take)
+    return counts
+
+
+def new_pair(name: str = "llama", **changes):
+    stock = make(name, **changes).to("cuda")
+    return accel.optimize(copy.deepcopy(stock), graphs=True), stock
+
+
+def inputs(lengths=(9, 5)):
+    return tuple(None if tensor is None else tensor.cuda() for tensor in padded(lengths))
+
+
+def warm(ours, lengths=(9, 5)):
+    """Until there is a graph."""
+    for _ in range(2):
+        generate(ours, *inputs(lengths), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("call", [{}, {"do_sample": True, "top_k": 20}, {"do_sample": True, "num_return_sequences": 3}])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "mixtral"])
+def test_almost_every_step(steps, name, call):
+    ours, stock = new_pair(name)
+    call = {"max_new_tokens": 24, **call}
+    for _ in range(2):
+        generate(ours, *inputs(), **call)
+    steps[:] = 0, 0
+    same(generate(ours, *inputs(), **call), generate(stock, *inputs(), **call), EXACT)
+    assert steps[0] == steps[1] and steps[1] >= 22, steps  # not the prompt's, whose mask may be left out
+
+
+def test_random_numbers_are_left_where_stock_leaves_them():
+    ours, stock = new_pair()
+    warm(ours)
+    for model in (ours, stock):
+        torch.manual_seed(5)
+        model.found = [
+            model.generate(prompt(1, 6).cuda(), do_sample=True, max_new_tokens=9, pad_token_id=0) for _ in range(3)
+        ]
+        model.found.append(torch.rand(4, device="cuda"))
+    assert all(torch.equal(*both) for both in zip(ours.found, stock.found, strict=True))
+
+
+@pytest.mark.parametrize("after", [1, 2, 7])
+def test_a_last_step_in_vain(steps, after):
+    """The end token comes, a step more is on its way; then the cache is used again, in every way."""
+    ours, stock = new_pair()
+    warm(ours, (6,))
+    ids = prompt(1, 6).cuda()
+    words = stock.generate(ids, max_new_tokens=12, do_sample=False)
+    end = int(words[0, 5 + after])
+    found = {}
+    for model in (ours, stock):
+        kept = found[model is ours] = {}
+        for use in ("go on", "crop", "read", "reorder", "again"):
+            cache = DynamicCache(config=model.config)
+            out = model.generate(
+                ids, past_key_values=cache, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0
+            )
+            kept[f"{use} ids"] = out
+            if use == "crop":
+                cache.crop(4)
+                out = out[:, :4]
+            elif use == "read":
+                kept["keys"] = torch.stack([layer.keys for layer in cache.layers])
+            elif use == "reorder":
+                cache.reorder_cache(torch.zeros(1, dtype=torch.long, device="cuda"))
+            new = prompt(1, 1 if use == "go on" else 3, 8).cuda()
+            if use != "again":
+                kept[f"{use} logits"] = model(new, past_key_values=cache).logits
+            else:
+                more = torch.cat([out, new], 1)
+                kept["more"] = model.generate(more, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    same(found[True], found[False], EXACT)
+    assert steps[0] > steps[1] or after == 1, steps  # the prompt's is not begun, its mask having been left out
+
+
+class Rewrites(StoppingCriteria):
+    """Changes the token that was chosen, in place."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        input_ids[:, -1] = (input_ids[:, -1] + 1) % 50
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Edits(StoppingCriteria):
+    """Changes the model after some tokens."""
+
+    def __init__(self, model, edit):
+        self.model, self.edit, self.calls = model, edit, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls == 6:
+            self.edit(self.model)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def test_criteria_that_rewrite_tokens(steps):
+    ours, stock = new_pair()
+    warm(ours)
+    call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    ids, mask = inputs()
+    found = [
+        model.generate(ids, attention_mask=mask, stopping_criteria=StoppingCriteriaList([Rewrites()]), **call)
+        for model in (ours, stock)
+    ]
+    assert torch.equal(*found) and steps[1]
+
+
+EDITS = {
+    "weights": lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(-1.5),
+    "a new weight": lambda model: setattr(
+        model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.flip(0), requires_grad=False)
+    ),
+    "a hook": lambda model: model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"input_ids": (kwargs["input_ids"] + 3) % 50}), with_kwargs=True
+    ),
+    "a hook in place": lambda model: model.register_forward_pre_hook(
+        lambda module, args, kwargs: (kwargs["input_ids"].fill_(7), None)[1], with_kwargs=True
+    ),
+    "a hook inside": lambda model: model.model.layers[0].register_forward_hook(
+        lambda module, args, output: output * 1.5 if torch.is_tensor(output) else output
+    ),
+    "training": lambda model: model.train(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_criteria_that_change_the_model(edit):
+    ours, stock = new_pair()
+    warm(ours)
+    ids, mask = inputs()
+    found = []
+    for model in (ours, stock):
+        criteria = StoppingCriteriaList([Edits(model, EDITS[edit])])
+        call = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+        out = model.generate(ids, attention_mask=mask, stopping_criteria=criteria, return_dict_in_generate=True, **call)
+        found.append(flat(out))
+    same(*found, EXACT)
+
+
+def test_a_change_right_after_a_step_was_begun():
+    """From another place than the criteria: a streamer comes after them."""
+
+    class Streamer:
+        def __init__(self, model):
+            self.model, self.calls = model, 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls == 7:
+                EDITS["weights"](self.model)
+
+        def end(self):
+            pass
+
+    ours, stock = new_pair()
+    warm(ours, (6,))
+    call = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+    found = [model.generate(prompt(1, 6).cuda(), streamer=Streamer(model), **call) for model in (ours, stock)]
+    assert torch.equal(*found)
+
+
+def test_on_a_stream_of_the_users_own(steps):
+    ours, stock = new_pair()
+    warm(ours)
+    call = {"max_new_tokens": 20}
+    wanted = generate(stock, *inputs(), **call)
+    steps[:] = 0, 0
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = generate(ours, *inputs(), **call)
+    torch.cuda.current_stream().wait_stream(stream)
+    same(got, wanted, EXACT)
+    assert steps[1] >= 18
+
+
+def test_embeddings_for_a_prompt(steps):
+    ours, stock = new_pair()
+    warm(ours, (6,))
+    steps[:] = 0, 0
+    embeds = stock.get_input_embeddings()(prompt(1, 6).cuda())
+    found = [
+        model.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        for model in (ours, stock)
+    ]
+    assert torch.equal(*found) and steps[1] >= 9
+
+
+def test_threads_side_by_side(steps):
+    ours, stock = new_pair()
+    lengths = ((9,), (4,), (9, 5), (7, 7, 2))
+    for each in lengths:
+        warm(ours, each)
+    wanted = [generate(stock, *inputs(each), max_new_tokens=30) for each in lengths]
+    torch.cuda.synchronize()
+    got: dict[int, list] = {}
+
+    def work(number):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            got[number] = [generate(ours, *inputs(lengths[number]), max_new_tokens=30) for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lengths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, one in enumerate(wanted):
+        for each in got[number]:
+            same(each, one, EXACT)
+    assert steps[1] > 300
+
+
+def test_memory_stays_flat():
+    """Steps in vain, and stores that die while one is on its way."""
+    ours, _ = new_pair()
+    warm(ours, (6,))
+    ids = prompt(1, 6).cuda()
+    end = int(ours.generate(ids, max_new_tokens=5, do_sample=False)[0, -1])
+    used = []
+    for _ in range(60):
+        ours.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=end, pad_token_id=0)
+        torch.cuda.synchronize()
+        # Blocks that another stream has used come back when it is done: how many wait at a time, and so whether they
+        # take a segment more, depends on how busy the GPU is. What is kept for good is left when the cache is emptied.
+        torch.cuda.empty_cache()
+        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert used[10][0] >= used[-1][0] and used[10][1] >= used[-1][1], (used[10], used[-1])
+
+
+def test_a_step_nobody_takes_keeps_nothing_alive():
+    ours, _ = new_pair()
+    warm(ours, (6,))
+    out = ours.generate(prompt(1, 6).cuda(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    assert store_of(out.past_key_values).pending is None

@@ -1,0 +1,317 @@
+"""The product of few rows by warpgroups: no interpreter runs it, so here it is emulated, compiled and read."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from accel_kernels import Norm, Quantized  # noqa: E402
+from accel_kernels.gemm import epilogue_triton as epilogue
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.quantized import skinny_wgmma_triton as skinny_wgmma
+from accel_kernels.gemm.quantized import tile_store_triton as tile_sums
+from accel_kernels.gemm.quantized import tile_triton as wgmma_tile
+from accel_kernels.gemm.quantized import write_triton as quantized_write
+from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
+from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
+from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
+from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear  # noqa: E402
+from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
+from accel_kernels.norm.norm import reference  # noqa: E402
+from quantized_words import FORMATS, numbers_of, spread  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
+
+
+def words(weight):
+    return weight.data.view(torch.int32).numpy().astype(np.int64) & 0xFFFFFFFF
+
+
+def device(format, neighbors, at_once):
+    """A machine and the kernel as it runs there."""
+    machine, middle = Gluon(at_once), 136 if format == "int4" else 0
+    wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
+    names = rebuilt(
+        (fragments, warpgroup_factor, epilogue, quantized_write, tile_sums, skinny_wgmma), gl=machine, mbarrier=machine,
+        start_load=machine.start_load,
+        warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
+        fence_async_shared=lambda: None, all_threads=lambda: None, middle=lambda *_: middle, _spread=spread,
+        pairs=numbers_of(format, neighbors, middle), tl=machine.triton(wait),
+        half_layout=lambda *_: None, piece_layout=lambda *_: None, flat_layout=lambda *_: None,
+        range=lambda *to: map(Array, range(*map(int, to))),
+        activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,
+    )  # fmt: skip
+    return machine, names["skinny_wgmma_kernel"]
+
+
+def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbors=False, order=None):
+    """What the kernel gives in float64, its programs run in `order`, and how often split counters were taken."""
+    format = {INT8: "int8", INT4: "int4", FP8: "fp8"}[weight.data.dtype]
+    (n, k), rows, gate = weight.shape, x.shape[0], up is not None
+    box, half, other = permute_activations.box_columns(format), tile.rows // 2, up or weight
+    boxes, block_m = -(-k // box), max(8, 1 << (rows - 1).bit_length())
+    tiles = -(-n // (half if gate else tile.rows))
+    share = -(-tiles * boxes // (processors * tile.programs))
+    programs = -(-tiles * boxes // share)
+    machine, kernel = device(format, neighbors, at_once)
+    column = permute_activations.column_of.fn(np.arange(boxes * box), format == "int4", neighbors)
+    placed = np.pad(x, ((0, 0), (0, boxes * box - k)))[:, column]
+    sums = np.full((2 * boxes, block_m), np.nan)
+    sums[:, :rows] = placed.reshape(rows, 2 * boxes, box // 2).sum(2).T
+    y, parts = np.full(rows * n, np.nan), np.full(programs * 2 * tile.rows * block_m, np.nan)
+    split_counters = np.zeros(tiles, np.int64)
+
+    def pointer(tensor):
+        return None if tensor is None else Pointer(plain(tensor).reshape(-1))
+
+    vectors = [
+        None if one is None else one.double().numpy()
+        for one in (weight.scales, weight.zeros, other.scales, other.zeros)
+    ]
+    for program in range(programs) if order is None else order(programs):
+        machine.program = program
+        kernel(
+            Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
+            Descriptor(words(other), (half, 32), 4), *map(pointer, vectors), pointer(bias), pointer(bias),
+            pointer(residual), pointer(y), pointer(parts), pointer(split_counters), pointer(sums), rows, n,
+            tiles * boxes, share, 0.5,
+            K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", ZEROS=weight.zeros is not None,
+            HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND="relu", BLOCK_M=block_m,
+            BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, AT_ONCE=wgmma_tile.at_once(tile, block_m),
+            PDL=True, num_warps=tile.warps,
+        )  # fmt: skip
+    return y.reshape(rows, n), split_counters
+
+
+CASES = {
+    "int8": ("int8", 17, 640, 200, 0, False, False),
+    "int8 one row": ("int8", 1, 384, 130, 0, False, False),
+    "int4 128 gate zeros, three rows": ("int4", 3, 768, 70, 128, True, True),
+    "int8 groups of 64": ("int8", 9, 320, 130, 64, False, False),
+    "int8 by whole tiles": ("int8", 64, 128, 300, 0, False, False),
+    "int8 padded, groups of 16, zeros": ("int8", 33, 208, 130, 16, True, False),
+    "int8 gate": ("int8", 20, 384, 100, 0, False, True),
+    "int4 128": ("int4", 40, 1280, 200, 128, False, False),
+    "int4 32 gate zeros, padded": ("int4", 64, 672, 70, 32, True, True),
+    "int4 64": ("int4", 32, 512, 513, 64, False, False),
+    "int8 zeros": ("int8", 24, 384, 90, 0, True, False),
+    "int4 gate by row": ("int4", 48, 768, 64, 0, False, True),
+    "fp8 gate": ("fp8", 64, 512, 64, 0, False, True),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_emulated(case, at_once):
+    format, rows, k, n, group, zeros, gate = case
+    random = torch.Generator().manual_seed(0)
+
+    def rand(*size):
+        return torch.randn(*size, generator=random)
+
+    def weight():
+        return quantize_weight(rand(n, k) + (0.5 if zeros else 0.0), FORMATS[format], group, zeros)
+
+    x, w, up = rand(rows, k).double().numpy(), weight(), weight() if gate else None
+    bias, residual = rand(n).double().numpy(), rand(rows, n).double().numpy()
+    wanted = np.maximum(x @ exact(w).T + bias, 0)
+    wanted = 0.5 * (wanted * (x @ exact(up).T + bias) if gate else wanted) + residual
+    for tile in (wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), wgmma_tile.WgmmaTile(64, 4, 3, 3, 2)):
+        for processors, order in ((1, None), (5, None), (5, lambda many: reversed(range(many))), (64, None)):
+            found, split_counters = emulate(
+                x, w, up, bias, residual, tile, processors, at_once, neighbors=format == "fp8", order=order
+            )
+            assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
+            assert processors == 1 or n > 250 or split_counters.max() > 1  # shared tiles
+
+
+def exact(weight: Quantized) -> np.ndarray:
+    numbers = weight.numbers().double().unflatten(1, (-1, weight.group))
+    numbers = numbers if weight.zeros is None else numbers - weight.zeros[:, :, None]
+    return (numbers * weight.scales.double()[:, :, None]).flatten(1).numpy()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("format, group, gate", [("int8", 0, False), ("int4", 64, True), ("fp8", 0, True)])
+def test_the_call(format, group, gate, monkeypatch):
+    """From the op's arguments: x permute_activations by its kernel, in the interpreter, and the product emulated."""
+    rows, k, n = 37, 704, 150
+    x, bias = torch.randn(1, rows, k).half(), torch.randn(n).half()
+    weight, up = (quantize_weight(torch.randn(n, k).half() * k**-0.5, FORMATS[format], group) for _ in range(2))
+    more = {"norm": Norm(torch.rand(k).half(), None, 1e-5), "residual": torch.randn(1, rows, n).half(), "scale": 0.5}
+    more |= {"activation": "relu"} | ({"up": up, "up_bias": torch.randn(n).half()} if gate else {})
+    machine, kernel = device(format, True, False)
+
+    def value(given):
+        if isinstance(given, TensorDescriptor):
+            data = given.base.numpy()
+            data = data.astype(np.int64) & 0xFFFFFFFF if data.dtype == np.int32 else data.astype(float)
+            return Descriptor(data, given.block_shape, given.base.itemsize)
+        return Pointer(given.double().numpy().reshape(-1)) if isinstance(given, torch.Tensor) else given
+
+    def launch(jitted, grid, *args, **flags):
+        values = [value(given) for given in args]
+        for program in range(*grid):
+            machine.program = program
+            kernel(*values, **{name: flag for name, flag in flags.items() if name != "maxnreg"})
+        y = jitted.arg_names.index("y_ptr")
+        args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
+
+    monkeypatch.setattr(skinny_wgmma, "launch", launch)
+    tile = wgmma_tile.WgmmaTile(64, 4, 3, 2, 3)
+    found = quantized_linear.triton(x, weight, bias, **more, shape=tile)
+    wide = {name: one.double() if isinstance(one, torch.Tensor) and name != "up" else one for name, one in more.items()}
+    wide["norm"] = Norm(more["norm"].weight.double(), None, 1e-5)
+    wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
+    theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
+    assert found.shape == (1, rows, n) and (found.double() - wanted).abs().max() <= 2 * theirs
+
+
+def test_a_slot_loaded_too_early_is_seen(monkeypatch):
+    """The emulation can fail: x of the product that is under way is overwritten by a load."""
+    tile = wgmma_tile.WgmmaTile(128, 8, 4, 2, 1)
+    x, w = torch.randn(32, 640).double().numpy(), quantize_weight(torch.randn(128, 640), INT8)
+    real, wanted = Gluon.start_load, 0.5 * np.maximum(x @ exact(w).T, 0)
+
+    def early(self, descriptor, place, barrier, ring, pred):
+        real(self, descriptor, place, barrier, ring, pred)
+        if descriptor.size == 2 and self.pending:
+            self.pending[-1][2].data[...] = 0
+
+    assert np.abs(emulate(x, w, None, None, None, tile, 1, True)[0] - wanted).max() < 1e-9
+    monkeypatch.setattr(Gluon, "start_load", early)
+    assert np.abs(emulate(x, w, None, None, None, tile, 1, True)[0] - wanted).max() > 1
+
+
+def test_no_bank_conflict():
+    """Eight lanes at a time read 16 bytes each; sixteenths of a row of 128 bytes lie swizzled by the row's number."""
+    layout = warpgroup_factor.half_layout(8, 64, 8)
+    assert layout.reg_bases[:3] == [[0, 1], [0, 2], [0, 16]]
+    for piece in (0, 16):
+        for first in range(0, 32, 8):
+            banks = set()
+            for lane in range(first, first + 8):
+                bases = [base for bit, base in enumerate(layout.lane_bases) if lane >> bit & 1]
+                row, word = np.sum(bases or [[0, 0]], 0)
+                banks.add((int(word) + piece) // 4 ^ int(row) % 8)
+            assert len(banks) == 8
+
+
+def test_rows_stand_in_the_factor_where_threads_read_them():
+    """Lanes' rows in memory, in the order of the factor's: what `both` and `weight_row` have to agree on."""
+    layout = warpgroup_factor.half_layout(8, 64, 8)
+    steps = [base[0] for base in layout.lane_bases[2:]]  # of bits 0, 1 and 2 of a row of the factor
+    weight_row = rebuilt((warpgroup_factor,), gl=Gluon(True))["weight_row"]
+    for place in range(128):
+        row = sum(step for bit, step in enumerate(steps) if place >> bit & 1) + place // 16 * 8
+        assert int(weight_row(Array(place), 0, 1000, 64, True)) == row
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_arranged(format, norm, dtype):
+    x = torch.randn(3, 416).to(dtype)
+    given = {"none": None, "rms": Norm(torch.rand(416).to(dtype), None, 1e-5, offset=1.0)}
+    given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centred=True)
+    found, split_counters, sums = permute_activations.permute_activations(x, given[norm], format, 512, 5, 8)
+    wanted = x if norm == "none" else reference(x.double(), given[norm])
+    column = permute_activations.column_of.fn(
+        np.arange(512), format == "int4", format == "fp8" or dtype == torch.float16
+    )
+    assert sorted(column) == list(range(512)) and (split_counters == 0).all()
+    wanted = torch.nn.functional.pad(wanted, (0, 96))[:, column].double()
+    step = 2.0 ** (-10 if dtype == torch.float16 else -7)  # the interpreter truncates bfloat16
+    assert ((found.double() - wanted).abs() <= step * wanted.abs() + 1e-6).all()
+    pieces = found.float().unflatten(1, (-1, 128 if format == "int4" else 64))
+    assert torch.allclose(sums[:, :3].T, pieces.sum(2), rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    tile, x = wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), torch.randn(32, 256).bfloat16()
+
+    def refused(weight, x=x, tile=tile):
+        with pytest.raises(ValueError) as raised:
+            skinny_wgmma.skinny_wgmma(x, weight, None, Epilogue(), "int4", tile, x)
+        return str(raised.value)
+
+    fine = quantize_weight(torch.randn(64, 256).bfloat16(), INT4, 128)
+    assert "scales of torch.float32" in refused(fine._replace(scales=fine.scales.float()))
+    assert "65 rows" in refused(fine, torch.randn(65, 256).bfloat16())
+    assert "multiple of 16 bytes" in refused(
+        quantize_weight(torch.randn(64, 264).bfloat16(), INT8), torch.randn(32, 264)
+    )
+    assert "96 rows to 8 warps" in refused(fine, tile=tile._replace(rows=96))
+
+
+CHECK = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from accel_kernels.gemm.quantized import skinny_wgmma_triton as quantized_wgmma
+from accel_kernels.gemm.quantized import tile_triton as wide_tile
+
+for format, rows, gate, group, zeros, dtype in (
+    ("int8", 64, False, 0, False, "bf16"), ("int4", 32, True, 128, False, "bf16"), ("fp8", 32, False, 0, False, "fp16"),
+    ("int4", 64, False, 32, True, "bf16"), ("int8", 32, True, 32, True, "bf16"),
+):
+    tile = wide_tile.wgmma_tile(rows, format, gate)
+    kernel, types, constants, warps = quantized_wgmma.compile_case(format, rows, gate, group, zeros, tile, dtype)
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    options = {"num_warps": warps}
+    compiled = triton.compile(GluonASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
+    assert compiled.metadata.shared <= 232448, format
+    ptx = compiled.asm["ptx"]
+    walk = ptx[ptx.index("mbarrier.try_wait"):ptx.rindex("wgmma.mma_async")]
+    each = tile.rows // 16 // warps  # blocks of 64 rows to a warpgroup
+    # From the ring into registers by 16 bytes, and nothing back; the left factor is in registers.
+    assert re.findall("ld.shared[.a-z0-9]*", walk) == ["ld.shared.v4.b32"] * (4 * each), format
+    assert "st.shared" not in walk and "stmatrix" not in walk and "shfl" not in walk, format
+    products = re.findall(r"wgmma.mma_async[^;]*;", ptx)
+    assert len(products) == each * (16 if format == "int4" else 8), format
+    assert all(re.search(r"}, *{(%r[0-9]+, *){3}%r[0-9]+}, *%rd", one) for one in products), products[0]
+    scaled = wide_tile.post_scale(4096, 4096 // group if group else 1, format, zeros, rows)
+    assert walk.count("wgmma.wait_group.sync.aligned 1;") == (0 if scaled else 1), format
+print("registers")
+"""
+
+
+def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
+                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "registers", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64])
+def test_what_programs_share(format, block_m):
+    """All run at once and none has nothing to do; narrow products are not cut into more sums than are worth adding."""
+    found = {}
+    for width, columns in (
+        (64, 64),
+        (896, 896),
+        (1536, 1024),
+        (1024, 4096),
+        (6144, 4096),
+        (28672, 4096),
+        (4096, 14336),
+    ):
+        tile = wgmma_tile.wgmma_tile(block_m, format, width == 28672)
+        tiles, boxes = -(-width // tile.rows), -(-columns // permute_activations.box_columns(format))
+        share = wgmma_tile.steps_of_a_program(tile, block_m, format, tiles, boxes, 132)
+        programs = -(-tiles * boxes // share)
+        assert 1 <= programs <= 132 * tile.programs and share <= max(boxes, -(-tiles * boxes // (132 * tile.programs)))
+        found[width, columns] = programs / tiles
+    assert found[28672, 4096] < 2 < found[4096, 14336]  # as many as the card runs where each has enough to do
+    assert block_m < 64 or found[1536, 1024] == 1

@@ -1,0 +1,122 @@
+"""What quantized models are compared with: stock code over the same weights, rounded beforehand."""
+
+import copy
+
+import torch
+from families import make, padded
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accel
+
+HEADS = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
+
+
+def held_by(model) -> list:
+    """The model's quantized linears."""
+    from accel.quantization.module import QuantizedLinear
+
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
+
+def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **options):
+    """(stock, the same quantized)."""
+    stock = make(name, dtype)
+    return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
+
+
+def sites(model) -> dict[str, tuple[str, str]]:
+    """What the report says of weights: status and reason by path."""
+    return {path: (status, why) for path, rule, status, why in accel.report(model).sites if rule == "weights"}
+
+
+def rounded(stock, ours, dtype: torch.dtype | None = None):
+    """A copy of stock, in dtype where one is given, whose linears have the weights that ours hold."""
+    twin = copy.deepcopy(stock)
+    if dtype is not None:
+        twin.to(dtype)
+    for row in accel.report(ours).weights:
+        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantized
+        held = held.dequantized(theirs.weight.dtype)
+        if (
+            theirs is getattr(twin, "get_output_embeddings", lambda: None)()
+        ):  # the words it may share a weight with stay as they are
+            theirs.weight = torch.nn.Parameter(theirs.weight.detach())
+        theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
+    return twin
+
+
+def by_token(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x (..., K) in float64 as it is after rounding, by definition; up to 64 rows as they are."""
+    if x.shape[:-1].numel() <= 64:
+        return x
+    out = torch.zeros_like(x, dtype=torch.bool)
+    if kind == "int8-outliers":
+        large = (x.abs() > 6).flatten(0, -2).any(0)
+        out |= large | (16 * large.sum() > len(large))
+    rest = x.masked_fill(out, 0)
+    least, most = (-448, 448) if kind == "fp8" else (-128, 127)
+    reach, peak = (most - least) / 2, rest.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    scale = peak / reach
+    steps = torch.where(rest.abs() == peak, reach * rest.sign(), rest / scale)
+    steps = steps.to(torch.float8_e4m3fn).double() if kind == "fp8" else steps.clamp(least, most).round()
+    return torch.where(out, x, steps * scale)
+
+
+def logits(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)  # of dropout
+    ids, mask = padded()
+    return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
+
+
+class Counting(TorchDispatchMode):
+    """The most floating tensors of a linear's size, on real memory, that there were at once."""
+
+    def __init__(self, sizes: set[int]):
+        super().__init__()
+        self.sizes, self.alive, self.most = sizes, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.dtype.is_floating_point:
+                if tensor.numel() in self.sizes and not tensor.is_meta and tensor.dtype.itemsize > 1:
+                    storage = tensor.untyped_storage()
+                    self.alive[storage.data_ptr()] = StorageWeakRef(storage)
+        self.alive = {place: one for place, one in self.alive.items() if not one.expired()}
+        self.most = max(self.most, len(self.alive))
+        return result
+
+
+class Bytes(TorchDispatchMode):
+    """The most bytes that matrices of whole numbers took at once, on real memory: those of the model from the start,
+    and what operations give. A file that is loaded is no operation's.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None):
+        super().__init__()
+        self.alive = {}
+        held = [] if model is None else [*model.parameters(), *model.buffers()]
+        for tensor in held:
+            self._see(tensor.untyped_storage(), tensor)
+        self.start = self.most = self._taken()
+
+    def _see(self, storage, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 2 and not tensor.is_meta and tensor.numel() and tensor.dtype.itemsize in (1, 4):
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+                self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+
+    def _taken(self) -> int:
+        self.alive = {place: one for place, one in self.alive.items() if not one[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if type(t) is torch.Tensor}
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in given:
+                    self._see(storage, tensor)
+        self.most = max(self.most, self._taken())
+        return result
