@@ -24,8 +24,8 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import config_of
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import release
-from accel.llm.quant.run import quantize
-from accel.llm.recorder import decoder_layers
+from accel.llm.ptq.run import quantize
+from accel.llm.recording.recorder import decoder_layers
 
 STOCK = "stock"  # the model's own folder in the one that is given
 
@@ -79,8 +79,8 @@ def from_folder(given: argparse.Namespace, scheme: str, method: str, device: tor
     start = time.perf_counter()
     done = quantize(model, scheme, data, None, method, out, lambda count, of: None, device=device)
     row = {"scheme": scheme, "method": method, "layers": len(done.seconds), "read_s": round(read, 2)}
-    row |= {"layers_s": round(sum(done.seconds.values()), 2), "quantise_s": round(time.perf_counter() - start, 2)}
-    row["quantise_peak_mb"] = peak(device)
+    row |= {"layers_s": round(sum(done.seconds.values()), 2), "quantize_s": round(time.perf_counter() - start, 2)}
+    row["quantize_peak_mb"] = peak(device)
     del model, layers
     release(device)
     forget(device)

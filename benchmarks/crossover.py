@@ -1,7 +1,7 @@
 """From how many rows on products round them: both ways by shape, on this card, for weights in int8 and in fp8.
 
 python benchmarks/crossover.py OUT.json [--toy]: microseconds of the product by the weight as it lies, rows in 16 bits
-(`quantised_projection`), and of rounding rows and multiplying 8 bits by 8 bits (`quantise_rows`, then `int8_linear` or
+(`quantized_linear`), and of rounding rows and multiplying 8 bits by 8 bits (`quantize_rows`, then `int8_linear` or
 `fp8_linear`), norm, gate and residual included in both; of Llama-3.1-8B's shape and of one that is 1024 wide. `from`:
 the least number of rows, of those measured, from which rounding is faster all the way; None where it never is. All is
 written as soon as it is known. --toy: tiny shapes on a CPU, in Triton's interpreter.
@@ -17,9 +17,9 @@ from int8_linear import DEVICE, DTYPE, SHAPES, TOY, Product, microseconds, rand
 
 from accel.bench.machine import commit, machine, now
 
-from accel_kernels import Norm, fp8_linear, int8_linear, quantise_rows, quantised_projection  # isort: skip
-from accel_kernels.projection import MOST_ROWS  # isort: skip
-from accel_kernels.rehearsal import rehearsal  # isort: skip
+from accel_kernels import Norm, fp8_linear, int8_linear, quantize_rows, quantized_linear  # isort: skip
+from accel_kernels.gemm.fused_linear import MOST_ROWS  # isort: skip
+from accel_kernels.warmup import warmup  # isort: skip
 
 ROWS = (3, 17) if TOY else (8, 16, 24, 32, 40, 48, 56, MOST_ROWS)
 WIDE = [name for name in SHAPES if name != "head"]  # no activation option rounds the rows of a head
@@ -39,11 +39,11 @@ class Ways:
         self.sets, x = getattr(product, kind), rand(rows, product.k)
         norm = Norm(rand(product.k), None, 1e-5) if product.name.endswith(NORMED) else None
         number = self.sets[0][0].data.dtype
-        kept = product.caller(quantised_projection, x, rows, norm=norm)
+        kept = product.caller(quantized_linear, x, rows, norm=norm)
         times = int8_linear if kind == "int8" else fp8_linear
 
         def rounded(weights: list):
-            return product.caller(times, quantise_rows(x, norm=norm, dtype=number), rows)(weights)
+            return product.caller(times, quantize_rows(x, norm=norm, dtype=number), rows)(weights)
 
         self.ways = {"kept": kept, "rounded": rounded}
 
@@ -66,7 +66,7 @@ def main(path: Path) -> dict:
     SHAPES.update(NARROW)
     products = [Product(name) for name in (*WIDE, *NARROW)]
     kinds = ("int8", "fp8") if DEVICE.type == "cuda" else ("int8",)
-    with rehearsal():  # compiled at once, in threads
+    with warmup():  # compiled at once, in threads
         for product in products:
             for kind in kinds:
                 for rows in ROWS:

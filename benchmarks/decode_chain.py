@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accel_kernels import KV, Norm, attend, projection
+from accel_kernels import KV, Norm, fused_linear, paged_attention
 
 from accel.bench.machine import commit, machine, now
 
@@ -44,8 +44,8 @@ def store(rows: int) -> list[KV]:
     ]
     addresses = [address for k, v in kept for address in (k.data_ptr(), v.data_ptr(), 0, 0)]
     where = torch.tensor([STORED, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
-    tickets = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
-    return [KV(k, v, table, None, where, layer, False, tickets) for layer, (k, v) in enumerate(kept)]
+    split_counters = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
+    return [KV(k, v, table, None, where, layer, False, split_counters) for layer, (k, v) in enumerate(kept)]
 
 
 class Token:
@@ -60,16 +60,18 @@ class Token:
         x, qkv, attended = self.x, self.qkv, self.x
         for layer, kv in zip(self.layers, self.kvs, strict=True):
             if products:
-                qkv = projection(x, layer["qkv"], norm=self.norm).view(self.rows, 1, -1, DIM)
+                qkv = fused_linear(x, layer["qkv"], norm=self.norm).view(self.rows, 1, -1, DIM)
             if attention:
                 q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-                attended = attend(q, k, v, kv, DIM**-0.5, cos=self.angles, sin=self.angles).view(self.rows, HIDDEN)
+                attended = paged_attention(q, k, v, kv, DIM**-0.5, cos=self.angles, sin=self.angles).view(
+                    self.rows, HIDDEN
+                )
             if products:
-                x = projection(attended, layer["out"], residual=x)
-                h = projection(x, layer["gate"], norm=self.norm, up=layer["up"], activation="silu")
-                x = projection(h, layer["down"], residual=x)
+                x = fused_linear(attended, layer["out"], residual=x)
+                h = fused_linear(x, layer["gate"], norm=self.norm, up=layer["up"], activation="silu")
+                x = fused_linear(h, layer["down"], residual=x)
         if products:
-            projection(x, self.head)
+            fused_linear(x, self.head)
 
 
 def milliseconds(run) -> float:

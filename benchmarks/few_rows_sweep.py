@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Norm, projection
-from accel_kernels.projection import in_passes
-from accel_kernels.rehearsal import rehearsal
-from accel_kernels.triton_kernels.projection import Shape
+from accel_kernels import Norm, fused_linear
+from accel_kernels.gemm.fused_linear import in_passes
+from accel_kernels.gemm.fused_linear_triton import Shape
+from accel_kernels.warmup import warmup
 from decode_chain import DEVICE, DTYPE, HIDDEN, WORDS, milliseconds, rand, weights
 
 from accel.bench.machine import commit, machine, now
@@ -52,7 +52,7 @@ class Product:
         return rand(rows, self.k), rand(rows, self.n) if self.name in ("out", "down") else None
 
     def call(self, x, residual, i: int, shape: Shape) -> torch.Tensor:
-        return projection.triton(
+        return fused_linear.triton(
             x, self.weights[i], norm=self.norm, up=self.ups[i], activation=self.activation, residual=residual,
             shape=shape,
         )  # fmt: skip
@@ -104,7 +104,7 @@ def main(path: Path) -> None:
     heads = [rand(WORDS, HIDDEN, spread=HIDDEN**-0.5) for _ in range(2)]
     products = [Product(name, layers, heads, norm) for name in CANDIDATES]
     for rows in (16, 32):  # compiled at once, in threads; more than 2 rows and up to 16 share a kernel
-        with rehearsal():
+        with warmup():
             for product in products:
                 for shape in CANDIDATES[product.name]:
                     product.call(*product.inputs(rows), 0, shape)

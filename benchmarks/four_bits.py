@@ -10,15 +10,15 @@ import json
 import time
 from pathlib import Path
 
-import quantised_chain
+import quantized_chain
 import torch
-from accel_kernels import Norm, quantised_projection
-from accel_kernels.quantised_projection import INT4
-from accel_kernels.rehearsal import rehearsal
-from accel_kernels.triton_kernels.quantised_diagonal import DiagonalTile, parts_of, steps_of
-from accel_kernels.triton_kernels.wide_tile import WideTile
+from accel_kernels import Norm, quantized_linear
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile, parts_of, steps_of
+from accel_kernels.gemm.quantized.quantized_linear import INT4
+from accel_kernels.gemm.quantized.tile_triton import WgmmaTile
+from accel_kernels.warmup import warmup
 from decode_chain import milliseconds
-from quantised_chain import DEVICE, FORMATS, SIZES, Token, rand, resize, weight
+from quantized_chain import DEVICE, FORMATS, SIZES, Token, rand, resize, weight
 
 from accel.bench.machine import commit, machine, now
 
@@ -28,12 +28,12 @@ FORMATS["int4-g64"] = (INT4, 64)
 LAYERS = 12  # distinct weights of each product: many times the L2 cache
 
 
-def tiles(part: str, rows: int, group: int) -> list[DiagonalTile | WideTile]:
+def tiles(part: str, rows: int, group: int) -> list[GemvTile | WgmmaTile]:
     """Other tiles than the chosen one."""
     if rows > 1:
-        return [WideTile(64, 4, 5, 2, 4)] if group < 128 else []
+        return [WgmmaTile(64, 4, 5, 2, 4)] if group < 128 else []
     k = SIZES[part][1]
-    found = [DiagonalTile(*one) for one in ((4, 4, 4), (4, 3, 4), (8, 4, 2), (8, 3, 2), (16, 4, 1), (16, 6, 1))]
+    found = [GemvTile(*one) for one in ((4, 4, 4), (4, 3, 4), (8, 4, 2), (8, 3, 2), (16, 4, 1), (16, 6, 1))]
     return [tile for tile in found if steps_of(k, tile.warps) * parts_of(k, k // group) <= 8]
 
 
@@ -44,7 +44,7 @@ def judge(name: str, part: str, rows: int):
     x, given = rand(rows, k), weight(name, n - 3, k)
     if part == "gate":
         more |= {"up": weight(name, n - 3, k), "activation": "silu"}
-    op, wide = quantised_projection, {}
+    op, wide = quantized_linear, {}
     for key, one in more.items():
         wide[key] = one.float() if isinstance(one, torch.Tensor) else one
     if "norm" in more:
@@ -97,7 +97,7 @@ def products(token: Token, shape: str, rows: int, more: bool, say) -> list[dict]
     return found
 
 
-def rehearse(token: Token, rows: int, more: bool) -> None:
+def warm_up(token: Token, rows: int, more: bool) -> None:
     for part, (n, k) in SIZES.items():
         for given in every(token, part, rows, more):
             token.product(part, token.layers[0], rand(rows, k), rand(rows, n), **given)
@@ -105,7 +105,7 @@ def rehearse(token: Token, rows: int, more: bool) -> None:
 
 def main(path: Path, shapes: list[str], formats: list[str], rows: list[int], more: bool) -> None:
     begun = time.monotonic()
-    quantised_chain.LAYERS = LAYERS
+    quantized_chain.LAYERS = LAYERS
 
     def say(row):
         print(round(time.monotonic() - begun, 1), *row.values(), flush=True)
@@ -116,10 +116,10 @@ def main(path: Path, shapes: list[str], formats: list[str], rows: list[int], mor
         resize(hidden, inner, qkv)
         head, norm = rand(words, hidden, spread=hidden**-0.5), Norm(rand(hidden), None, 1e-5)
         tokens = [Token(name, head, norm) for name in ("bf16", *formats)]
-        with rehearsal():
+        with warmup():
             for token in tokens:
                 for count in rows:
-                    rehearse(token, count, more)
+                    warm_up(token, count, more)
         for token in tokens:
             for count in rows:
                 parts += products(token, shape, count, more, say)

@@ -2,7 +2,7 @@
 
 python benchmarks/int8_linear.py OUT.json [--wgmma] [--toy]: microseconds, and tera-operations a second of the products
 alone, by shape and rows: bf16 (cuBLAS and what follows it), torch._int_mm, the same with a pass for what follows,
-int8_linear in several tiles, float8 through torch._scaled_mm; then quantise_rows, outlier columns, and the sum over the
+int8_linear in several tiles, float8 through torch._scaled_mm; then quantize_rows, outlier columns, and the sum over the
 layers of one prefill. A tile is timed only when its result is right. --wgmma: int8_wgmma as well, which no interpreter
 can run. --toy: tiny shapes on a CPU, in Triton's interpreter.
 """
@@ -20,11 +20,11 @@ TOY, WGMMA = "--toy" in sys.argv, "--wgmma" in sys.argv
 if TOY:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from accel_kernels import Norm, Quantised, fp8_linear, int8_linear, quantise_rows  # noqa: E402
-from accel_kernels.int8_linear import in_passes, integer_product  # noqa: E402
-from accel_kernels.projection import in_passes as full_in_passes  # noqa: E402
-from accel_kernels.rehearsal import rehearsal  # noqa: E402
-from accel_kernels.triton_kernels.int8_linear import Shape, chosen  # noqa: E402
+from accel_kernels import Norm, Quantized, fp8_linear, int8_linear, quantize_rows  # noqa: E402
+from accel_kernels.gemm.fused_linear import in_passes as full_in_passes  # noqa: E402
+from accel_kernels.gemm.int8_linear import in_passes, integer_product  # noqa: E402
+from accel_kernels.gemm.int8_linear_triton import Shape, chosen  # noqa: E402
+from accel_kernels.warmup import warmup  # noqa: E402
 
 from accel.bench.machine import commit, machine, now  # noqa: E402
 
@@ -96,9 +96,9 @@ def microseconds(run, sets=(None,)) -> float:
     return round(1e6 * (time.perf_counter() - start) / len(sets), 2)
 
 
-def by_row(weight: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    rows = quantise_rows(weight, dtype=dtype)
-    return Quantised(rows.data, rows.scales)
+def by_row(weight: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    rows = quantize_rows(weight, dtype=dtype)
+    return Quantized(rows.data, rows.scales)
 
 
 class Product:
@@ -115,7 +115,7 @@ class Product:
         tiles, by_hand = (GATED, BY_HAND_GATED) if self.gate else (PLAIN, BY_HAND)
         self.tiles = [("", int8_linear.triton, shape) for shape in tiles]
         if WGMMA:
-            from accel_kernels.triton_kernels.int8_wgmma import int8_wgmma
+            from accel_kernels.gemm.int8_wgmma_triton import int8_wgmma
 
             self.tiles += [("wgmma ", int8_wgmma, shape) for shape in by_hand]
 
@@ -147,13 +147,13 @@ def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def measured(product: Product, rows: int) -> dict:
     torch.manual_seed(rows)
     x = rand(rows, product.k)
-    q, q8 = quantise_rows(x), quantise_rows(x, dtype=FP8)
+    q, q8 = quantize_rows(x), quantize_rows(x, dtype=FP8)
     passes = product.caller(in_passes, q, rows)
     us = {
         "bf16": microseconds(product.caller(full_in_passes, x, rows), product.sets),
         "_int_mm": microseconds(lambda one: [integer_product(q.data, w.data) for w in one], product.int8),
         "_int_mm and a pass": microseconds(passes, product.int8),
-        "quantise_rows": microseconds(lambda: quantise_rows(x)),
+        "quantize_rows": microseconds(lambda: quantize_rows(x)),
     }
     torch.manual_seed(rows + 1)
     right, tiles = product.caller(in_passes, q, rows)(product.int8[0]), {}
@@ -180,7 +180,7 @@ def measured(product: Product, rows: int) -> dict:
             us[key] = microseconds(product.caller(fp8_linear.triton, q8, rows, fast=fast), product.fp8)
     op, shape = product.chosen(rows)
     rates = {
-        key: round(product.operations(rows) / value / 1e6, 1) for key, value in us.items() if key != "quantise_rows"
+        key: round(product.operations(rows) / value / 1e6, 1) for key, value in us.items() if key != "quantize_rows"
     }
     return {
         "us": us, "TOP/s": rates, "tiles_us": tiles, "tile": min(times, key=times.get, default=None),
@@ -189,22 +189,22 @@ def measured(product: Product, rows: int) -> dict:
 
 
 def rounding(rows: int) -> dict:
-    """quantise_rows in all its ways, and what outlier columns cost a product. us."""
+    """quantize_rows in all its ways, and what outlier columns cost a product. us."""
     k, n = 4096 // UNIT, 6144 // UNIT
     x, weight, norm = rand(rows, k), by_row(rand(n, k, spread=k**-0.5), torch.int8), Norm(rand(k), None, 1e-5)
     x[:, :6] *= 30
     columns = torch.arange(6, device=DEVICE)
     wide = rand(rows, 14336 // UNIT)
     found = {
-        "4096": microseconds(lambda: quantise_rows(x)),
-        "4096, norm": microseconds(lambda: quantise_rows(x, norm=norm)),
-        "4096, norm, float8": microseconds(lambda: quantise_rows(x, norm=norm, dtype=FP8)),
-        "4096, norm, 6 columns": microseconds(lambda: quantise_rows(x, norm=norm, outliers=columns)),
-        "4096, threshold": microseconds(lambda: quantise_rows(x, outliers=12.0)),
-        "14336": microseconds(lambda: quantise_rows(wide)),
+        "4096": microseconds(lambda: quantize_rows(x)),
+        "4096, norm": microseconds(lambda: quantize_rows(x, norm=norm)),
+        "4096, norm, float8": microseconds(lambda: quantize_rows(x, norm=norm, dtype=FP8)),
+        "4096, norm, 6 columns": microseconds(lambda: quantize_rows(x, norm=norm, outliers=columns)),
+        "4096, threshold": microseconds(lambda: quantize_rows(x, outliers=12.0)),
+        "14336": microseconds(lambda: quantize_rows(wide)),
     }
     for count in (0, 6, 20, 100):
-        rows_of = quantise_rows(x, outliers=torch.arange(min(count, k), device=DEVICE)) if count else quantise_rows(x)
+        rows_of = quantize_rows(x, outliers=torch.arange(min(count, k), device=DEVICE)) if count else quantize_rows(x)
         found[f"product, {count} columns"] = microseconds(partial(int8_linear.triton, rows_of, weight))
     return found
 
@@ -218,16 +218,16 @@ def prefill(results: dict, rows: int) -> dict[str, float]:
             if key not in us:
                 total.pop(key)
                 continue
-            total[key] += times * (us[key] + (0.0 if key == "bf16" else us["quantise_rows"])) / 1000
+            total[key] += times * (us[key] + (0.0 if key == "bf16" else us["quantize_rows"])) / 1000
     return {key: round(value, 2) for key, value in total.items()}
 
 
 def main(path: Path) -> None:
     start = time.perf_counter()
     products = [Product(name) for name in SHAPES]
-    with rehearsal():  # compiled at once, in threads
+    with warmup():  # compiled at once, in threads
         for product in products:
-            x = quantise_rows(rand(ROWS[0], product.k))
+            x = quantize_rows(rand(ROWS[0], product.k))
             by_size = [("", *product.chosen(rows)) for rows in ROWS]
             for _, op, shape in product.tiles + by_size:
                 product.caller(op, x, ROWS[0], shape=shape)(product.int8[0])

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import triton
 from accel_kernels import OPS
-from accel_kernels.attention_backends import BACKENDS
+from accel_kernels.attention.backends import BACKENDS
 
 from accel.bench.machine import commit, machine, now
 
-ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantise_rows")  # below, and in int8_linear.py
+ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantize_rows")  # below, and in int8_linear.py
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from accel.bench.machine import commit, machine, now
-from accel.llm import cache_rounding
+from accel.llm.analysis import kv_quantization as cache_rounding
 
 FOLDER = ROOT / "examples" / "models" / "tiny-lm"
 LAYER, SIZES = 2, (0, 10, 30, 100, 300)
@@ -42,7 +42,7 @@ def judged(size: float, kind: str) -> float:
         found.append(real(*given))
         return found[-1]
 
-    real = cache_rounding.decibels
+    real = cache_rounding.key_decibels
     with mock.patch.object(cache_rounding, "decibels", decibels):
         accel.optimize(planted(size), kv_cache=kind)
     return found[LAYER]

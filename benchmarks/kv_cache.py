@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accel_kernels import KV, attend
-from accel_kernels.rounding import rounded
-from accel_kernels.triton_kernels import attend as attend_kernels
-from accel_kernels.triton_kernels import decode_codes
+from accel_kernels import KV, paged_attention
+from accel_kernels.attention.paged import kv8_decode_triton as kv8_decode
+from accel_kernels.attention.paged import paged_attention_triton as paged_attention_kernels
+from accel_kernels.attention.paged.kv_quantization import rounded
 from decode_chain import BLOCK, DEVICE, DIM, DTYPE, HEADS, KV_HEADS, milliseconds, rand
 
 from accel.bench.machine import commit, machine, now
@@ -25,7 +25,7 @@ QUICK = [(1, 8192), (1, 32768), (32, 8192)]
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST = 24 * 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
 LEAST = 2**30
-CHOSEN = ("CODES_FILL", "MOST_SPLITS", "CODES_BLOCKS", "CODES_REGISTERS", "AHEAD")
+CHOSEN = ("CODES_FILL", "MOST_SPLITS", "KV8_BLOCKS", "CODES_REGISTERS", "AHEAD")
 SWEEP = [
     (4, 64, 8, 128, 0), (4, 64, 8, 128, 1), (4, 64, 8, 128, 3), (4, 32, 8, 128, 0), (2, 32, 8, 128, 0),
     (4, 64, 4, 128, 0), (3, 64, 8, 168, 0), (3, 64, 8, 168, 2),
@@ -51,9 +51,9 @@ def store(rows: int, stored: int, codes: torch.dtype | None, layers: int) -> lis
         kept.append((*pair, *scales))
     addresses = [0 if tensor is None else tensor.data_ptr() for layer in kept for tensor in layer]
     where = torch.tensor([stored, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
-    tickets = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
+    split_counters = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
     return [
-        KV(k, v, table, None, where, layer, False, tickets, key_scales=ks, value_scales=vs)
+        KV(k, v, table, None, where, layer, False, split_counters, key_scales=ks, value_scales=vs)
         for layer, (k, v, ks, vs) in enumerate(kept)
     ]
 
@@ -71,7 +71,7 @@ def measured(rows: int, kvs: list[KV]) -> float:
 
     def step() -> None:
         for kv in kvs:
-            attend(q, k, v, kv, DIM**-0.5, cos=angles, sin=angles)
+            paged_attention(q, k, v, kv, DIM**-0.5, cos=angles, sin=angles)
 
     return round(1000 * milliseconds(step) / len(kvs), 2)
 
@@ -79,11 +79,11 @@ def measured(rows: int, kvs: list[KV]) -> float:
 @contextmanager
 def plain():
     """The kernel for all stores takes what the one for 8 bits would."""
-    rule, attend_kernels.decodes_codes = attend_kernels.decodes_codes, lambda q, kv: False
+    rule, paged_attention_kernels.decodes_codes = paged_attention_kernels.decodes_codes, lambda q, kv: False
     try:
         yield
     finally:
-        attend_kernels.decodes_codes = rule
+        paged_attention_kernels.decodes_codes = rule
 
 
 def main(path: Path, sweep: bool, quick: bool) -> None:
@@ -109,14 +109,14 @@ def main(path: Path, sweep: bool, quick: bool) -> None:
 
 
 def swept(rows: int, stored: int) -> list[dict]:
-    before, found, kvs = [getattr(decode_codes, name) for name in CHOSEN], [], stores(rows, stored, torch.int8)
+    before, found, kvs = [getattr(kv8_decode, name) for name in CHOSEN], [], stores(rows, stored, torch.int8)
     for values in SWEEP:
         for name, value in zip(CHOSEN, values, strict=True):
-            setattr(decode_codes, name, value)
+            setattr(kv8_decode, name, value)
         found.append(dict(zip(CHOSEN, values, strict=True)) | {"int8_us": measured(rows, kvs)})
         print(found[-1], flush=True)
     for name, value in zip(CHOSEN, before, strict=True):
-        setattr(decode_codes, name, value)
+        setattr(kv8_decode, name, value)
     return found
 
 

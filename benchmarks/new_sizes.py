@@ -4,7 +4,7 @@
 
 Stock and accel in a process of their own each, so that neither finds libraries loaded by the other, and with empty
 caches of kernels and choices. The first shape is left out of what is told: its call is the cold start. Every output is
-compared with stock's. Seconds of phases lie within one another: racing within measuring, compiling within a rehearsal.
+compared with stock's. Seconds of phases lie within one another: racing within measuring, compiling within a warmup.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from accel.diffusion.inputs import unet_inputs
 SEED = 17
 UNSETTLED, SETTLED = 7, 3  # the first calls are told one by one, the others by their median
 OF_STOCK = 1  # of stock's calls, whose first is the slow one
-ERRORS = {"float16": 1e-2, "bfloat16": 5e-2}  # relative, of the root mean square: rounded twice, in another order
+# By a model's dtype, relative, of the root mean square: rounded twice, in another order.
+ERRORS = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 NEW = 6  # tokens written after a prompt
 
 # (batch, height, width of the latents, tokens of the prompt); the first is the cold start
@@ -76,10 +77,11 @@ class Phases:
 def watched() -> Phases:
     """What can take long in a first call; measuring is told as a whole and by what was measured."""
     import triton
-    from accel_kernels import attention_backends, linear
+    from accel_kernels.attention import backends as attention_backends
+    from accel_kernels.gemm import linear
     from accel_kernels.trials import Trials
 
-    from accel.graphs import GraphRunner
+    from accel.cuda_graphs.runner import GraphRunner
 
     phases = Phases()
     phases.watch(Trials, "work", "measuring")
@@ -88,7 +90,7 @@ def watched() -> Phases:
     phases.watch(linear.LinearChooser, "_agrees", "products, first runs")
     phases.watch(linear, "race", "products, races")
     phases.watch(GraphRunner, "_capture", "capture")
-    phases.watch(GraphRunner, "_rehearse", "rehearsal")
+    phases.watch(GraphRunner, "_warm_up", "warmup")
     phases.watch(triton.runtime.jit.JITFunction, "_do_compile", "compile")
     return phases
 
@@ -119,7 +121,7 @@ def measure(case: str, variant: str, device: torch.device, outputs: Path) -> lis
         return rows
     for row, got, wanted in zip(rows, found, torch.load(outputs, map_location=device), strict=True):
         row["error"] = _error(got, wanted)
-        if not row["error"] < ERRORS[str(got.dtype)[6:]]:
+        if not row["error"] < ERRORS[model.dtype]:
             raise SystemExit(f"{case}, {row['shape']}: the output is {row['error']:.1e} from stock's")
     return rows
 

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import quantised_chain
+import quantized_chain
 import torch
 from accel_kernels import Norm
-from accel_kernels.rehearsal import rehearsal
-from accel_kernels.triton_kernels import quantised_projection as kernels
-from accel_kernels.triton_kernels.projection import Shape
+from accel_kernels.gemm.fused_linear_triton import Shape
+from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
+from accel_kernels.warmup import warmup
 from decode_chain import milliseconds
-from quantised_chain import DEVICE, DTYPE, LAYERS, SIZES, Token, rand, resize
+from quantized_chain import DEVICE, DTYPE, LAYERS, SIZES, Token, rand, resize
 
 from accel.bench.machine import commit, machine, now
 
@@ -56,25 +56,25 @@ def main(path: Path) -> None:
     torch.manual_seed(0)
     head, norm = rand(WORDS, HIDDEN, spread=HIDDEN**-0.5), Norm(rand(HIDDEN), None, 1e-5)
     tokens = [Token(name, head, norm) for name in ("bf16", "int8", "int4")]
-    usual, found = kernels.one_row_shape, {}
+    usual, found = kernels.quantized_gemv_shape, {}
 
     def each() -> list[tuple[Token, str]]:
         return [(token, name) for token in tokens for name in (RULES if token.name != "bf16" else ("chosen",))]
 
     try:
-        with rehearsal():
+        with warmup():
             for token, name in each():
-                kernels.one_row_shape = lambda *given, name=name: RULES[name](usual(*given))
+                kernels.quantized_gemv_shape = lambda *given, name=name: RULES[name](usual(*given))
                 every, token.layers = token.layers, token.layers[:1]
-                token.step(rand(1, quantised_chain.HIDDEN))
+                token.step(rand(1, quantized_chain.HIDDEN))
                 token.layers = every
         first = {token.name: {} for token in tokens}
         for token, name in each():
-            kernels.one_row_shape = lambda *given, name=name: RULES[name](usual(*given))
+            kernels.quantized_gemv_shape = lambda *given, name=name: RULES[name](usual(*given))
             found[f"{token.name} {name}"] = measured(token, first[token.name])
             print(token.name, name, found[f"{token.name} {name}"], flush=True)
     finally:
-        kernels.one_row_shape = usual
+        kernels.quantized_gemv_shape = usual
     result = {"case": "one-row-1024", "date": now(), "commit": commit(), "machine": machine(DEVICE), "rows": found}
     path.write_text(json.dumps(result, indent=1) + "\n")
 

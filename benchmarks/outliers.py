@@ -1,6 +1,6 @@
 """What it takes to keep columns of outliers in 16 bits while rows are rounded to int8.
 
-python benchmarks/outliers.py OUT.json: 2048 rows. Microseconds of `quantise_rows` with three columns planted: without
+python benchmarks/outliers.py OUT.json: 2048 rows. Microseconds of `quantize_rows` with three columns planted: without
 outliers, with those above 6 found in the call, and with columns that are known; least of replays of a graph over twelve
 distinct inputs. Then of the products of a Llama-3.1-8B shape, by how many columns were found: up to one in SHARE is
 gathered, with more all columns stay in 16 bits; in several tiles, a tile timed only when its result is right.
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accel_kernels import Norm, Quantised, int8_linear, quantise_rows
-from accel_kernels.projection import in_passes
-from accel_kernels.quantise_rows import SHARE, KnownColumns
-from accel_kernels.rehearsal import rehearsal
-from accel_kernels.triton_kernels.int8_linear import Shape, chosen
+from accel_kernels import Norm, Quantized, int8_linear, quantize_rows
+from accel_kernels.gemm.fused_linear import in_passes
+from accel_kernels.gemm.int8_linear_triton import Shape, chosen
+from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns
+from accel_kernels.warmup import warmup
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
@@ -38,14 +38,14 @@ def measured(columns: int, norm: Norm | None) -> dict:
     inputs = [torch.randn(ROWS, columns, device=DEVICE, dtype=DTYPE) for _ in range(INPUTS)]
     for x in inputs:
         x[:, PLANTED] *= 20
-    ours, theirs = (op(inputs[0], norm=norm, outliers=6.0) for op in (quantise_rows.triton, quantise_rows.reference))
+    ours, theirs = (op(inputs[0], norm=norm, outliers=6.0) for op in (quantize_rows.triton, quantize_rows.reference))
     count = int(theirs.count)
     if int(ours.count) != count or not torch.equal(ours.columns[:count], theirs.columns[:count]):
         raise AssertionError(f"{int(ours.count)} outliers found, {count} in the reference")
     found = {"rows": ROWS, "columns": columns, "norm": norm is not None, "outliers": count}
     for name, outliers in WAYS.items():
         given = KnownColumns.of(outliers.to(DEVICE), columns) if isinstance(outliers, torch.Tensor) else outliers
-        ms = milliseconds(lambda: [quantise_rows.triton(x, norm=norm, outliers=given) for x in inputs])  # noqa: B023
+        ms = milliseconds(lambda: [quantize_rows.triton(x, norm=norm, outliers=given) for x in inputs])  # noqa: B023
         found[name] = round(1e3 * ms / INPUTS, 2)
     return found
 
@@ -59,9 +59,9 @@ class Product:
         self.exact, self.weights = weights, [self.rounded(one) for one in weights]
         self.more = {"residual": torch.randn(ROWS, self.n, device=DEVICE, dtype=DTYPE)} if self.residual else {}
 
-    def rounded(self, weight: torch.Tensor) -> Quantised:
-        rows = quantise_rows(weight)
-        return Quantised(rows.data, rows.scales.to(DTYPE))
+    def rounded(self, weight: torch.Tensor) -> Quantized:
+        rows = quantize_rows(weight)
+        return Quantized(rows.data, rows.scales.to(DTYPE))
 
     def call(self, op, x, weights: list, **more) -> torch.Tensor:
         gate = {"up": weights[1], "activation": "silu"} if self.gate else {}
@@ -77,12 +77,12 @@ class Product:
         _, shape = chosen(ROWS, self.n, self.k, self.gate, self.residual, True, DEVICE)
         found = {"product": self.name, "chosen": list(shape), "us": {}}
         for x in self.inputs():
-            rows = quantise_rows.triton(x, outliers=6.0)
+            rows = quantize_rows.triton(x, outliers=6.0)
             exact = self.call(int8_linear.reference, rows._replace(scales=rows.scales.double()), self.weights)
             own = self.call(int8_linear.reference, rows, self.weights).double()
             us = {"bf16": self.microseconds(in_passes, x, self.exact)}
-            us["int8, no outliers"] = self.microseconds(int8_linear.triton, quantise_rows.triton(x), self.weights)
-            us["rounding"] = round(1e3 * milliseconds(lambda: quantise_rows.triton(x, outliers=6.0)), 1)  # noqa: B023
+            us["int8, no outliers"] = self.microseconds(int8_linear.triton, quantize_rows.triton(x), self.weights)
+            us["rounding"] = round(1e3 * milliseconds(lambda: quantize_rows.triton(x, outliers=6.0)), 1)  # noqa: B023
             for shape in self.shapes:
                 off = (self.call(int8_linear.triton, rows, self.weights, shape=shape).double() - exact).norm()
                 name = " ".join(map(str, shape[:5]))
@@ -104,11 +104,11 @@ def main(path: Path) -> None:
     for row in rows:
         print(row)
     products = [Product(name) for name in PRODUCTS]
-    with rehearsal():
+    with warmup():
         for product in products:
             x = next(product.inputs())
-            few = quantise_rows.triton(x, outliers=6.0)
-            product.call(int8_linear.triton, quantise_rows.triton(x), product.weights)
+            few = quantize_rows.triton(x, outliers=6.0)
+            product.call(int8_linear.triton, quantize_rows.triton(x), product.weights)
             for shape in product.shapes:
                 product.call(int8_linear.triton, few, product.weights, shape=shape)
     result["products"] = []

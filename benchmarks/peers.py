@@ -1,9 +1,9 @@
-"""Quantised language models of other packages beside accel's, in one process: generate() as a user calls it.
+"""Quantized language models of other packages beside accel's, in one process: generate() as a user calls it.
 
     python benchmarks/peers.py OUT.json [--model llama-8b] [--batches 1 8 32] [--compile SECONDS]
 
 Decode steps and a prompt of 2048 tokens, random weights; in every variant the linear layers inside the decoder layers
-are quantised, the head in those of that name alone. All take turns. ready_s: quantising and the first call beyond a
+are quantized, the head in those of that name alone. All take turns. ready_s: quantizing and the first call beyond a
 later one, in the order of the list and in one process, so that a variant may find kernels that one before it compiled.
 Memory is a variant's own. torchao documents a static cache under torch.compile for speed: --compile allows so many
 seconds for each of these and for stock, batch 1 only, with the compiler's settings as torchao makes them. A package
@@ -28,15 +28,15 @@ import torch
 from torch import nn
 
 import accel
-from accel.agreement import distributions
 from accel.bench.llm import cases
+from accel.bench.llm.interleaved import Clock, TimedCase, Variant, interleaved
 from accel.bench.llm.models import build, prompt
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
-from accel.bench.llm.turns import Case, Clock, Variant, take_turns
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import release
 from accel.bench.runner import fresh_inductor_cache
 from accel.bench.timing import seconds
+from accel.verification.agreement import distributions
 
 PROMPT, PREFILL = 512, 2048
 GROUP = 128
@@ -44,7 +44,7 @@ NEW, LATER = 16, 3  # tokens of a first call, and the calls after it
 KL_PROMPT = (2, 256)
 
 
-def optimised(**options) -> Callable[[nn.Module], None]:
+def optimized(**options) -> Callable[[nn.Module], None]:
     return lambda model: accel.optimize(model, **options) and None
 
 
@@ -89,18 +89,18 @@ def bitsandbytes(bits: int) -> Callable[[nn.Module], None]:
 # Name: how a copy of the stock model becomes it, the package it needs, and whether it is timed compiled too.
 PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None, bool]] = {
     "stock": (lambda model: None, None, True),
-    "accel": (optimised(), None, False),
-    "accel int8": (optimised(weights="int8", keep_original=False), None, False),
-    "accel int4": (optimised(weights="int4", keep_original=False), None, False),
-    "accel int8-head": (optimised(weights="int8-head", keep_original=False), None, False),
-    "accel int4-head": (optimised(weights="int4-head", keep_original=False), None, False),
-    "accel int8 x int8": (optimised(weights="int8", activations="int8", keep_original=False), None, False),
+    "accel": (optimized(), None, False),
+    "accel int8": (optimized(weights="int8", keep_original=False), None, False),
+    "accel int4": (optimized(weights="int4", keep_original=False), None, False),
+    "accel int8-head": (optimized(weights="int8-head", keep_original=False), None, False),
+    "accel int4-head": (optimized(weights="int4-head", keep_original=False), None, False),
+    "accel int8 x int8": (optimized(weights="int8", activations="int8", keep_original=False), None, False),
     "accel int8 x int8-outliers": (
-        optimised(weights="int8", activations="int8-outliers", keep_original=False),
+        optimized(weights="int8", activations="int8-outliers", keep_original=False),
         None,
         False,
     ),
-    "accel fp8 x fp8": (optimised(weights="fp8", activations="fp8", keep_original=False), None, False),
+    "accel fp8 x fp8": (optimized(weights="fp8", activations="fp8", keep_original=False), None, False),
     "torchao int8": (torchao(8), "torchao", True),
     "torchao int4": (torchao(4), "torchao", True),
     "bitsandbytes int8": (bitsandbytes(8), "bitsandbytes", False),
@@ -111,7 +111,7 @@ PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None, bool]] = {
 PLAIN = ("stock", "accel")
 
 
-def _quantised(module: nn.Module) -> bool:
+def _quantized(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and not (type(module) is nn.Linear and type(module.weight) is nn.Parameter)
 
 
@@ -142,8 +142,8 @@ def made(name: str, stock: nn.Module, device: torch.device, batches: tuple[int, 
     else:
         model = copy.deepcopy(stock)
     make_s = seconds(lambda: PEERS[name][0](model), device)
-    if name not in PLAIN and not any(map(_quantised, model.model.layers.modules())):
-        raise ValueError("no linear layer was quantised")
+    if name not in PLAIN and not any(map(_quantized, model.model.layers.modules())):
+        raise ValueError("no linear layer was quantized")
     release(device)
     own, inputs = allocated(device) - before, prompt(stock, 1, PROMPT)
     variant = Variant(name, model)
@@ -200,7 +200,7 @@ def compiled(work: cases.Work, variant: Variant, limit: float, fail: Callable[[s
 
     try:
         with within(limit), fresh_inductor_cache():
-            found = take_turns(Case("compiled", {}, prepare, figures), [variant], work.device, 0.0, fail)
+            found = interleaved(TimedCase("compiled", {}, prepare, figures), [variant], work.device, 0.0, fail)
     except TimeoutError as error:  # raised where no variant was at work
         fail(variant.name, error)
         found = {}
@@ -218,7 +218,7 @@ def run(given: argparse.Namespace) -> dict:
     stock = build(given.model, device, dtype)
     result = {
         "case": f"peers-{given.model}",
-        "about": f"generate() of {given.model}, random weights; the linear layers inside the decoder layers quantised",
+        "about": f"generate() of {given.model}, random weights; the linear layers inside the decoder layers quantized",
         "date": now(),
         "commit": commit(),
         "machine": machine(device) | packages,
@@ -269,7 +269,7 @@ def run(given: argparse.Namespace) -> dict:
         if clock.left() <= 0:
             fail(case.part)(case.name, TimeoutError(f"{given.seconds:g} seconds were over"))
             continue
-        found = take_turns(case, variants, device, given.seconds / 40, fail(f"{case.part}, {case.name}"))
+        found = interleaved(case, variants, device, given.seconds / 40, fail(f"{case.part}, {case.name}"))
         result[case.part].append(case.about | found)
         main = "ms" if case.part == "prefill" else "ms_step"
         print(case.part, case.name, {name: row[main] for name, row in found.items()}, flush=True)

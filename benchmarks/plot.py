@@ -1,4 +1,4 @@
-"""Draws speed, ablation, decode and quantised.png in docs/images from what is in benchmarks/results: `make plots`."""
+"""Draws speed, ablation, decode and quantized.png in docs/images from what is in benchmarks/results: `make plots`."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import plot_quantised  # noqa: E402 (the backend comes first)
+import plot_quantized  # noqa: E402 (the backend comes first)
 from matplotlib import pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -182,11 +182,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.png")
     options = parser.parse_args()
     results, generating = load(options.results), generations(options.results)
-    quantised = plot_quantised.save(options.results, options.out.with_name("quantised.png"))
+    quantized = plot_quantized.save(options.results, options.out.with_name("quantized.png"))
     if generating:
         save_decode(generating, options.out.with_name("decode.png"))
     if not results:
-        if generating or quantised:
+        if generating or quantized:
             return
         raise SystemExit(f"no results of a GPU in {options.results}: run `make bench` on one first")
     gpus = list(dict.fromkeys(result["machine"]["gpu"] for result in results))

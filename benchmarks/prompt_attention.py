@@ -23,9 +23,9 @@ TOY = "--toy" in sys.argv
 if TOY:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from accel_kernels import KV, attend  # noqa: E402
-from accel_kernels.choices import milliseconds  # noqa: E402
-from accel_kernels.triton_kernels import attend as kernels  # noqa: E402
+from accel_kernels import KV, paged_attention  # noqa: E402
+from accel_kernels.attention.paged import paged_attention_triton as kernels  # noqa: E402
+from int8_linear import milliseconds  # noqa: E402
 
 from accel.bench.machine import commit, machine, now  # noqa: E402
 
@@ -53,12 +53,12 @@ class Prompt:
         self.table = torch.arange(blocks, device=DEVICE, dtype=torch.int32)[None]
         self.keys, self.values = (rand(blocks, BLOCK, kv_heads, dim) for _ in range(2))
         addresses = [self.keys.data_ptr(), self.values.data_ptr(), 0, 0]
-        self.where = torch.tensor([0, self.table.data_ptr(), 0, blocks, *addresses], device=DEVICE)
+        self.metadata = torch.tensor([0, self.table.data_ptr(), 0, blocks, *addresses], device=DEVICE)
         self.last = torch.tensor([self.real - 1], device=DEVICE)
 
     def attended(self, op, dtype: torch.dtype, dense=None) -> torch.Tensor:
         """(1, real tokens, channels)."""
-        kv = KV(self.keys.to(dtype), self.values.to(dtype), self.table, None, self.where, 0, fresh=True)
+        kv = KV(self.keys.to(dtype), self.values.to(dtype), self.table, None, self.metadata, 0, is_prefill=True)
         q, k, v, cos, sin = (t.to(dtype) for t in (*self.qkv, *self.angles))
         given = {"cos": cos, "sin": sin, "dense": dense}
         return op(q, k, v, kv._replace(by_address=True, last=self.last), self.scale, **given)[:, : self.real]
@@ -93,15 +93,15 @@ def seconds(run) -> float:
 def measured(heads: tuple[int, int, int], tokens: int, name: str) -> dict[str, float]:
     prompt = Prompt(*heads, tokens)
     # Summed up in float64 the reference would hold all scores twice: in float32 it is a thousand times nearer.
-    truth, own = (prompt.attended(attend.reference, dtype) for dtype in (torch.float32, DTYPE))
+    truth, own = (prompt.attended(paged_attention.reference, dtype) for dtype in (torch.float32, DTYPE))
     with way(name) as dense:
-        first, second = (seconds(lambda: prompt.attended(attend.triton, DTYPE, dense)) for _ in range(2))
-        error = off(prompt.attended(attend.triton, DTYPE, dense), truth)
+        first, second = (seconds(lambda: prompt.attended(paged_attention.triton, DTYPE, dense)) for _ in range(2))
+        error = off(prompt.attended(paged_attention.triton, DTYPE, dense), truth)
         if not error <= 2 * off(own, truth) + 1e-6:
             raise AssertionError(f"{name}: off by {error:.1e}, torch's own attention by {off(own, truth):.1e}")
         if TOY:
             return {"first_ms": round(1000 * (first - second), 2)}
-        ms = milliseconds(lambda: [prompt.attended(attend.triton, DTYPE, dense) for _ in range(LAYERS)], 20)
+        ms = milliseconds(lambda: [prompt.attended(paged_attention.triton, DTYPE, dense) for _ in range(LAYERS)], 20)
     return {"us": round(1000 * ms / LAYERS, 2), "first_ms": round(1000 * max(0.0, first - second), 1)}
 
 

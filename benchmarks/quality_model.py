@@ -1,4 +1,4 @@
-"""Train a Llama of about 100 million weights on Jane Austen's novels, for `quality.py` to quantise: minutes of one GPU.
+"""Train a Llama of about 100 million weights on Jane Austen's novels, for `quality.py` to quantize: minutes of one GPU.
 
     apt-get download r-cran-janeaustenr
     python benchmarks/quality_model.py OUT r-cran-janeaustenr_*.deb

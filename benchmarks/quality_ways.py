@@ -6,18 +6,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from accel_kernels.quantise_rows import SHARE
-from accel_kernels.rounding import restored, rounded
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
+from accel_kernels.gemm.quantize_rows import SHARE
 from quality_text import perplexity
 from torch import nn
 from transformers import DynamicCache
 
 from accel.bench.timing import seconds as taken
-from accel.llm.quant.calibration import quantise_layers
-from accel.llm.quant.emulated import rounded_by_token, rounding_inputs
-from accel.llm.quant.linears import linears
-from accel.quant.rounding import sqnr_db
-from accel.quant.scheme import Scheme
+from accel.llm.ptq.calibrate import quantize_layers
+from accel.llm.ptq.calibration.fake_quant import rounded_by_token, rounding_inputs
+from accel.llm.ptq.calibration.linears import linears
+from accel.quantization.rounding import sqnr_db
+from accel.quantization.scheme import Scheme
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 OUTLIER = 6.0  # LLM.int8 (Dettmers et al., 2022): columns with a larger input stay in 16 bits
@@ -92,7 +92,7 @@ def rounding_cache(kind: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def emulated(modules: list[nn.Module], inputs: str | None) -> Iterator[None]:
+def fake_quant(modules: list[nn.Module], inputs: str | None) -> Iterator[None]:
     with ExitStack() as undo:
         if inputs == "int8":
             undo.enter_context(rounding_inputs(modules))
@@ -103,7 +103,7 @@ def emulated(modules: list[nn.Module], inputs: str | None) -> Iterator[None]:
         yield
 
 
-def quantised(stock: nn.Module, way: Way, batches: list[dict]) -> tuple[nn.Module, dict]:
+def quantized(stock: nn.Module, way: Way, batches: list[dict]) -> tuple[nn.Module, dict]:
     """A copy with its weights rounded, and what there is to tell. layers: decibels of what each adds to its hidden
     states, on the calibration; linears: of each weight, where no scale was folded into it.
     """
@@ -113,7 +113,7 @@ def quantised(stock: nn.Module, way: Way, batches: list[dict]) -> tuple[nn.Modul
         raise ValueError(next(iter(skipped.values())))
     device = next(model.parameters()).device
     results: list = []
-    seconds = taken(lambda: results.extend(quantise_layers(model, scheme, way.method, batches)), device)
+    seconds = taken(lambda: results.extend(quantize_layers(model, scheme, way.method, batches)), device)
     exact = {path: stock.get_submodule(path).weight for path in chosen}
     of_weights = {
         path: round(sqnr_db(exact[path], held), 2)
@@ -144,8 +144,8 @@ class Ways:
         key, model, told, modules = (way.weights, way.method), self.stock, {}, []
         if way.weights is not None:
             if key not in self.made:
-                self.made[key] = quantised(self.stock, way, self.batches)
+                self.made[key] = quantized(self.stock, way, self.batches)
             model, told = self.made[key]
             modules = list(linears(model, Scheme.parse(way.weights))[0].values())
-        with emulated(modules, way.inputs), rounding_cache(way.kv_cache):
+        with fake_quant(modules, way.inputs), rounding_cache(way.kv_cache):
             return {"perplexity": perplexity(model, self.rows)} | told

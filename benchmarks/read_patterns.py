@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accel_kernels.rehearsal import launch, rehearsal
+from accel_kernels.warmup import launch, warmup
 from decode_chain import milliseconds
 from triton import constexpr_function
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ LANES, WARPS, ROWS, DEPTHS = (4, 8, 16, 32), (1, 4, 8), (8, 16, 32), (2, 4)
 
 @constexpr_function
 def layout(warps, across, rows, words):
-    """(rows, words): a thread has four neighbours, `across` lanes one row, warps lie behind one another in it."""
+    """(rows, words): a thread has four neighbors, `across` lanes one row, warps lie behind one another in it."""
     lanes, registers, width, height = [], [[0, 1], [0, 2]], 4, 1
     for lane in range(5):
         if 2**lane < across:
@@ -88,7 +88,7 @@ def main(path: Path) -> None:
             for weight in some:
                 launch(read_kernel, (n // rows,), weight, y, **flags, num_warps=warps)
 
-        with rehearsal():
+        with warmup():
             for kind in kinds:
                 read(kind, weights[:1])
         for kind in kinds:

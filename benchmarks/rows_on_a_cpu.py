@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import quantised_projection
+from accel_kernels import quantized_linear
 
 from accel.bench.machine import commit, machine, now
-from accel.quant.rounding import quantise
-from accel.quant.scheme import Scheme
+from accel.quantization.rounding import round_to_nearest
+from accel.quantization.scheme import Scheme
 
 INPUTS, OUTPUTS, CALLS = 1024, 2048, 300
 
@@ -25,13 +25,13 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, weight = torch.randn(1, INPUTS).bfloat16(), (torch.randn(OUTPUTS, INPUTS) / INPUTS**0.5).bfloat16()
-    held = quantise(weight, Scheme.parse("int8"))
+    held = round_to_nearest(weight, Scheme.parse("int8"))
     ways = {
         "bf16": lambda: F.linear(x, weight),
-        "int8": lambda: quantised_projection(x, held),
-        "int8, written out": lambda: F.linear(x, held.dequantised(torch.bfloat16)),
+        "int8": lambda: quantized_linear(x, held),
+        "int8, written out": lambda: F.linear(x, held.dequantized(torch.bfloat16)),
     }
-    wanted = x.double() @ held.dequantised(torch.float64).t()
+    wanted = x.double() @ held.dequantized(torch.float64).t()
     for name, way in ways.items():
         off = float((way().double() - wanted).norm() / wanted.norm())
         if name != "bf16" and off > 0.01:

@@ -18,7 +18,7 @@ from accel.bench import configs
 from accel.bench.machine import commit, machine, now, slug
 from accel.bench.memory import peak_mb, release
 from accel.bench.timing import seconds
-from accel.quality import compare
+from accel.verification.metrics import compare
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "models" / "tiny-sd-digits" / "tokenizer"
 PROMPT, CALLS = "a handwritten seven", 5
@@ -109,7 +109,7 @@ def lossless(name: str, device: torch.device, dtype: torch.dtype, compiled: bool
         del pipe.unet.forward, pipe.vae.decoder.forward
         torch.compiler.reset()
     release(device)
-    result["optimise_s"] = round(seconds(lambda: accel.optimize(pipe), device), 3)
+    result["optimize_s"] = round(seconds(lambda: accel.optimize(pipe), device), 3)
     for kind in kinds:
         pipe.scheduler = kind.from_config(config, clip_sample=False)
         ours = timed(pipe, steps, device)
@@ -124,7 +124,7 @@ def lossless(name: str, device: torch.device, dtype: torch.dtype, compiled: bool
 
 
 def cached(name: str, device: torch.device, dtype: torch.dtype) -> dict:
-    """Seconds of a call with the step cache. What it loses only a trained model can show: see docs/step_cache.md."""
+    """Seconds of a call with the step cache. What it loses only a trained model shows: docs/measurements/images.md."""
     pipe, rows = build(name, device, dtype), {}
     rows["stock"] = timed(pipe, STEPS[name], device, 3)
     for interval in (None, *INTERVALS):

@@ -1,4 +1,4 @@
-"""The panels of docs/images/quantised.png: speed by scheme, other packages beside, and quality against bytes."""
+"""The panels of docs/images/quantized.png: speed by scheme, other packages beside, and quality against bytes."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ OTHERS = "#8d6a9f"
 
 
 def results(folder: Path, kind: str) -> list[dict]:
-    """Those of a GPU whose case is of this kind: "quantised", "peers" or "quality"."""
+    """Those of a GPU whose case is of this kind: "quantized", "peers" or "quality"."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*-{kind}-*.json"))]
     return [one for one in found if one["case"].startswith(f"{kind}-") and one["machine"]["gpu"]]
 
@@ -65,7 +65,7 @@ def draw_peers(result: dict, axes) -> None:
 
 
 def draw_quality(result: dict, axes) -> None:
-    """What the perplexity grows by against the bytes of the linear layers; a colour a scheme, a marker a method."""
+    """What the perplexity grows by against the bytes of the linear layers; a color a scheme, a marker a method."""
     rows = [row for row in result["rows"] if row["model"] == "as trained" and row["weights"] is not None]
     rows = [row for row in rows if row["inputs"] is None and row["kv_cache"] is None]
     for row in rows:
@@ -89,7 +89,7 @@ def _several(result: dict) -> bool:
 
 def save(folder: Path, path: Path) -> bool:
     """Draws what there are results of; False where there are none."""
-    speeds = [one for kind in ("quantised", "peers") for one in results(folder, kind) if decoded(one)]
+    speeds = [one for kind in ("quantized", "peers") for one in results(folder, kind) if decoded(one)]
     speeds = sorted(
         ((draw_speed if _several(one) else draw_peers, one) for one in speeds), key=lambda it: it[0] is draw_peers
     )

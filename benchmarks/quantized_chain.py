@@ -1,8 +1,8 @@
 """The products of one token of a Llama-3.1-8B shape with weights in fewer bits, in one CUDA graph, without a model.
 
-python benchmarks/quantised_chain.py OUT.json [--sweep SECONDS] [--wgmma] [--head]: every kernel against float32 first,
+python benchmarks/quantized_chain.py OUT.json [--sweep SECONDS] [--wgmma] [--head]: every kernel against float32 first,
 then what the 129 products take for several numbers of rows beside bf16's, whose head all of them share. --head: heads
-of their own instead, in 8 bits, as of weights="int8-head". --sweep: other block shapes too. --wgmma: quantised_wgmma
+of their own instead, in 8 bits, as of weights="int8-head". --sweep: other block shapes too. --wgmma: quantized_wgmma
 too, in the tile that is fastest for each product, and in one for all.
 """
 
@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import torch
-from accel_kernels import Norm, Quantised, projection, quantised_projection
-from accel_kernels.quantised_projection import FP8, INT4, INT8
-from accel_kernels.rehearsal import rehearsal
-from accel_kernels.triton_kernels.projection import Shape
-from accel_kernels.triton_kernels.quantised_mma import Tile
-from accel_kernels.triton_kernels.quantised_projection import one_row_shape
-from accel_kernels.triton_kernels.wide_tile import WideTile
+from accel_kernels import Norm, Quantized, fused_linear, quantized_linear
+from accel_kernels.gemm.fused_linear_triton import Shape
+from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
+from accel_kernels.gemm.quantized.quantized_linear_triton import quantized_gemv_shape
+from accel_kernels.gemm.quantized.skinny_mma_triton import Tile
+from accel_kernels.gemm.quantized.tile_triton import WgmmaTile
+from accel_kernels.warmup import warmup
 from decode_chain import milliseconds
 
 from accel.bench.machine import commit, machine, now
@@ -34,7 +34,7 @@ def rand(*shape: int, spread: float = 1.0, dtype: torch.dtype = DTYPE) -> torch.
     return torch.empty(shape, device=DEVICE, dtype=dtype).normal_(0, spread)
 
 
-def weight(name: str, n: int, k: int, zeros: bool = False, dtype: torch.dtype = DTYPE) -> torch.Tensor | Quantised:
+def weight(name: str, n: int, k: int, zeros: bool = False, dtype: torch.dtype = DTYPE) -> torch.Tensor | Quantized:
     """Random numbers of the format, scaled so that a product of a row of ones' spread has that spread too."""
     if name == "bf16":
         return rand(n, k, spread=k**-0.5)
@@ -49,19 +49,19 @@ def weight(name: str, n: int, k: int, zeros: bool = False, dtype: torch.dtype = 
     else:
         data = torch.randint(-(2**31), 2**31, (n, k // 8), device=DEVICE, dtype=torch.int32)
     middle = torch.randint(-8, 8, (n, groups), device=DEVICE, dtype=torch.int8) if zeros else None
-    return Quantised(data, scales.to(dtype), middle)
+    return Quantized(data, scales.to(dtype), middle)
 
 
-def nbytes(given: torch.Tensor | Quantised) -> int:
+def nbytes(given: torch.Tensor | Quantized) -> int:
     return given.nbytes
 
 
 class Token:
     """The products of one step; `layers` hold weights of one format, distinct for each of them."""
 
-    def __init__(self, name: str, head: torch.Tensor | Quantised, norm: Norm):
+    def __init__(self, name: str, head: torch.Tensor | Quantized, norm: Norm):
         self.name, self.head, self.norm = name, head, norm
-        self.op = projection if name == "bf16" else quantised_projection.triton
+        self.op = fused_linear if name == "bf16" else quantized_linear.triton
         self.layers = [{k: weight(name, *SIZES[k[:4] if k != "up" else "gate"]) for k in (*SIZES, "up")}
                        for _ in range(LAYERS)]  # fmt: skip
         self.bytes = {part: sum(nbytes(layer[part]) for layer in self.layers) for part in self.layers[0]}
@@ -74,14 +74,14 @@ class Token:
             return self.op(x, layer[part], norm=self.norm, **more)
         return self.op(x, layer[part], residual=residual, **more)
 
-    def step(self, x: torch.Tensor, tiles: dict[str, WideTile] | None = None) -> None:
+    def step(self, x: torch.Tensor, tiles: dict[str, WgmmaTile] | None = None) -> None:
         shapes = {part: {"shape": tiles[part]} if tiles else {} for part in SIZES}
         for layer in self.layers:
             qkv = self.product("qkv", layer, x, x, **shapes["qkv"])
             x = self.product("out", layer, qkv.view(-1)[: x.numel()].view(x.shape), x, **shapes["out"])
             gated = self.product("gate", layer, x, x, **shapes["gate"])
             x = self.product("down", layer, gated, x, **shapes["down"])
-        (quantised_projection.triton if isinstance(self.head, Quantised) else projection)(x, self.head)
+        (quantized_linear.triton if isinstance(self.head, Quantized) else fused_linear)(x, self.head)
 
     def only(self, part: str, x: torch.Tensor, residual: torch.Tensor, **more) -> None:
         for layer in self.layers:
@@ -127,7 +127,7 @@ def checks(report: bool = True, by_hand: bool = False) -> list[dict]:
                 tiles = wide_tiles(name, rows) if by_hand else []
                 for tile in [None, *tiles]:
                     shape = {"shape": tile} if tile else {}
-                    found.append(about | shape | error(quantised_projection, (x, given[0], None), more, **shape))
+                    found.append(about | shape | error(quantized_linear, (x, given[0], None), more, **shape))
                     one = found[-1]
                     if report and not one["ours"] <= 2 * one["torch"] + 1e-6:
                         print("WRONG", one, flush=True)
@@ -135,9 +135,9 @@ def checks(report: bool = True, by_hand: bool = False) -> list[dict]:
 
 
 def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
-    """Others than what the kernel chooses, few enough to compile within a minute; for one row of `one_row_kernel`."""
+    """Others than what the kernel chooses, few enough to compile within a minute; for one row of the plain kernel."""
     if rows == 1:
-        usual = one_row_shape(*SIZES[part], name, part == "gate")
+        usual = quantized_gemv_shape(*SIZES[part], name, part == "gate")
         found = [(2, 2, 6), (2, 4, 4), (2, 4, 6), (4, 2, 4), (4, 4, 4), (1, 2, 8), (1, 4, 6)]
         return [usual, *(usual._replace(rows=n, warps=warps, stages=stages) for n, warps, stages in found)]
     gate = part == "gate"
@@ -150,7 +150,7 @@ def shapes(name: str, part: str, rows: int) -> list[Tile | Shape]:
     return [Tile(*one) for one in found]
 
 
-def wide_tiles(name: str, rows: int) -> list[WideTile]:
+def wide_tiles(name: str, rows: int) -> list[WgmmaTile]:
     """One or two programs to a multiprocessor; x in shared memory takes 4 bits twice what it takes 8."""
     if name == "int4" and rows > 32:
         found = [(128, 8, 3, 2, 1), (64, 4, 4, 2, 2)]
@@ -162,11 +162,11 @@ def wide_tiles(name: str, rows: int) -> list[WideTile]:
         found = [(128, 8, 4, 2, 2), (64, 4, 5, 2, 4)]
     else:
         found = [(128, 8, 3, 2, 3), (256, 8, 4, 4, 1)]
-    return [WideTile(*one) for one in found]
+    return [WgmmaTile(*one) for one in found]
 
 
 def by_hand(token: Token, rows: int, until: float) -> tuple[list[dict], list[dict]]:
-    """Each product 32 times by `quantised_wgmma`; and the 129 with what was fastest, beside the chain's own row."""
+    """Each product 32 times by `skinny_wgmma`; and the 129 with what was fastest, beside the chain's own row."""
     found, best = [], {}
     for part, (n, k) in SIZES.items():
         x, residual = rand(rows, k), rand(rows, n)
@@ -230,7 +230,7 @@ def resize(hidden: int, inner: int, qkv: int) -> None:
 
 def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma: bool, own: bool) -> None:
     begun = time.monotonic()
-    with rehearsal():
+    with warmup():
         checks(report=False, by_hand=wgmma)
     torch.cuda.synchronize()
     print("compiled", round(time.monotonic() - begun, 1), flush=True)
@@ -242,7 +242,7 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma:
     heads = {name: weight("fp8" if name == "fp8" else "int8", WORDS, HIDDEN) for name in formats if own}
     tokens = {name: Token(name, heads.get(name, head), norm) for name in ("bf16", *formats)}
     found, swept, wide = [], [], []
-    with rehearsal():
+    with warmup():
         for token in tokens.values():
             for count in rows:
                 every, token.layers = token.layers, token.layers[:1]
@@ -275,7 +275,7 @@ def main(path: Path, seconds: float, formats: list[str], rows: list[int], wgmma:
     print("done", round(time.monotonic() - begun, 1), flush=True)
     kept = "heads in 8 bits" if own else "head in bf16"
     about = f"the 129 products of a token, Llama-3.1-8B shape, {kept}, one CUDA graph; int4: groups of 128"
-    result = {"case": "quantised-chain", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
+    result = {"case": "quantized-chain", "about": about, "date": now(), "commit": commit(), "machine": machine(DEVICE)}
     result |= {"checks": checked, "rows": found, "wgmma": wide, "sweep": swept}
     path.write_text(json.dumps(result, indent=2) + "\n")
 

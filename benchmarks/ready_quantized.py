@@ -1,6 +1,6 @@
-"""How long `accel.optimize` takes to quantise a language model, in fresh processes, and what takes the time.
+"""How long `accel.optimize` takes to quantize a language model, in fresh processes, and what takes the time.
 
-    python benchmarks/ready_quantised.py OUT.json [--model llama-8b] [--ways none int8 int4] [--states cold warm]
+    python benchmarks/ready_quantized.py OUT.json [--model llama-8b] [--ways none int8 int4] [--states cold warm]
 
 Random weights made on the device, the originals kept. Each way is measured with empty caches of compiled kernels
 (cold), then with those it left (warm). ready_s: the call of `accel.optimize` and the first generate(), which is what a
@@ -28,17 +28,17 @@ from accel.bench.machine import commit, machine, now
 from accel.bench.ready import CACHES
 from accel.bench.timing import seconds
 from accel.llm import family
-from accel.llm.quant.arrival import Arrival
-from accel.llm.quant.quantisation import Quantisation
-from accel.quant.parking import Parking
+from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
+from accel.llm.ptq.model import LanguageModelQuantization
+from accel.quantization.parking import Parking
 
 NEW, TOKENS = 16, 128
 STAGES = {
-    "arrival_s": (Arrival, "__init__"),
+    "arrival_s": (PrequantizedImport, "__init__"),
     "understanding_s": (family, "_understand"),
-    "choosing_s": (Quantisation, "__init__"),
-    "quantising_s": (Quantisation, "run"),
-    "copies_s": (Parking, "__exit__"),  # part of quantising_s
+    "choosing_s": (LanguageModelQuantization, "__init__"),
+    "quantizing_s": (LanguageModelQuantization, "run"),
+    "copies_s": (Parking, "__exit__"),  # part of quantizing_s
     "binding_s": (family, "_bind"),
 }
 
@@ -88,7 +88,7 @@ def measure(name: str, way: str, device: torch.device) -> dict:
         seconds(lambda: model.generate(**inputs, max_new_tokens=NEW, do_sample=False), device) for _ in range(2)
     )
     row |= {"first_call_s": round(first, 3), "second_call_s": round(second, 3), "ready_s": round(taken + first, 3)}
-    row["quantised"] = len(accel.report(model).weights)
+    row["quantized"] = len(accel.report(model).weights)
     row["fallbacks"] = len(accel.report(model).fallbacks)
     row["restore_s"] = round(seconds(lambda: accel.restore(model), device), 3)
     return row | {"build_s": round(built, 1)}
@@ -119,7 +119,7 @@ def fresh(given: argparse.Namespace, way: str, caches: Path) -> dict:
 def main(given: argparse.Namespace) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
-        "case": f"ready-quantised-{given.model}",
+        "case": f"ready-quantized-{given.model}",
         "about": f"accel.optimize(weights=...) of {given.model} in fresh processes, random weights",
         "date": now(),
         "commit": commit(),
