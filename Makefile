@@ -20,11 +20,13 @@ endef
 export SETTINGS
 # CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
 TRITON := triton>=3.6,<=3.9.0
+# With a comma, at which a call in a makefile would be cut.
+SELF := .[dev,docs]
 # Compiling torch's 1000 modules takes longer than running them: done while the rest is installed.
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all compatibility test-gpu lint format bench plots clean
+.PHONY: help demo test test-all compatibility test-gpu docs lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -36,10 +38,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@$(call install,torch hatchling)
 	@$(TORCH_BYTECODE) & \
 	{ test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(call install,"$(TRITON)"); } \
-	&& $(call install,--no-build-isolation --editable ".[dev]"); installed=$$?; wait; exit $$installed
+	&& $(call install,--no-build-isolation --editable "$(SELF)"); installed=$$?; wait; exit $$installed
 	@touch $@
 
-demo: $(READY)  ## digits drawn and a text continued, stock and optimised: accel-demo.png and tables
+demo: $(READY)  ## digits drawn and a text continued, stock and optimized: accel-demo.png and tables
 	$(BIN)/python -m accel demo $(ARGS)
 
 # Nothing is compiled at installing, so the first to import a module keeps its byte code, even where the shell says not
@@ -50,15 +52,20 @@ test: $(READY)  ## every test that needs no GPU
 test-all: $(READY)  ## test, with every product of families and modes, and docs/compatibility.md written anew
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimised
+compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimized
 	OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/compatibility $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/gpu $(ARGS)
 
-lint: $(READY)  ## ruff, rules and format
+# NO_MKDOCS_2_WARNING silences what the theme says of its successor.
+docs: $(READY)  ## the documentation as a site, in build/site; warnings are errors (Python 3.11 and later)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+lint: $(READY)  ## ruff, rules and format, and the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(READY)  ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
@@ -71,5 +78,5 @@ plots: $(READY)  ## draw docs/images/speed.png from benchmarks/results
 	$(BIN)/python benchmarks/plot.py
 
 clean:  ## remove what was built and cached; .venv stays
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis accel-demo.png
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis accel-demo.png
 	find accel kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
