@@ -1,6 +1,6 @@
 """Causal LMs in miniature, one line a family: its configuration, and whether accel must have its layers fast.
 
-A new family is a line here; test_generate.py and tests/gpu/test_generate.py run stock and ours through all of them.
+A new family is a line here; test_generate.py and tests/gpu/llm/test_generate.py run stock and ours through all of them.
 """
 
 import functools

@@ -26,7 +26,7 @@ def pipe(request):
 
     from diffusers import DiffusionPipeline
 
-    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
     pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16).to("cuda")
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -189,7 +189,7 @@ def test_restore_gives_the_memory_back(cached, tiny):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_pipeline_in_half_precision(offload):
-    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
     pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
     pipe.set_progress_bar_config(disable=True)
     twin = copy.deepcopy(pipe)

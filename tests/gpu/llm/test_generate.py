@@ -41,7 +41,7 @@ def on_gpu(*tensors):
 
 
 def graphs(model) -> list[dict]:
-    """Rows of the report for decode steps that are replayed; test_prompts.py has those of prompts."""
+    """Rows of the report for decode steps that are replayed; test_prefill.py has those of prompts."""
     captured = (row for row in accel.report(model).graphs if row["status"] == "graph")
     return [row for row in captured if "prompt" not in row["inputs"].split(", ")]
 

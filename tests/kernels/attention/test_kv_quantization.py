@@ -112,7 +112,7 @@ def test_the_kernel_rounds_bit_for_bit_as_the_reference(dtype):
 def test_compiled_it_divides_exactly_and_adds_to_no_unrounded_product(tmp_path):
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
     environment.pop("TRITON_INTERPRET", None)
-    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parent)])
+    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parents[1])])
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "exact", done.stderr[-2000:]
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 import accel
 from accel.quantization.module import unrounded
 
-FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
 WEIGHTS = ("int8", "int8-asym", "fp8")
 FAMILIES = ("sd15", "sd21", "sdxl", "only-cross", "scale-shift")
 WIDE = {"block_out_channels": (128, 256), "cross_attention_dim": 96, "attention_head_dim": 4, "norm_num_groups": 8}

@@ -10,7 +10,7 @@ import accel
 from accel.bench import folder
 from accel.diffusion.blocks.resnet import ResnetForward
 
-DIGITS = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+DIGITS = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
 PROMPT = "a handwritten seven"
 
 

@@ -114,7 +114,7 @@ def test_padded_on_the_left(name, lengths):
 def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypatch):
     """All in one graph: the prompt, the step after it, and what the cache holds."""
     ours, _ = new_pair(name, dtype)
-    whole, found = short.filled, []
+    whole, found = short.pad_to_bucket, []
 
     def other(tokens, positions, room):
         new = tokens.shape[1]

@@ -167,7 +167,7 @@ def test_a_pipeline_waits_for_nothing_between_its_steps(name):
 
     import diffusers
 
-    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     accel.optimize(pipe)
