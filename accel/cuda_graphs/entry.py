@@ -10,37 +10,6 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.fusion.stacked_linears import StackedLinears
 
 
-@dataclass
-class Entry:
-    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
-
-    reason: str | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    inputs: list[torch.Tensor] | None = None
-    outputs: list | None = None
-    spec: object = None
-    eager_ms: float = 0.0
-    graph_ms: float = 0.0
-    memory_mb: float = 0.0
-    device: torch.device | None = None
-    constant: int | None = None  # which of the inputs is kept from call to call with what is made of it
-    source: tuple = ()  # the tensor that was copied there, its version, and the loop it was for
-    open: tuple = ()  # trials of its kernels that still waited after its last call
-    waited: int = 0  # calls that have run eagerly so far
-
-
-class Replayed(NamedTuple):
-    """A replay launched before the call it is for. versions: of the weights that it reads."""
-
-    key: tuple
-    fingerprint: Fingerprint
-    versions: int
-    outputs: object
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
-
-
 @dataclass(frozen=True)
 class Constant:
     """An input that stays the same through a loop: `joint` computes once what the model makes of it.
@@ -55,6 +24,71 @@ class Constant:
 
     def source(self) -> tuple:
         return self.tensor, self.tensor._version, self.joint.versions(), self.loop
+
+
+class Inputs:
+    """Fixed places on the module's device for the tensors among the leaves of a call.
+
+    place: which of them is kept from call to call with what is made of it; None for none. source: the tensor that was
+    copied there, its version, and the loop it was for.
+    """
+
+    def __init__(self, leaves: list, device: torch.device, constant: Constant | None):
+        given = _tensors(leaves)
+        self.buffers = [_buffer(tensor, device) for tensor in given]
+        self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
+        self.source: tuple = ()
+
+    def instead(self, leaves: list) -> list:
+        """The leaves with these places for their tensors."""
+        fixed = iter(self.buffers)
+        return [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def fill(self, leaves: list, constant: Constant | None) -> None:
+        given, buffers = _tensors(leaves), list(self.buffers)
+        if constant is not None and self.place is not None:
+            buffer, tensor = buffers.pop(self.place), given.pop(self.place)
+            if not self.source or self.source[0] is not tensor or self.source[1:] != constant.source()[1:]:
+                buffer.copy_(tensor, non_blocking=True)
+                constant.joint.keep(buffer)
+                self.source = constant.source()
+        if buffers:
+            torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
+
+
+class Captured(NamedTuple):
+    """A graph, what it reads, and the leaves that it writes, of outputs of this structure."""
+
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+    inputs: Inputs
+    outputs: list
+    spec: pytree.TreeSpec
+
+
+@dataclass
+class Entry:
+    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
+
+    reason: str | None = None
+    graph: "Captured | None" = None
+    eager_ms: float = 0.0
+    graph_ms: float = 0.0
+    memory_mb: float = 0.0
+    open: tuple = ()  # trials of its kernels that still waited after its last call
+    waited: int = 0  # calls that have run eagerly so far
+
+
+class Replayed(NamedTuple):
+    """A replay launched before the call it is for. versions: of the weights that it reads."""
+
+    key: tuple
+    fingerprint: Fingerprint
+    versions: int
+    outputs: object
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def key_of(leaves: list, spec, variant: tuple) -> tuple | None:
@@ -80,3 +114,12 @@ def switches() -> tuple:
         torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _tensors(leaves: list) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
+    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)

@@ -57,7 +57,7 @@ class GraphPool:
 
     def _occupied(self, device: torch.device) -> bool:
         entries = (entry for runner in self.runners for entry in runner.entries.values())
-        return any(entry.graph is not None and entry.device == device for entry in entries)
+        return any(entry.graph is not None and entry.graph.device == device for entry in entries)
 
     def limit_mb(self, device: torch.device) -> float:
         if self.limit_gb is not None:

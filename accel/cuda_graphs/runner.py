@@ -7,7 +7,8 @@ What cannot be captured, or gains nothing, runs eagerly and says why.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Protocol
 
 import torch
 from accel_kernels.capture import capture
@@ -16,7 +17,7 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import Constant, Entry, Replayed, key_of, switches
+from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pool import GraphPool
 from accel.errors import reason_of, told
@@ -30,6 +31,12 @@ PATIENCE = 12  # calls of a shape that may wait for that before it is captured a
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
 
 
+class Watched(Protocol):
+    """What a forward reads beside its module."""
+
+    def views(self) -> Iterable[Iterable]: ...
+
+
 class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
@@ -39,7 +46,7 @@ class GraphRunner:
     """
 
     passed: tuple[tuple[str, str], ...] = ()
-    beside: object | None = None
+    beside: Watched | None = None
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -84,31 +91,32 @@ class GraphRunner:
             variant = (*variant, "prompt kept")
         key = key_of(leaves, spec, variant)
         with self.pool.lock:
-            if self.fingerprint is None or not self.fingerprint.reachable():
-                self._renew()
-            entry = self.entries.get(key)
+            fingerprint = self.fingerprint
+            if fingerprint is None or not fingerprint.reachable():
+                fingerprint = self._renew()
+            entry = None if key is None else self.entries.get(key)
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
-                outputs = self._replay(entry, leaves, device, constant)
-                if self.fingerprint.holds():
+                outputs = self._replay(entry.graph, leaves, device, constant)
+                if fingerprint.holds():
                     self.changes = 0
                     return outputs
-            if not self.fingerprint.holds():
+            if not fingerprint.holds():
                 self._renew()
             else:
                 self.changes = 0
             reason = self.reason
             if key is None:
                 reason = "an argument that is neither a tensor nor a plain value"
-            if reason is None:
+            elif reason is None:
                 entry = self.entries.get(key)
                 if entry is None:
                     entry = self._remember(key)
                 elif entry.reason is None and not self._unsettled(entry):
                     self._capture(entry, eager, leaves, spec, device, constant, instead)
                     if entry.graph is not None:
-                        return self._replay(entry, leaves, device, constant)
+                        return self._replay(entry.graph, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
         if reason is not None:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
@@ -124,11 +132,12 @@ class GraphRunner:
 
         Nothing after the first call of a shape, in which libraries get ready for that.
         """
+        open_: Iterable[Hashable] = asked
         if asked and (cold or entry is None or entry.waited):
             torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count
-            asked = self.trials.work(asked, float("inf") if cold else SETTLING)
+            open_ = self.trials.work(asked, float("inf") if cold else SETTLING)
         if entry is not None:
-            entry.open, entry.waited = tuple(asked), entry.waited + 1
+            entry.open, entry.waited = tuple(open_), entry.waited + 1
 
     def _unsettled(self, entry: Entry) -> bool:
         return entry.waited < PATIENCE and bool(self.trials.open(entry.open))
@@ -152,14 +161,17 @@ class GraphRunner:
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = key_of(leaves, spec, variant)
+        if key is None:
+            return None
         with self.pool.lock:
-            entry = self.entries.get(key)
-            if entry is None or entry.graph is None or not self.fingerprint.reachable():
+            entry, fingerprint = self.entries.get(key), self.fingerprint
+            if entry is None or entry.graph is None or fingerprint is None or not fingerprint.reachable():
                 return None
-            versions = self.fingerprint.versions()
+            versions = fingerprint.versions()
             if versions is None:
                 return None
-            return Replayed(key, self.fingerprint, versions, self._replay(entry, leaves, entry.device, None))
+            outputs = self._replay(entry.graph, leaves, entry.graph.device, None)
+            return Replayed(key, fingerprint, versions, outputs)
 
     def _warm_up(self, eager: Callable, leaves: list, spec) -> bool:
         """Before the first call: compiles its kernels side by side, and says so. An error shows again in the call.
@@ -177,8 +189,8 @@ class GraphRunner:
             reason_of(error)
         return True
 
-    def _renew(self) -> None:
-        """Forgets all graphs: the module is not the one they were captured from."""
+    def _renew(self) -> Fingerprint:
+        """Forgets all graphs: the module is not the one they were captured from. Returns what it is now."""
         self.changes += self.fingerprint is not None
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
@@ -188,6 +200,7 @@ class GraphRunner:
         self.reason = self.obstacle(self.module)
         if self.changes >= RESTLESS:
             self.reason = "the module changes between any two calls"
+        return self.fingerprint
 
     def _remember(self, key: tuple) -> Entry:
         if len(self.entries) >= MOST_SHAPES:
@@ -202,20 +215,16 @@ class GraphRunner:
         except Exception as error:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
-            entry.graph = entry.inputs = entry.outputs = None
+            entry.graph = None
             entry.reason = f"capture failed: {told(error)}"
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()
 
     def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device, constant, instead) -> None:
-        entry.inputs = [_buffer(leaf, device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if constant is not None:
-            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            entry.constant = next(i for i, leaf in enumerate(given) if leaf is constant.tensor)
-        self._fill(entry, leaves, constant)
-        fixed = iter(entry.inputs)
-        leaves = [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs = Inputs(leaves, device, constant)
+        inputs.fill(leaves, constant)
+        leaves = inputs.instead(leaves)
 
         def run():
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
@@ -225,7 +234,6 @@ class GraphRunner:
         if instead is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
-                entry.inputs = None
                 return
             # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
             entry.eager_ms = min(entry.eager_ms, *(_milliseconds(instead, device)[0] for _ in range(2)))
@@ -236,38 +244,26 @@ class GraphRunner:
         before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self.pool.handle(device)):
-            outputs, entry.spec = pytree.tree_flatten(run())
+            outputs, structure = pytree.tree_flatten(run())
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
-        entry.graph, entry.outputs, entry.device = graph, outputs, device
+        entry.graph = Captured(graph, device, inputs, outputs, structure)
         entry.graph_ms, _ = _milliseconds(graph.replay, device)
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
         elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
             entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
         if entry.reason is not None:
-            entry.graph = entry.inputs = entry.outputs = None
+            entry.graph = None
 
-    def _fill(self, entry: Entry, leaves: list, constant: Constant | None) -> None:
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        buffers = list(entry.inputs)
-        if entry.constant is not None:
-            buffer, tensor = buffers.pop(entry.constant), given.pop(entry.constant)
-            if not entry.source or entry.source[0] is not tensor or entry.source[1:] != constant.source()[1:]:
-                buffer.copy_(tensor, non_blocking=True)
-                constant.joint.keep(buffer)
-                entry.source = constant.source()
-        if buffers:
-            torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
-
-    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None):
+    def _replay(self, captured: Captured, leaves: list, device: torch.device, constant: Constant | None):
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
-            self._fill(entry, leaves, constant)
-            entry.graph.replay()
-            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in entry.outputs]
+            captured.inputs.fill(leaves, constant)
+            captured.graph.replay()
+            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in captured.outputs]
             done.record(stream)
-        return pytree.tree_unflatten(outputs, entry.spec)
+        return pytree.tree_unflatten(outputs, captured.spec)
 
     def _awaited(self, entry: Entry) -> str:
         if self._unsettled(entry):
@@ -288,11 +284,6 @@ class GraphRunner:
             }
             for key, entry in self.entries.items()
         ]
-
-
-def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
-    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)
 
 
 def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:

@@ -31,16 +31,17 @@ def quantize_denoiser(model: nn.Module, context: Context) -> Staged:
     """The weights the options name: before anything is understood or bound. Raises ValueError as `quantized` does, and
     for NaN or Inf in a weight, as it is applied.
     """
-    if context.options.weights is None:
+    weights = context.options.weights
+    if weights is None:
         return Staged()
-    found, before = denoiser_quantization(model, context.options), _bytes(model)
+    found, before = denoiser_quantization(model, weights, context.options), _bytes(model)
 
     def tell() -> Told:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
         if found.records:
             rows.append(Row("", RULE, "patched", _share(model, found.records, before)))
-        weights = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
-        return Told(rows, weights, found.warnings)
+        records = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
+        return Told(rows, records, found.warnings)
 
     return Staged((found.swap,), tell)
 
@@ -58,19 +59,19 @@ def round_activations(model: nn.Module, context: Context) -> Staged:
     return Staged((found,), tell)
 
 
-def denoiser_quantization(root: nn.Module, options: Options) -> Quantization:
+def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> Quantization:
     """What is to be done, not done yet. Raises ValueError for a scheme of fewer bits than images bear, for one that
     names an output head, and for rows in float8 in a model of float16.
     """
-    scheme = Scheme.parse(options.weights)
-    if Scheme.of_head(options.weights) is not None:
+    scheme = Scheme.parse(weights)
+    if Scheme.of_head(weights) is not None:
         raise ValueError(
-            f"weights={options.weights!r}: only causal language models have an output head; a {type(root).__name__} "
+            f"weights={weights!r}: only causal language models have an output head; a {type(root).__name__} "
             "takes 'int8', 'int8-asym' or 'fp8'"
         )
     if scheme.number == "int4":
         raise ValueError(
-            f"weights={options.weights!r}: for causal language models; a {type(root).__name__} takes "
+            f"weights={weights!r}: for causal language models; a {type(root).__name__} takes "
             "'int8', 'int8-asym' or 'fp8'"
         )
     chosen, skipped = denoiser_linears(root, scheme)
@@ -80,7 +81,7 @@ def denoiser_quantization(root: nn.Module, options: Options) -> Quantization:
             f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
             f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
         )
-    return Quantization(root, replace(options, activations=None), chosen, skipped, MergeGuard(root))
+    return Quantization(root, weights, replace(options, activations=None), chosen, skipped, MergeGuard(root))
 
 
 def rounded(root: nn.Module, options: Options) -> Rounding | None:

@@ -89,7 +89,7 @@ class ChannelsLast:
     stock code, and torch's own group norm over those is wrong there, far from zero.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], everywhere: bool = False):
+    def __init__(self, modules: Sequence[nn.Conv2d], everywhere: bool = False):
         self.modules, self.everywhere = tuple(modules), everywhere
         self.strides: dict[int, tuple[int, ...]] = {}
         self.on_gpu = False

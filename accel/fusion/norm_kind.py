@@ -112,8 +112,8 @@ class _Probe:
     def find(self, kinds: list[NormKind], gated: bool) -> NormKind | None:
         """The first kind that agrees with what the module gives."""
         calls = [(x, self.gate) if gated else (x,) for x in self.inputs]
-        wanted = [self._run(*call) for call in calls]
-        if any(out is None for out in wanted):
+        wanted = [out for call in calls if (out := self._run(*call)) is not None]
+        if len(wanted) < len(calls):
             return None
         for kind in kinds:
             pairs = zip(calls, wanted, strict=True)
@@ -134,7 +134,7 @@ class _Probe:
         norm = kind.of(self.module)
         if kind.groups == 1 and kind.gate is None:
             return reference(x, norm)
-        by = None if kind.gate is None else Gate(gate, *kind.gate)
+        by = None if kind.gate is None or gate is None else Gate(gate, *kind.gate)
         return rms_norm.reference(x, norm.weight, norm.eps, offset=norm.offset, groups=kind.groups, gate=by)
 
     def _kept(self, kind: NormKind) -> Iterator[tuple[bool, ...]]:
@@ -156,11 +156,11 @@ class _Probe:
 
 
 def _kinds(probe: _Probe) -> list[NormKind]:
-    names = probe.names
-    pairs = {0: [(None, None)], 1: [(names[0], None)] if names else [], 2: [tuple(names), tuple(reversed(names))]}
+    first, second = (*probe.names, None, None)[:2]
+    pairs = [(first, second)] if second is None else [(first, second), (second, first)]
     return [
         NormKind(weight, bias, eps, centred, offset)
-        for weight, bias in pairs[len(names)]
+        for weight, bias in pairs
         for eps in probe.epsilons
         for centred in (False, True)
         for offset in ((0.0, 1.0) if weight is not None else (0.0,))

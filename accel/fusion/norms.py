@@ -16,6 +16,7 @@ from accel.patching.settings import settings
 from accel.patching.site import Site
 from accel.patching.structure import plain, tampered
 
+UNKNOWN = "arguments the fast forward does not know"
 PROMOTED = "dtypes of which stock promotes one to another"
 
 
@@ -61,9 +62,10 @@ def match_group_norm(site: Site, context: Context) -> Match | None:
 
 def match_layer_norm(site: Site, context: Context) -> Match | None:
     """Exactly nn.LayerNorm over one dimension."""
-    if plain(site.module, nn.LayerNorm) is not None or len(site.module.normalized_shape) != 1:
+    norm = site.module
+    if type(norm) is not nn.LayerNorm or tampered(norm) is not None or len(norm.normalized_shape) != 1:
         return None
-    return Match(LayerNormForward(site.module, site.path, context.kernels, context.ledger))
+    return Match(LayerNormForward(norm, site.path, context.kernels, context.ledger))
 
 
 class RmsNormForward(FastForward):
@@ -74,7 +76,7 @@ class RmsNormForward(FastForward):
 
     def __init__(self, module, path, kernels, ledger, kinds: tuple[NormKind | None, NormKind | None]):
         super().__init__(module, path, kernels, ledger)
-        self.kinds = kinds
+        self.kinds = {gated: kind for gated, kind in zip((False, True), kinds, strict=True) if kind is not None}
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
 
     def parts(self) -> Parts:
@@ -84,23 +86,25 @@ class RmsNormForward(FastForward):
         """Any class will do: what it computes was told by running it, and no row knows of the others."""
         super().remember()
 
-    def _given(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """What is to be normed, and the gate; None for other arguments."""
+    def _given(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is to be normed, and the gate. Raises TypeError for other arguments."""
         if len(args) == 1 and not kwargs:
             return args[0], None
         given = dict(zip(self.names, args, strict=False)) | kwargs
         gate = given.pop(self.names[1], None) if len(self.names) > 1 else None
-        return (given[self.names[0]], gate) if len(args) <= 2 and given.keys() == {self.names[0]} else None
+        if len(args) > 2 or given.keys() != {self.names[0]}:
+            raise TypeError(UNKNOWN)
+        return given[self.names[0]], gate
 
     def unfit(self, *args, **kwargs) -> str | None:
-        given = self._given(args, kwargs)
-        if given is None:
-            return "arguments the fast forward does not know"
-        x, gate = given
-        kind, held = self.kinds[gate is not None], vars(self.module)
+        try:
+            x, gate = self._given(args, kwargs)
+        except TypeError:
+            return UNKNOWN
+        kind, held = self.kinds.get(gate is not None), vars(self.module)
         if kind is None:
             return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
-        for tensor in given:
+        for tensor in (x, gate):
             if tensor is not None and type(tensor) is not torch.Tensor:
                 return f"input of type {type(tensor).__name__}"
         weight = held["_parameters"][kind.weight]
@@ -111,7 +115,8 @@ class RmsNormForward(FastForward):
     def fast(self, *args, **kwargs):
         x, gate = self._given(args, kwargs)
         kind = self.kinds[gate is not None]
-        norm, by = kind.of(self.module), None if gate is None else Gate(gate, *kind.gate)
+        norm = kind.of(self.module)
+        by = None if gate is None or kind.gate is None else Gate(gate, *kind.gate)
         x = x.contiguous()
         return self.kernels.rms_norm(x, norm.weight, norm.eps, offset=norm.offset, groups=kind.groups, gate=by)
 

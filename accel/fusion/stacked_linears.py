@@ -7,7 +7,7 @@ each a launch that fills a corner of the GPU. The weights are stacked in one sto
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +71,8 @@ class StackedLinears:
 
     def versions(self) -> int | None:
         """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
-        held = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
-        held = [tensor for tensor in held if tensor is not None]
+        found = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
+        held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
     def keep(self, x: torch.Tensor) -> None:
@@ -119,12 +119,13 @@ def together(
     whole = _stacked(layers, stack) if len(kinds) == 1 else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
-    *weight, bias = whole
-    weight = layers[0].read(*weight) if type(layers[0]) is QuantizedLinear else weight[0]
-    if rounds(layers[0], rows.x) is not None:
-        outputs = rounded_product(layers[0], rows, weight, bias)
+    first, (*parts, bias) = layers[0], whole
+    if type(first) is not QuantizedLinear:
+        outputs = multiplied(rows.normed(), parts[0], bias, linear)
+    elif (activations := first.rounds(rows.x)) is not None:
+        outputs = rounded_product(first, activations, rows, first.read(*parts), bias)
     else:
-        outputs = multiplied(rows.normed(), weight, bias, linear)
+        outputs = multiplied(rows.normed(), first.read(*parts), bias, linear)
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
@@ -142,7 +143,7 @@ def _bytes(linear: nn.Linear) -> int:
     return linear.in_features * linear.out_features * placed(linear)[1].itemsize
 
 
-def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[torch.Tensor | None] | None:
+def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
     """What `in_rows` gives, of all layers as one; None where that lies apart."""
     wholes = []
     for parts in zip(*map(in_rows, layers), strict=True):
@@ -154,10 +155,11 @@ def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[torch.Tensor | No
 
 
 def _whole(parts: Sequence[torch.Tensor | None], stack: bool) -> torch.Tensor | None:
-    if any(part is None for part in parts):
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
         return None
-    whole = stacked_rows(parts)
+    whole = stacked_rows(present)
     if whole is None and stack:
-        stack_rows(parts)
-        whole = stacked_rows(parts)
+        stack_rows(present)
+        whole = stacked_rows(present)
     return whole

@@ -50,15 +50,16 @@ def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
     """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match."""
-    if any(part is None or part.is_meta for part in parts) or stacked_rows(parts) is not None:
+    held = [part for part in parts if part is not None and not part.is_meta]
+    if len(held) < len(parts) or stacked_rows(held) is not None:
         return
-    if any(part.is_inference() for part in parts):  # their place in memory cannot be changed
+    if any(part.is_inference() for part in held):  # their place in memory cannot be changed
         return
-    if len({id(part) for part in parts}) != len(parts):  # tied weights cannot be two rows of one storage
+    if len({id(part) for part in held}) != len(held):  # tied weights cannot be two rows of one storage
         return
-    if len({(part.dtype, part.device, part.shape[1:]) for part in parts}) != 1:
+    if len({(part.dtype, part.device, part.shape[1:]) for part in held}) != 1:
         return
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([part.detach() for part in parts])
-        for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        whole = torch.cat([part.detach() for part in held])
+        for part, rows in zip(held, whole.split([part.shape[0] for part in held]), strict=True):
             part.data = rows

@@ -79,10 +79,11 @@ def quantize(model: nn.Module, context: Context) -> Staged:
     """The weights the options name: before anything is bound to them. Raises ValueError for NaN or Inf in one, as it is
     applied, and for one that strict=True forbids to leave out.
     """
-    if context.options.weights is None:
+    weights = context.options.weights
+    if weights is None:
         return Staged()
     # A model that was not understood runs stock code over its quantized linears: that is tried.
-    found = LanguageModelQuantization(model, context.options, tried=context.of(Analysis).reason is not None)
+    found = LanguageModelQuantization(model, weights, context.options, tried=context.of(Analysis).reason is not None)
 
     def tell() -> Told:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]

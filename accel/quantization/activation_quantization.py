@@ -75,9 +75,9 @@ def rounding(model: nn.Module) -> list[QuantizedLinear]:
 
 def fixed(model: nn.Module) -> list[str]:
     """What there is to tell of the linears that round rows by what calibration fixed."""
-    found = [(FIXED.get(module.activations), module.rounding[1]) for module in rounding(model)]
-    scales = sorted(values[0] for name, values in found if name == SCALE)
-    counts = sorted(len(values) for name, values in found if name == COLUMNS)
+    found = [(FIXED.get(module.activations), module.values) for module in rounding(model)]
+    scales = sorted(values[SCALE][0] for name, values in found if name == SCALE)
+    counts = sorted(len(values[COLUMNS]) for name, values in found if name == COLUMNS)
     told = []
     if scales:
         told.append(f"{len(scales)} linear layers round by fixed scales, {scales[0]:.3g} to {scales[-1]:.3g}")

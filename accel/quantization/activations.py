@@ -6,6 +6,7 @@ Scales by token at run time: Yao et al., "ZeroQuant", 2022. Columns above a thre
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accel_kernels import Norm, QuantizedRows, fp8_linear, int8_linear, quantize_rows
@@ -15,7 +16,7 @@ from accel_kernels.gemm.quantize_rows import KnownColumns
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"
 # What calibration fixes for them, and the buffer of a `QuantizedLinear` where it is.
-FIXED = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
+FIXED: dict[str | None, str] = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
 
 
@@ -52,12 +53,12 @@ class RowProducts:
         """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
         columns looked up as KnownColumns.
         """
-        given = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
+        given: dict[str, Any] = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD
         elif FIXED.get(activations) == SCALE:
             given["scale"] = fixed
-        elif FIXED.get(activations) == COLUMNS and fixed.columns.numel():
+        elif isinstance(fixed, KnownColumns) and fixed.columns.numel():
             given["outliers"] = fixed
         return self.quantize_rows(x.contiguous(), **given)
 

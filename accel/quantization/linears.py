@@ -1,10 +1,16 @@
 """Where linear layers are that may be quantized: what both kinds of models have in common."""
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
 from accel.quantization.scheme import Scheme
+
+if TYPE_CHECKING:
+    from transformers.pytorch_utils import Conv1D
+
+Dense: TypeAlias = "nn.Linear | Conv1D"  # what has a matrix and perhaps a bias, and may be quantized
 
 FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
 BASE = "base_layer"  # what an adapter of peft is put around; its own matrices lie beside it

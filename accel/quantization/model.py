@@ -10,7 +10,7 @@ from torch import nn
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.patching.patch import Change
-from accel.quantization.linears import nothing
+from accel.quantization.linears import Dense, nothing
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedLinearPatch, held_elsewhere
 from accel.quantization.rounding import round_to_nearest, sqnr_db
@@ -24,26 +24,27 @@ class Quantization:
     quantized, see `Report.weights`. warnings: that nothing is quantized, where the model holds no weight of that scheme
     either.
 
-    chosen: the linears by path; skipped: why others are not. guard: see `QuantizedLinearPatch`. Raises ValueError for
-    a site that is left alone where `strict` forbids it.
+    weights: a value of `Options.weights`. chosen: the linears by path; skipped: why others are not. guard: see
+    `QuantizedLinearPatch`. Raises ValueError for a site that is left alone where `strict` forbids it.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        weights: str,
         options: Options,
-        chosen: Mapping[str, nn.Module],
+        chosen: Mapping[str, Dense],
         skipped: Mapping[str, str],
         guard: Change | None = None,
     ):
-        self.options = options
-        self.scheme = replace(Scheme.parse(options.weights), activations=options.activations)
+        self.options, self.weights = options, weights
+        self.scheme = replace(Scheme.parse(weights), activations=options.activations)
         self.chosen = chosen
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
         self.warnings: list[str] = []
         self.skip(skipped)
-        if not chosen and not _holds(model, Scheme.parse(options.weights)):
+        if not chosen and not _holds(model, Scheme.parse(weights)):
             self.warn(skipped)
         self.swap = QuantizedLinearPatch(model, options.keep_original, guard, self.run)
         self.tied = held_elsewhere(model, chosen.values())
@@ -64,24 +65,24 @@ class Quantization:
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Nothing is quantized, for these reasons."""
-        told = nothing(self.options.weights, reasons)
+        told = nothing(self.weights, reasons)
         self.skip({"": told})
         self.warnings.append(told)
 
     def scheme_of(self, path: str) -> Scheme:
         return self.scheme
 
-    def transposed(self, module: nn.Module) -> bool:
+    def transposed(self, module: Dense) -> bool:
         """Whether it holds its weight (in, out)."""
         return False
 
-    def _quantized(self, path: str, module: nn.Module) -> QuantizedLinear:
+    def _quantized(self, path: str, module: Dense) -> QuantizedLinear:
         transposed, scheme = self.transposed(module), self.scheme_of(path)
         weight = module.weight.t() if transposed else module.weight
         try:
             quantized = round_to_nearest(weight, scheme)
         except ValueError as error:
-            raise Refused(f"weights={self.options.weights!r}: {path}: {error}") from None
+            raise Refused(f"weights={self.weights!r}: {path}: {error}") from None
         other, kept = self.tied.get(id(module.weight)), self.options.keep_original
         self.records.append(
             quantization_record(path, scheme, weight, quantized, other, sqnr_db(weight, quantized), kept)

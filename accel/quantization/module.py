@@ -25,6 +25,11 @@ class QuantizedLinear(nn.Linear):
     input_scale (1,) float32, and input_columns, int64, those that are never rounded.
     """
 
+    data: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    values: dict[str | None, tuple]  # what is fixed, read once; nothing under None
+
     def __init__(
         self,
         quantized: Quantized,
@@ -77,7 +82,7 @@ class QuantizedLinear(nn.Linear):
         return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
 
     @property
-    def weight(self) -> Reading:
+    def weight(self) -> Reading:  # type: ignore[override]
         return self.quantized.dequantized(self.dtype).as_subclass(Reading)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -101,8 +106,8 @@ class QuantizedLinear(nn.Linear):
 
     def _fix(self) -> None:
         # Read once: asking the device in every call would wait for it.
-        held = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
-        held = {name: t for name, t in held.items() if t is not None and not t.is_meta}
+        found = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
+        held = {name: t for name, t in found.items() if t is not None and not t.is_meta}
         self.values = {name: tuple(t.tolist()) for name, t in held.items()}
         self.columns = KnownColumns.of(held[COLUMNS], self.in_features) if COLUMNS in held else None
 
@@ -114,7 +119,7 @@ class QuantizedLinear(nn.Linear):
         held = [tensor for tensor in self._buffers.values() if tensor is not None]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
 
-        def moved(tensor):
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
             if result.dtype == tensor.dtype or not any(tensor is one for one in held):
                 return result

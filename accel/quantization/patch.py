@@ -8,6 +8,7 @@ from torch import nn
 from accel.errors import PatchConflict
 from accel.patching.patch import Change, set_data
 from accel.patching.structure import stock_method
+from accel.quantization.linears import Dense
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.parking import Parking
 
@@ -25,11 +26,11 @@ class QuantizedLinearPatch:
         self, root: nn.Module, keep: bool, guard: Change | None = None, first: Callable[[], None] | None = None
     ):
         self.root, self.keep, self.first = root, keep, first
-        self.pairs: list[tuple[nn.Module, QuantizedLinear]] = []
+        self.pairs: list[tuple[Dense, QuantizedLinear]] = []
         self.there = self.final = False
         self.guard = guard
 
-    def put(self, originals: Iterable[nn.Module], make) -> None:
+    def put(self, originals: Iterable[Dense], make: Callable[[Dense], QuantizedLinear]) -> None:
         """Exchanges the originals one by one for make(original): never more than a few weights twice on the device."""
         originals = list(originals)
         self.there = True
@@ -126,9 +127,9 @@ def _share_hooks(original: nn.Module, quantized: nn.Module) -> None:
             vars(quantized)[name] = value
 
 
-def _places(root: nn.Module, modules: list[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
     """(parent, name) of all places of each of these modules, by its id."""
-    places = {id(module): [] for module in modules}
+    places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
     for parent in root.modules():
         for name, child in parent._modules.items():
             if id(child) in places:
@@ -136,9 +137,9 @@ def _places(root: nn.Module, modules: list[nn.Module]) -> dict[int, list[tuple[n
     return places
 
 
-def _set(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+def _set(places: Iterable[tuple[nn.Module, str]], module: nn.Module) -> None:
     for parent, name in places:
-        module.training = parent._modules[name].training
+        module.training = parent.get_submodule(name).training
         parent._modules[name] = module
 
 
@@ -149,7 +150,7 @@ def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, s
     return {id(p): path for path, module in others for p in module._parameters.values() if p is not None}
 
 
-def _parks(weight: nn.Parameter, shared: Container[int]) -> bool:
+def _parks(weight: torch.Tensor, shared: Container[int]) -> bool:
     """Whether its memory on the device can be given free."""
     return weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference()
 

@@ -46,29 +46,31 @@ def product(
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear."""
     rows = x if isinstance(x, Rows) else Rows(x)
     shift = linear.bias if bias else None
-    if rounds(linear, rows.x) is not None:
-        return rounded_product(linear, rows, linear.quantized, shift)
-    weight = linear.quantized if type(linear) is QuantizedLinear else linear.weight
-    return multiplied(rows.normed(), weight, shift, multiply)
+    if type(linear) is not QuantizedLinear:
+        return multiplied(rows.normed(), linear.weight, shift, multiply)
+    if (activations := linear.rounds(rows.x)) is not None:
+        return rounded_product(linear, activations, rows, linear.quantized, shift)
+    return multiplied(rows.normed(), linear.quantized, shift, multiply)
 
 
 def rounded_product(
-    linear: QuantizedLinear, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after
+    linear: QuantizedLinear, activations: str, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after
 ) -> torch.Tensor:
     """x W^T + b of rows in 8 bits, for a linear that rounds them, or others like it whose weights lie in one with its.
 
-    after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias, activation.
+    activations: how it rounds them. after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias,
+    activation.
     """
-    return linear.products.product(linear.activations)(rows.rounded(linear), weight, bias, **after)
+    return linear.products.product(activations)(rows.rounded(linear, activations), weight, bias, **after)
 
 
-def rounded_geglu(linear: QuantizedLinear, rows: Rows) -> torch.Tensor:
+def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> torch.Tensor:
     """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
     half = linear.out_features // 2
     lists = [(None, None) if part is None else part.split(half) for part in in_rows(linear)]
     (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
     more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
-    return rounded_product(linear, rows, linear.read(*gate), gate_shift, **more)
+    return rounded_product(linear, activations, rows, linear.read(*gate), gate_shift, **more)
 
 
 def multiplied(

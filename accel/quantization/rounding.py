@@ -40,7 +40,8 @@ def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
     start = 0
     for rows in _blocks(weight):
         end = start + len(rows)
-        part = Quantized(*(None if tensor is None else tensor[start:end] for tensor in quantized))
+        zeros = None if quantized.zeros is None else quantized.zeros[start:end]
+        part = Quantized(quantized.data[start:end], quantized.scales[start:end], zeros)
         exact = rows.double()
         signal += float(exact.square().sum())
         noise += float((exact - part.dequantized(torch.float32).double()).square().sum())

@@ -24,10 +24,9 @@ class Rows:
             self._normed = apply_norm(self.x, self.norm)
         return self._normed
 
-    def rounded(self, linear: QuantizedLinear) -> QuantizedRows:
-        """As this linear has them; once for all that have them alike."""
-        if linear.rounding not in self._rounded:
-            self._rounded[linear.rounding] = linear.products.rounded(
-                self.x, linear.activations, self.norm, linear.fixed
-            )
-        return self._rounded[linear.rounding]
+    def rounded(self, linear: QuantizedLinear, activations: str) -> QuantizedRows:
+        """As this linear, which rounds them so, has them; once for all that have them alike."""
+        key = linear.rounding
+        if key not in self._rounded:
+            self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
+        return self._rounded[key]

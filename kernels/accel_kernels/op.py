@@ -4,11 +4,18 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from accel_kernels.warmup import warming_up
+
+
+class Located(Protocol):
+    """A tensor, or several that are one operand, such as a quantized weight."""
+
+    @property
+    def is_cuda(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Op:
     def __reduce__(self):
         return _by_name, (self.name,)  # copies and pickles refer to the one op
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs):
+    def __call__(self, x: Located, *args, **kwargs):
         if not x.is_cuda:
             return (self.on_cpu or self.reference)(x, *args, **kwargs)
         other = self.instead or self.reference

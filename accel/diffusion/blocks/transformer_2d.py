@@ -121,9 +121,10 @@ class TransformerBlockForward(FastForward):
 
     def _project(self, stream, linear, x) -> None:
         """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
-        if rounds(linear, x) is not None:
+        if (activations := rounds(linear, x)) is not None:
             residual = stream.x.contiguous()
-            stream.settle(rounded_product(linear, Rows(x), linear.quantized, linear.bias, residual=residual))
+            weight, bias = linear.quantized, linear.bias
+            stream.settle(rounded_product(linear, activations, Rows(x), weight, bias, residual=residual))
         else:
             defer = deferred(linear, x)
             stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
@@ -136,8 +137,8 @@ class TransformerBlockForward(FastForward):
             self.ledger.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
-        if rounds(up, rows.x) is not None:
-            h = rounded_geglu(up, rows)
+        if (activations := rounds(up, rows.x)) is not None:
+            h = rounded_geglu(up, activations, rows)
         else:
             x = rows.normed()
             h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)

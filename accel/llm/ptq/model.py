@@ -6,7 +6,7 @@ from accel.errors import reason_of
 from accel.llm.ptq.calibration.linears import heads, linears
 from accel.llm.ptq.formats.saving import guard
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
-from accel.llm.runtime.linear import weights
+from accel.llm.runtime.linear import weights as weights_of
 from accel.options import Options
 from accel.quantization import model as quantization
 from accel.quantization.module import dequantizing
@@ -22,12 +22,12 @@ class LanguageModelQuantization(quantization.Quantization):
     tried: the model is called then, and left as it was where it does not run any more: some write into their weights.
     """
 
-    def __init__(self, model: nn.Module, options: Options, tried: bool = False):
+    def __init__(self, model: nn.Module, weights: str, options: Options, tried: bool = False):
         self.tried = model if tried else None
-        self.head_scheme = Scheme.of_head(options.weights)
+        self.head_scheme = Scheme.of_head(weights)
         self.heads, left = heads(model, self.head_scheme)
-        chosen, skipped = linears(model, Scheme.parse(options.weights))
-        super().__init__(model, options, chosen | self.heads, skipped | left, guard(model))
+        chosen, skipped = linears(model, Scheme.parse(weights))
+        super().__init__(model, weights, options, chosen | self.heads, skipped | left, guard(model))
 
     def run(self) -> None:
         super().run()
@@ -44,7 +44,7 @@ class LanguageModelQuantization(quantization.Quantization):
         return self.head_scheme if path in self.heads else self.scheme
 
     def transposed(self, module: nn.Module) -> bool:
-        return weights(module).transposed
+        return weights_of(module).transposed
 
 
 def _failure(model: nn.Module) -> str | None:

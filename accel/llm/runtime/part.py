@@ -97,7 +97,7 @@ def part_product(
     activations = weights.rounds(before.x)
     if activations is not None:
         module = weights.module
-        return module.products.product(activations)(before.rounded(module), weight, bias, **given)
+        return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
     x, norm = before.given()
     return weights.product(kernels)(x, weight, bias, norm=norm, **given)
 
