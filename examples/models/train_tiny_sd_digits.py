@@ -235,7 +235,7 @@ def main(
     torch.use_deterministic_algorithms(True)
     random.seed(seed)
     torch.manual_seed(seed)
-    # The split is that of tests/diffusion/digits.py, whose reader is measured on digits that nothing was trained on.
+    # The split of tests/support/diffusion/digits.py: its reader is measured on digits that nothing was trained on.
     scans = load_digits()
     cells, _, labels, _ = train_test_split(
         scans.images / 16, scans.target, test_size=297, random_state=0, stratify=scans.target

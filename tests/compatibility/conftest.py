@@ -1,11 +1,6 @@
-"""What builds the models of the table and compares them; loaded only where this folder's tests run."""
-
-import sys
-from pathlib import Path
+"""What the libraries log of odd models is kept quiet."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

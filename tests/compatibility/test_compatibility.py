@@ -6,9 +6,10 @@ and writes the file anew.
 
 import os
 
-import compatibility_table as table
 import pytest
-from comparison import Row, compare, told
+
+from support.compatibility import compatibility_table as table
+from support.compatibility.comparison import Row, compare, told
 
 LIKE_A_GPU = {"layout": "channels_last", "cpu": "fuse"}
 EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
@@ -27,9 +28,7 @@ def kinds() -> list:
 
 
 def run(section: str, name: str, tiny) -> Row:
-    import diffusers_calls
-    import tiny_diffusers_models
-    import tiny_language_models
+    from support.compatibility import diffusers_calls, tiny_diffusers_models, tiny_language_models
 
     try:
         if section == "diffusion":

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 
 import accel
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="session")
 def model_folder():
-    return HERE.parents[1] / "examples" / "models" / "tiny-sd-digits"
+    return Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +33,9 @@ def pipe(loaded):
 
 @pytest.fixture(scope="session")
 def digits():
-    spec = importlib.util.spec_from_file_location("digits", HERE / "digits.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from support.diffusion import digits  # scikit-learn takes a second
+
+    return digits
 
 
 @pytest.fixture(scope="session")

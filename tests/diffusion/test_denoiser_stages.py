@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from quantized import held_by
 
 import accel
 from accel.diffusion.family import RULES, graph_paths
@@ -10,6 +9,7 @@ from accel.diffusion.pipeline import pipeline_plan
 from accel.diffusion.stages import denoiser_plan
 from accel.options import Options
 from accel.planning.plan import Plan, create_context
+from support.llm.quantized import held_by
 
 OPTIONS = (
     {},

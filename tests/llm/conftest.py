@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from families import BY_NAME, available, make
 
 import accel
+from support.llm.families import BY_NAME, available, make
 
 
 @pytest.fixture(autouse=True)

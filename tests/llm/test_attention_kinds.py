@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
-from families import make, prompt
 
 import accel
 from accel.llm import stages
@@ -12,6 +11,7 @@ from accel.llm.analysis.attention_kind import AttentionKind, understand_attentio
 from accel.llm.analysis.softmax_attention import SoftmaxSpec
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.runtime import attention_kinds
+from support.llm.families import make, prompt
 
 
 def kind(name: str, answer) -> AttentionKind:

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BY_NAME, available, every, make, padded, prompt
-from modes import MODES, generate, same
-from rounded_cache import rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import accel
 from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
 from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
+from support.llm.families import BY_NAME, available, every, make, padded, prompt
+from support.llm.modes import MODES, generate, same
+from support.llm.rounded_cache import rounding
 
 KINDS = list(CODES)
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, VOCAB, every, padded, prompt
-from modes import flat, same
 
 import accel
+from support.llm.families import BY_NAME, FAMILIES, VOCAB, every, padded, prompt
+from support.llm.modes import flat, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
-from families import BY_NAME, available, make, prompt
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 import accel
+from support.llm.families import BY_NAME, available, make, prompt
 
 
 def whole(model) -> tuple[str, str]:

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
-from modes import flat, generate, same, tokenizer
 
 import accel
+from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
+from support.llm.modes import flat, generate, same, tokenizer
 
 TALK = [
     {"role": "user", "content": "abc"},

@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from families import BY_NAME, EVERYTHING, FAMILIES, available, make
 
 import accel
+from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, make
 
 FAST = ["llama", "gemma2", "bloom", "mixtral", "phi3-longrope", *(["gpt2", "falcon-grouped", "granite"] * EVERYTHING)]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"][: 4 if EVERYTHING else 1]

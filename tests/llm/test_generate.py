@@ -11,11 +11,11 @@ import types
 
 import pytest
 import torch
-from changes import lora
-from families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded
-from modes import MODES, generate, same
 
 import accel
+from support.llm.changes import lora
+from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded
+from support.llm.modes import MODES, generate, same
 
 PRODUCT = [
     (family.name, mode)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import in_turn, layers, padded
-from modes import flat, generate, same
 
 import accel
+from support.llm.families import in_turn, layers, padded
+from support.llm.modes import flat, generate, same
 
 
 def first(model):

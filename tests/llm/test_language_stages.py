@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from families import layers, make
-from prequantized_models import prequantized
-from quantized import held_by
 from torch import nn
 
 import accel
 from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
+from support.llm.families import layers, make
+from support.llm.prequantized_models import prequantized
+from support.llm.quantized import held_by
 
 
 def odd(model):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from changes import CHANGES
-from families import EVERYTHING, padded
-from modes import generate, same
+
+from support.llm.changes import CHANGES
+from support.llm.families import EVERYTHING, padded
+from support.llm.modes import generate, same
 
 FAMILIES = ("llama", "gpt2", "gpt-neox")
 # One of them in turn.

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 import torch
-from families import FAMILIES, padded, prompt
-from modes import MODES, flat, generate, longer, same
 
 import accel
+from support.llm.families import FAMILIES, padded, prompt
+from support.llm.modes import MODES, flat, generate, longer, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 MODE = {mode.name: mode for mode in MODES}
@@ -190,7 +190,7 @@ def test_restored_and_optimized_over_and_over(pair):
 
 
 def test_a_dropped_model_is_freed():
-    from families import make
+    from support.llm.families import make
 
     model = accel.optimize(make("llama"))
     generate(model, *padded())

@@ -5,7 +5,6 @@ import inspect
 
 import pytest
 import torch
-from families import padded, prompt
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 import accel
@@ -13,6 +12,7 @@ from accel.cuda_graphs.entry import Replayed
 from accel.llm.generation.lookahead import PREPARE, Lookahead, predictable
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
+from support.llm.families import padded, prompt
 
 CRITERIA = "_get_stopping_criteria"
 
@@ -77,7 +77,7 @@ def test_a_model_that_prepares_its_inputs_itself(pair_of):
 
 
 def test_an_instance_that_prepares_its_inputs_itself():
-    from families import make
+    from support.llm.families import make
 
     model = make("llama")
     own = vars(model)[PREPARE] = lambda ids, **kwargs: type(model).prepare_inputs_for_generation(model, ids, **kwargs)

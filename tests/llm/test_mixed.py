@@ -5,14 +5,14 @@ import pickle
 
 import pytest
 import torch
-from families import BY_NAME, available, layers, make, padded, prompt
-from modes import generate, same
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import accel
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.kv_cache.cache import StoreLayer
+from support.llm.families import BY_NAME, available, layers, make, padded, prompt
+from support.llm.modes import generate, same
 
 MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from modes import generate, same
-from multimodal import MODELS, make
 from torch import nn
 
 import accel
 from accel.llm.generation import arguments
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.layer import LayerForward
+from support.llm.modes import generate, same
+from support.llm.multimodal import MODELS, make
 
 NEW = 4
 OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose words all see each other
@@ -147,8 +147,9 @@ def test_a_hook_on_the_tower_that_sees_leaves_the_other_fast():
 
 def test_the_tower_that_writes_is_found_wherever_it_is():
     """The first list of the right length is another, or the last is."""
-    from families import SIZES, TOKENS
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from support.llm.families import SIZES, TOKENS
 
     for before in (True, False):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS)).eval()

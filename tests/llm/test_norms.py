@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from families import SIZES, TOKENS, available, padded, randomize
 from torch import nn
 from torch.nn.functional import silu
 
@@ -18,6 +17,7 @@ from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Rule
 from accel.patching.site import Site
 from accel.planning.plan import create_context
+from support.llm.families import SIZES, TOKENS, available, padded, randomize
 
 SSM = {"expand": 2, "chunk_size": 8, "n_groups": 2}
 HYBRID = {

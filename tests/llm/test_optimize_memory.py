@@ -4,14 +4,14 @@ The warmup of the kernels, which a CPU has no use for, runs here all the same: o
 """
 
 import pytest
-from families import EVERYTHING, available, make
-from live_bytes import LiveBytes
 
 import accel
 from accel.llm.analysis.analyze import formulas
 from accel.llm.generation import self_test as check
 from accel.llm.recording import window
 from accel.llm.runtime.attention_kinds import KINDS
+from support.llm.families import EVERYTHING, available, make
+from support.llm.live_bytes import LiveBytes
 
 # By the name that each has for its depth.
 FAMILIES = (

@@ -7,8 +7,6 @@ import pickle
 import pytest
 import torch
 from accel_kernels.attention.paged.kv import LENGTH
-from families import BY_NAME, FAMILIES, available, every, make, padded, prompt
-from modes import MODES, flat, generate, same
 from torch import nn
 
 import accel
@@ -17,6 +15,8 @@ from accel.cuda_graphs.runner import GraphPool, GraphRunner
 from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import FINE, MOST, STEP, Prompts, bucket_for, pad_to_bucket
 from accel.patching.ledger import Ledger
+from support.llm.families import BY_NAME, FAMILIES, available, every, make, padded, prompt
+from support.llm.modes import MODES, flat, generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # Rotated, with a table of positions, with a window, with a softcap, with biases by distance, side by side, rotated by a

@@ -4,10 +4,6 @@ import copy
 
 import pytest
 import torch
-from changes import lora
-from families import layers, make, padded, prompt
-from modes import generate, ran_fast
-from quantized import by_token, held_by, logits
 from torch import nn
 
 import accel
@@ -16,6 +12,10 @@ from accel.quantization.activations import KERNELS, RowProducts
 from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.changes import lora
+from support.llm.families import layers, make, padded, prompt
+from support.llm.modes import generate, ran_fast
+from support.llm.quantized import by_token, held_by, logits
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")

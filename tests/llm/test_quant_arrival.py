@@ -6,11 +6,6 @@ import pickle
 
 import pytest
 import torch
-from families import in_turn, make, padded
-from foreign import GptqLinear
-from modes import generate, ran_fast, same
-from prequantized_models import MAKERS, prequantized
-from quantized import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -18,6 +13,11 @@ from transformers import AutoModelForCausalLM
 import accel
 from accel.errors import PatchConflict
 from accel.llm.ptq.formats.prequantized import CompressedTensors
+from support.llm.families import in_turn, make, padded
+from support.llm.foreign import GptqLinear
+from support.llm.modes import generate, ran_fast, same
+from support.llm.prequantized_models import MAKERS, prequantized
+from support.llm.quantized import Bytes, Counting, held_by, logits
 
 KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")
 

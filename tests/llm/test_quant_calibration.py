@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
 
 import accel
 from accel.llm.analysis.compare import off
@@ -16,6 +15,7 @@ from accel.llm.ptq.calibration.linears import linears
 from accel.llm.recording.recorder import decoder_layers
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
 
 INT4, INT8 = Scheme.parse("int4-g32"), Scheme.parse("int8")
 ALL = [(method, INT8 if method == "smoothquant" else INT4) for method in METHODS]

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from changes import CHANGES, lora
-from families import every, make, padded
-from modes import generate, ran_fast, same
-from quantized import held_by, logits, rounded
 from torch import nn
 
 import accel
 from accel.llm.recording import recorder
+from support.llm.changes import CHANGES, lora
+from support.llm.families import every, make, padded
+from support.llm.modes import generate, ran_fast, same
+from support.llm.quantized import held_by, logits, rounded
 
 LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",
          "words-in-place", "around-a-matrix", "around-the-attention", "around-the-mlp", "hook-on-a-matrix",

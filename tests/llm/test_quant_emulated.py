@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make, prompt
-from quantized import held_by
 
 import accel
 from accel.llm.ptq.calibration.linears import linears
 from accel.quantization.scheme import Scheme
+from support.llm.families import make, prompt
+from support.llm.quantized import held_by
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them

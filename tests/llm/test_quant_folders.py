@@ -10,13 +10,13 @@ import shutil
 
 import pytest
 import torch
-from families import make, prompt
-from quantized import held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import accel
 from accel import saved
+from support.llm.families import make, prompt
+from support.llm.quantized import held_by, logits
 
 UP = "model.layers.1.mlp.up_proj"
 SCHEMES = {"int4-g32": None, "int8-asym": None, "int8": "int8", "fp8": None}

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, available, every, make, padded
 
 from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibration.folding import BeforeNorm, BeforeRows, layer_groups
+from support.llm.families import BY_NAME, FAMILIES, available, every, make, padded
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 IN, OUT, UP, DOWN, ALL = "attention", "attention's output", "MLP", "MLP's output", "attention and MLP"

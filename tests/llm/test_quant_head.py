@@ -6,10 +6,6 @@ import pickle
 
 import pytest
 import torch
-from changes import CHANGES
-from families import BY_NAME, every, in_turn, make, padded, prompt
-from modes import MODES, generate, ran_fast, same
-from quantized import HEADS, held_by, logits, optimized, rounded, sites
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +13,10 @@ import accel
 from accel.quantization import module as holding
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
+from support.llm.changes import CHANGES
+from support.llm.families import BY_NAME, every, in_turn, make, padded, prompt
+from support.llm.modes import MODES, generate, ran_fast, same
+from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 # Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.
 FAMILIES = ("llama", "llama-tied", "gemma2", "granite", "cohere", "gpt2", "mixtral", "deepseek-v3")

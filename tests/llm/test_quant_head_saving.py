@@ -5,10 +5,6 @@ import json
 
 import pytest
 import torch
-from families import every, make, padded
-from foreign import GptqLinear
-from modes import generate, same
-from quantized import HEADS, held_by, logits, optimized, rounded, sites
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +12,10 @@ import accel
 from accel.quantization.module import dequantizing
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import every, make, padded
+from support.llm.foreign import GptqLinear
+from support.llm.modes import generate, same
+from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 APART = Scheme("int8")
 

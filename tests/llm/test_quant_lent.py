@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import make, prompt
-from quantized import logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,6 +15,8 @@ from accel.llm.ptq import run
 from accel.llm.ptq.calibration import layer_inputs
 from accel.llm.ptq.calibration.layer_offload import lent, moved
 from accel.quantization.scheme import Scheme
+from support.llm.families import make, prompt
+from support.llm.quantized import logits
 
 CPU = torch.device("cpu")
 DATA = [prompt(2, 24, seed) for seed in range(3)]

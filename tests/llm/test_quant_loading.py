@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from families import in_turn, make, padded
-from modes import generate, ran_fast, same
-from quantized import Bytes, Counting, held_by, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import accel
 from accel.options import SCHEMES as NAMES
+from support.llm.families import in_turn, make, padded
+from support.llm.modes import generate, ran_fast, same
+from support.llm.quantized import Bytes, Counting, held_by, logits
 
 SCHEMES = [name for name in NAMES if name not in ("int4", "int4-asym", "int4-g64", "int4-g64-asym")]
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded, prompt
-from modes import MODES, generate, ran_fast, same
-from quantized import rounded
 
 import accel
 from accel.quantization.module import QuantizedLinear
+from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded, prompt
+from support.llm.modes import MODES, generate, ran_fast, same
+from support.llm.quantized import rounded
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"]

@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from families import make
-from quantized import held_by, logits
 from safetensors.torch import save_file
 from torch import _weights_only_unpickler, serialization
 from transformers import AutoModelForCausalLM
@@ -15,6 +13,8 @@ from typer.testing import CliRunner
 import accel
 from accel.commands.app import app
 from accel.llm.ptq import run as running
+from support.llm.families import make
+from support.llm.quantized import held_by, logits
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 

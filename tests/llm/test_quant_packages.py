@@ -7,15 +7,15 @@ import copy
 
 import pytest
 import torch
-from families import layers, make, padded
-from modes import generate, same
-from quantized import held_by, logits
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import layers, make, padded
+from support.llm.modes import generate, same
+from support.llm.quantized import held_by, logits
 
 SIZES = {"intermediate_size": 128}  # which its 4 bits divide
 

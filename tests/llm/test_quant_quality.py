@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import EVERYTHING
-from held_out import FOLDER, HELD_OUT, WINDOW, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibrate import quantize_layers
 from accel.quantization.scheme import Scheme
+from support.llm.families import EVERYTHING
+from support.llm.held_out import FOLDER, HELD_OUT, WINDOW, perplexity
 
 TEXT = Path(__file__).with_name("training_text.txt")
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from families import every, make, padded, prompt
-from quantized import held_by, logits, rounded
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
+from support.llm.families import every, make, padded, prompt
+from support.llm.quantized import held_by, logits, rounded
 
 pytest.importorskip("compressed_tensors")
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from families import make, prompt
 
 from accel.llm.analysis.compare import off
 from accel.llm.ptq.algorithms import smoothquant as smooth
@@ -14,6 +13,7 @@ from accel.llm.ptq.calibration.fake_quant import rounded_by_token, rounding_inpu
 from accel.llm.ptq.calibration.folding import layer_groups
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import make, prompt
 
 GROUPED = [Scheme.parse(name) for name in ("int4-g32", "int4-g32-asym", "int4-g64", "int4")]
 

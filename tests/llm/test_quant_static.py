@@ -5,9 +5,6 @@ import json
 
 import pytest
 import torch
-from families import make, padded, prompt
-from modes import generate, ran_fast
-from quantized import by_token, held_by
 from transformers import AutoModelForCausalLM
 
 import accel
@@ -17,6 +14,9 @@ from accel.quantization.activations import RowProducts, kind_of
 from accel.quantization.module import QuantizedLinear, dequantizing
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import make, padded, prompt
+from support.llm.modes import generate, ran_fast
+from support.llm.quantized import by_token, held_by
 
 KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}

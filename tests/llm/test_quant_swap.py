@@ -6,9 +6,6 @@ import pickle
 
 import pytest
 import torch
-from families import layers, make, padded
-from modes import generate, same
-from quantized import held_by, logits, rounded, sites
 from torch import nn
 
 import accel
@@ -16,6 +13,9 @@ from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import patch as swap
 from accel.quantization.module import QuantizedLinear
+from support.llm.families import layers, make, padded
+from support.llm.modes import generate, same
+from support.llm.quantized import held_by, logits, rounded, sites
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
 
@@ -337,8 +337,9 @@ def test_without_gradients_being_possible_at_all():
 
 
 def test_a_text_pipeline():
-    from modes import tokenizer
     from transformers import pipeline
+
+    from support.llm.modes import tokenizer
 
     pipe = pipeline("text-generation", model=make("llama"), tokenizer=tokenizer())
     before = pipe("abcdef", max_new_tokens=6, do_sample=False)

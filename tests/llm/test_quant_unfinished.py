@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from families import make
 
 import accel
+from support.llm.families import make
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 WRITES = ("run.json", "model.layers.0.safetensors", "model.layers.1.safetensors", "model.layers.2.safetensors")

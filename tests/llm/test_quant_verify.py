@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import int8_linear, quantize_rows, quantized_linear
-from families import in_turn, layers, make, padded, prompt
 
 import accel
 from accel.quantization.activations import RowProducts
 from accel.verification import rounded_products as judging
 from accel.verification.agreement import perplexity
+from support.llm.families import in_turn, layers, make, padded, prompt
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])

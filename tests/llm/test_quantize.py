@@ -5,9 +5,6 @@ import pickle
 
 import pytest
 import torch
-from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
-from modes import generate, same, tokenizer
-from quantized import held_by, logits
 from transformers import AutoModelForCausalLM
 
 import accel
@@ -15,6 +12,9 @@ from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import LayerResult
 from accel.llm.ptq.calibration.batches import batches, windows
 from accel.quantization.module import QuantizedLinear
+from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
+from support.llm.modes import generate, same, tokenizer
+from support.llm.quantized import held_by, logits
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 TEXTS = ["abcdef", "hello there", "once more"]

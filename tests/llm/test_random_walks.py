@@ -1,9 +1,9 @@
 """Whatever may be done with a model and a cache, in random order: the same logits as stock's after every step."""
 
 import pytest
-from walks import walk
 
 import accel
+from support.llm.walks import walk
 
 
 @pytest.mark.parametrize("seed", range(8))

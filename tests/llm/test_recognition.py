@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 from torch import nn
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -18,6 +17,7 @@ from accel.llm.recording.inputs import FEW
 from accel.llm.recording.record import Record
 from accel.llm.recording.recorder import NAME, example_ids
 from accel.llm.runtime.attention_kinds import KINDS
+from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
 # What tells some families apart; (rotary form, interleaved) and the rest as in the specs.

@@ -7,8 +7,6 @@ import inspect
 from contextlib import contextmanager
 
 import pytest
-from families import layers, make, padded
-from modes import generate, same
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -16,6 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import accel
+from support.llm.families import layers, make, padded
+from support.llm.modes import generate, same
 
 
 def first(model) -> nn.Module:

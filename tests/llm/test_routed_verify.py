@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from families import BY_NAME, available, make, prompt
 
 import accel
 from accel.llm.routed import far, median_rms, routed
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.mlp import BoundMlp
 from accel.planning.plan import PLAN
+from support.llm.families import BY_NAME, available, make, prompt
 
 
 @pytest.fixture(autouse=True)

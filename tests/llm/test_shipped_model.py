@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import EVERYTHING
-from held_out import FOLDER, HELD_OUT, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
+from support.llm.families import EVERYTHING
+from support.llm.held_out import FOLDER, HELD_OUT, perplexity
 
 PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']
 

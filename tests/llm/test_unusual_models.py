@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from families import SIZES, TOKENS, layers, make, padded, prompt, randomize
-from modes import generate, same
 from torch import nn
 
 import accel
+from support.llm.families import SIZES, TOKENS, layers, make, padded, prompt, randomize
+from support.llm.modes import generate, same
 
 
 def randomized(model):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from accel_kernels.attention.paged.paged_attention_triton import SHORT
-from families import prompt
 
 from accel.llm.generation import self_test as check
 from accel.llm.generation.prefill import bucket_for
+from support.llm.families import prompt
 
 
 @pytest.mark.parametrize(

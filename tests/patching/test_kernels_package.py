@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels.layers import LAYERS, Layer, kernel_mapping
-from families import make, prompt
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import accel
+from support.llm.families import make, prompt
 
 ALLOWED = {"can_torch_compile", "has_backward"}
 

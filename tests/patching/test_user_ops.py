@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 from accel_kernels import rms_norm
-from families import make, prompt
 
 import accel
 from accel.patching.user_ops import registered, replaceable
+from support.llm.families import make, prompt
 
 
 class Counted:

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from families import make
 from transformers import DynamicCache
 
 import accel
@@ -17,6 +16,7 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
 from accel.planning.on_cpu import RULE
 from accel.planning.plan import PLAN
+from support.llm.families import make
 
 IDS = torch.arange(1, 9).view(1, 8)
 

@@ -7,11 +7,11 @@ import warnings
 import weakref
 
 import pytest
-from families import make
 
 import accel
 from accel.patching.fast_forward import FastForward
 from accel.planning.plan import PLAN
+from support.llm.families import make
 
 
 def patched(model):

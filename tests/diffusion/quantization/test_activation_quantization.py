@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 from accel_kernels import int8_linear
-from denoisers import DITS, given, transformer
-from quantized import by_token, held_by, rounded
 from torch import nn
 
 import accel
 from accel.quantization.activations import RowProducts
 from accel.quantization.module import QuantizedLinear
 from accel.verification import rounded_products as judging
+from support.diffusion.denoisers import DITS, given, transformer
+from support.llm.quantized import by_token, held_by, rounded
 
 KINDS = ("int8", "int8-outliers", "fp8")
 FAMILIES = ("sd15", "sd21", "sdxl", "only-cross")

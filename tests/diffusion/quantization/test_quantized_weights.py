@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from denoisers import DITS, given, transformer
-from quantized import held_by, rounded
 from torch import nn
 
 import accel
@@ -18,6 +16,8 @@ from accel.fusion import stacked_linears as joint
 from accel.planning.plan import PLAN
 from accel.quantization import product
 from accel.quantization.module import QuantizedLinear
+from support.diffusion.denoisers import DITS, given, transformer
+from support.llm.quantized import held_by, rounded
 
 WEIGHTS = ("int8", "int8-asym", "fp8")
 FUSED = ("resnet block", "transformer stack", "transformer block", "attention", "upward block", "layer norm")

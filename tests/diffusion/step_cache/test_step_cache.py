@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from step_oracle import STEPS, agree, close, loop, reasons, run
 
 import accel
 from accel.cuda_graphs.rule import GraphForward
+from support.diffusion.step_oracle import STEPS, agree, close, loop, reasons, run
 
 FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]
 

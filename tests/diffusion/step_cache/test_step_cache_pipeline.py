@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from step_oracle import Oracle, reasons
 
 import accel
 from accel.diffusion.step_cache import budget as step_cache_budget
+from support.diffusion.step_oracle import Oracle, reasons
 
 EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from step_oracle import STEPS, agree, loop, reasons
+
+from support.diffusion.step_oracle import STEPS, agree, loop, reasons
 
 
 @pytest.mark.parametrize(

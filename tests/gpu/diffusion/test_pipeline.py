@@ -1,7 +1,6 @@
 """The pipeline that ships, on a GPU in half precision: offload, schedulers, and digits that can still be read."""
 
 import copy
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +36,8 @@ def alike(ours, stock):
 
 
 def test_digits_can_be_read(pipe):
-    spec = importlib.util.spec_from_file_location("digits", ROOT / "tests" / "diffusion" / "digits.py")
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
+    from support.diffusion import digits
+
     pipe.to("cuda")
     stock, images = draw(pipe, digits.PROMPTS, num_inference_steps=20)
     assert sum(np.equal(digits.read_digits(images), range(10))) >= 9

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from denoisers import DITS, given, transformer
-from device_memory import allocated
-from quantized import held_by, rounded
 from torch.utils._pytree import tree_map
 
 import accel
 from accel.quantization.module import unrounded
+from support.device_memory import allocated
+from support.diffusion.denoisers import DITS, given, transformer
+from support.llm.quantized import held_by, rounded
 
 FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
 WEIGHTS = ("int8", "int8-asym", "fp8")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from step_oracle import Oracle, reasons
 from torch.utils._pytree import tree_map
 
 import accel
+from support.diffusion.step_oracle import Oracle, reasons
 
 STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
 

@@ -9,12 +9,12 @@ import warnings
 
 import pytest
 import torch
-from changes import CHANGES
-from families import BY_NAME, FAMILIES, available, make, padded, prompt
-from modes import MODES, flat, generate, same
-from walks import walk
 
 import accel
+from support.llm.changes import CHANGES
+from support.llm.families import BY_NAME, FAMILIES, available, make, padded, prompt
+from support.llm.modes import MODES, flat, generate, same
+from support.llm.walks import walk
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]

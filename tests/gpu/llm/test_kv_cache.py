@@ -6,17 +6,17 @@ import pytest
 import torch
 from accel_kernels import paged_attention
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
-from code_kernel import run, ties
-from device_memory import allocated
-from families import make, padded, prompt
-from modes import MODES, generate, same
-from rounded_cache import rounding
 from transformers import DynamicCache
 
 import accel
 from accel.llm.analysis.kv_quantization import CODES
 from accel.llm.analysis.small_store import SmallStore
 from accel.llm.kv_cache.cache import store_of
+from support.device_memory import allocated
+from support.kernels.code_kernel import run, ties
+from support.llm.families import make, padded, prompt
+from support.llm.modes import MODES, generate, same
+from support.llm.rounded_cache import rounding
 
 FAMILIES = ("llama", "llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox", "mistral", "qwen3", "gemma2", "phi")
 SOME = ("greedy", "greedy-padded", "greedy-long", "sample", "beam", "assisted", "prompt-lookup", "chunked-prefill",

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 import torch
-from families import make, padded, prompt
-from modes import flat, generate, same
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import accel
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
+from support.llm.families import make, padded, prompt
+from support.llm.modes import flat, generate, same
 
 EXACT = 4e-5
 

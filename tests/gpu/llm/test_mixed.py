@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from families import BY_NAME, available, make, padded
-from modes import generate, same
 
 import accel
+from support.llm.families import BY_NAME, available, make, padded
+from support.llm.modes import generate, same
 
 pytestmark = pytest.mark.usefixtures("exact")
 MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from device_memory import allocated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 from accel.llm.generation.self_test import WIDE
 from accel.llm.kv_cache.blocks import BLOCK
+from support.device_memory import allocated
 
 pytestmark = pytest.mark.usefixtures("exact")
 

@@ -9,12 +9,12 @@ import warnings
 import pytest
 import torch
 from accel_kernels import OPS
-from families import BY_NAME, FAMILIES, available, make, padded, prompt
-from modes import generate, same
 
 import accel
 from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import MOST, STEP, bucket_for
+from support.llm.families import BY_NAME, FAMILIES, available, make, padded, prompt
+from support.llm.modes import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from device_memory import allocated
-from families import make, padded, prompt
-from modes import MODES, generate, same
-from quantized import held_by, rounded
 
 import accel
+from support.device_memory import allocated
+from support.llm.families import make, padded, prompt
+from support.llm.modes import MODES, generate, same
+from support.llm.quantized import held_by, rounded
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
 HEADS = ("int8-head", "int4-g32-head", "fp8-head")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from accel_kernels import rms_norm
-from families import make, prompt
 
 import accel
+from support.llm.families import make, prompt
 
 pytestmark = pytest.mark.usefixtures("exact")
 

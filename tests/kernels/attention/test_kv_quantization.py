@@ -11,14 +11,14 @@ from accel_kernels import KV, paged_attention
 from accel_kernels.attention.paged.kv_quantization import TOPS, restored, rounded
 
 pytest.importorskip("triton")
-from code_kernel import run, ties
+from support.kernels.code_kernel import run, ties
 
 KINDS = [pytest.param(dtype, id=str(dtype).split(".")[1]) for dtype in TOPS]
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 COMPILE = """
 import triton
 import triton.language as tl
-from code_kernel import codes_kernel
+from support.kernels.code_kernel import codes_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -112,7 +112,7 @@ def test_the_kernel_rounds_bit_for_bit_as_the_reference(dtype):
 def test_compiled_it_divides_exactly_and_adds_to_no_unrounded_product(tmp_path):
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
     environment.pop("TRITON_INTERPRET", None)
-    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parents[1])])
+    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parents[2])])
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "exact", done.stderr[-2000:]
 

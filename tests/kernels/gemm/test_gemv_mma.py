@@ -19,8 +19,9 @@ from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile  # noqa: E402
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
 from accel_kernels.gemm.quantized.quantized_linear import INT4, INT8, quantized_linear  # noqa: E402
 from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
-from quantized_words import numbers_of, spread  # noqa: E402
-from warpgroups import Array, Gluon, Pointer, rebuilt  # noqa: E402
+
+from support.kernels.quantized_words import numbers_of, spread  # noqa: E402
+from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt  # noqa: E402
 
 
 def device():

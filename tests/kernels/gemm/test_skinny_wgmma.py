@@ -24,9 +24,10 @@ from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpg
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear  # noqa: E402
 from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
 from accel_kernels.norm.norm import reference  # noqa: E402
-from quantized_words import FORMATS, numbers_of, spread  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
-from warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
+
+from support.kernels.quantized_words import FORMATS, numbers_of, spread  # noqa: E402
+from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
 
 
 def words(weight):

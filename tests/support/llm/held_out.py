@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-lm"
 HELD_OUT = FOLDER / "held_out.txt"
 WINDOW = 512
 

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
-from warpgroups import Array
+
+from support.kernels.warpgroups import Array
 
 FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
 

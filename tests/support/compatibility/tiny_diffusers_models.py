@@ -5,8 +5,9 @@ import inspect
 import re
 
 import torch
-from compatibility_table import diffusion_classes
-from diffusers_demands import MODELS, W
+
+from support.compatibility.compatibility_table import diffusion_classes
+from support.compatibility.diffusers_demands import MODELS, W
 
 HEADS, HEAD_DIM = 2, 16
 LEVELS = (8, 16, 32, 64)  # channels of a model that has levels, by the order of their sizes

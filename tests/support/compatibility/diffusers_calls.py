@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 
 import torch
-from diffusers_demands import MODELS, TEXT, W, ones, r
+
+from support.compatibility.diffusers_demands import MODELS, TEXT, W, ones, r
 
 BATCH, FRAMES, SIDE, PATCHES = 2, 3, 8, 16
 MAIN_CHANNELS = ("in_channels", "in_visual_dim", "io_channels", "in_dim", "latent_channels")

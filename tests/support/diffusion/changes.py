@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from live_adapters import (
+from torch import nn
+
+from support.diffusion.adapters import (
     controlnet,
     derived,
     forget_tokens,
@@ -18,7 +20,6 @@ from live_adapters import (
     t2i_adapter,
     textual_inversion,
 )
-from torch import nn
 
 PROMPT = "a handwritten seven"
 

@@ -3,12 +3,12 @@
 import copy
 
 import torch
-from families import layers, make
-from foreign import AwqLinear, BitsandbytesLinear, GptqLinear
 from torch import nn
 
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+from support.llm.families import layers, make
+from support.llm.foreign import AwqLinear, BitsandbytesLinear, GptqLinear
 
 
 def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from families import layers, make
 from torch import nn
+
+from support.llm.families import layers, make
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def another_layer(model) -> None:
 
 
 def make_like(model, seed: int):
-    from families import BY_NAME
+    from support.llm.families import BY_NAME
 
     return make(BY_NAME[model.family], seed=seed)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from families import VOCAB, make, prompt
 from transformers import WatermarkingConfig
 
 import accel
+from support.llm.families import VOCAB, make, prompt
 
 NEW = 8
 

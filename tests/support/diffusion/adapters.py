@@ -1,6 +1,6 @@
 """Adapters with random weights and fixed seeds: LoRA, IP-Adapter, textual inversion, ControlNet, T2I-Adapter.
 
-Steps of the table in live_changes.py: functions of (pipe, folder) that load one as users do, from a file where
+Steps of the table in changes.py: functions of (pipe, folder) that load one as users do, from a file where
 published ones are files.
 """
 

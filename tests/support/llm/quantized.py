@@ -3,11 +3,11 @@
 import copy
 
 import torch
-from families import make, padded
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+from support.llm.families import make, padded
 
 HEADS = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
 

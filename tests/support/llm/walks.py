@@ -3,8 +3,9 @@
 import copy
 
 import torch
-from families import padded, prompt
-from modes import new_cache, same
+
+from support.llm.families import padded, prompt
+from support.llm.modes import new_cache, same
 
 
 class Walker:

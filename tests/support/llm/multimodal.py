@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from families import SIZES, TOKENS, prompt, randomize
+
+from support.llm.families import SIZES, TOKENS, prompt, randomize
 
 IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens
 PIECES = 4  # of one image

@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from families import randomize
-from tiny_configs import tiny, tiny_of
+
+from support.compatibility.tiny_configs import tiny, tiny_of
+from support.llm.families import randomize
 
 ROWS, TOKENS, STEPS, WORDS = 2, 11, 4, 80  # ids below WORDS mean nothing special
 

@@ -4,9 +4,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from comparison import Row
+from support.compatibility.comparison import Row
 
-FILE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+FILE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 AGAIN = "run `make compatibility`, and read the difference in docs/compatibility.md"
 HEADINGS = {
     "language": "Language models of transformers",
