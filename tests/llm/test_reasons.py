@@ -22,6 +22,9 @@ CASES = {
                     "shared_expert_intermediate_size": 48, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
                     "linear_key_head_dim": 16, "linear_value_head_dim": 16} | EXPERTS,
                    "its cache keeps more than keys and values"),
+    # Linear attention beside softmax attention, in a cache class that no other is accepted for.
+    "minimax": ({"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_local_experts": 4,
+                 "num_experts_per_tok": 2}, "its forward refuses the examined call: ValueError: MiniMax uses cache"),
     "bert": ({"is_decoder": True}, "what its attention gives is projected outside of it"),
     "bart": (DECODER | {"is_decoder": True, "is_encoder_decoder": False},
              "steps after a prompt hang on how much the cache holds"),

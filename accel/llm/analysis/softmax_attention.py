@@ -139,7 +139,8 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         for name, value in options.items():
             if name == "is_causal" and value is False:
                 raise NotUnderstood("its attention sees the future")
-            if name not in HARMLESS | {"is_causal"} and not name.startswith("output_") and value not in (None, False):
+            harmless = name in HARMLESS | {"is_causal"} or name.startswith("output_")
+            if not harmless and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
     else:
         options, calls = {}, [call for call in layer.calls if call.module is layer.attention]

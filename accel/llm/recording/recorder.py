@@ -8,6 +8,7 @@ is theirs. All of it is gone afterwards, also after an error.
 """
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -164,10 +165,18 @@ def record(
         with resting(model), recorder.attached(model):
             type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
-        raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+        raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:
         recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
     return seen
+
+
+def _refused(error: Exception) -> str:
+    """Whether it was the model that raised, such as one that takes only a cache of its own, or we who looked at it."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    raised = next(package for package in reversed(packages) if package != "torch")
+    return "could not be examined" if raised == __name__.partition(".")[0] else "its forward refuses the examined call"
 
 
 class Recorder:
