@@ -11,11 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
 
 import accel
-from accel.commands.app import app
 from accel.progress import bar, progress_bar
+from support.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 TEXT_ENCODER = ROOT / "examples" / "models" / "tiny-sd-digits" / "text_encoder"
@@ -31,10 +30,6 @@ print(codes, sorted({"torch", "diffusers", "transformers", "numpy"} & set(sys.mo
 """
 
 
-def run(*arguments: str):
-    return CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(app, [str(argument) for argument in arguments])
-
-
 def test_help_and_typos_load_neither_torch_nor_a_model_library():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run([sys.executable, "-c", HELPED], env=environment, capture_output=True, text=True)
@@ -42,7 +37,7 @@ def test_help_and_typos_load_neither_torch_nor_a_model_library():
 
 
 def test_stages_are_lines_on_the_error_stream_where_there_is_no_terminal():
-    result = run("report", TEXT_ENCODER, "--device", "cpu", "--json")
+    result = run_command("report", TEXT_ENCODER, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[:2] == [f"loading {TEXT_ENCODER}", "optimizing"]
     assert json.loads(result.stdout)["sites"]
@@ -81,7 +76,7 @@ def test_a_bar_counts_in_lines(capsys):
 @pytest.mark.parametrize("text", ['{"architectures": ', "[]"])
 def test_a_broken_configuration_is_named(tmp_path, command, text):
     (tmp_path / "config.json").write_text(text)
-    result = run(command, tmp_path, "--device", "cpu")
+    result = run_command(command, tmp_path, "--device", "cpu")
     assert result.exit_code == 2
     assert "config.json" in "".join(result.output.split("\n"))
 

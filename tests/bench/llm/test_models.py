@@ -1,0 +1,106 @@
+"""Models of `accel bench llm`: their sizes, and the bytes a step of each reads."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
+
+import accel
+from accel.bench.llm import cases, configs, models
+from accel.bench.llm import interleaved as turns
+from accel.bench.llm.traffic import Traffic, layers_of
+
+CPU = torch.device("cpu")
+PUBLISHED = {
+    "llama-8b": 8030.3,
+    "llama-3b": 3212.7,
+    "llama-1b": 1235.8,
+    "qwen-0.5b": 494.0,
+    "qwen-7b": 7615.6,
+    "qwen3-8b": 8190.7,
+    "mistral-7b": 7248.0,
+    "gemma2-2b": 2614.3,
+    "phi3-mini": 3821.1,
+    "gpt2": 124.4,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in configs.CONFIGS if name != "tiny"])
+def test_real_models_are_the_published_sizes(name):
+    """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""
+    model = models.build(name, torch.device("meta"), torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.1)
+
+
+def test_it_never_ends_by_itself_but_looks_for_the_end(tiny):
+    inputs = models.prompt(tiny, 1, 5)
+    out = tiny.generate(**inputs, max_new_tokens=40, do_sample=True)
+    assert out.shape == (1, 45) and tiny.generation_config.eos_token_id == 256
+
+
+def test_stock_beside_it_is_over_the_same_weights(tiny):
+    stock = models.beside(tiny)
+    inputs = models.prompt(tiny, 2, 9)
+    with torch.no_grad():
+        wanted = stock(**inputs).logits
+        accel.optimize(tiny)
+        tiny(**inputs)
+        pairs = zip(stock.parameters(), tiny.parameters(), strict=True)
+        assert all(a is b and a.data_ptr() == b.data_ptr() for a, b in pairs)
+        assert torch.equal(stock(**inputs).logits, wanted)
+        assert torch.equal(accel.restore(tiny)(**inputs).logits, wanted)
+    assert not any("forward" in vars(module) for module in stock.modules())
+
+
+def test_an_assistant_is_a_small_one_of_the_same_make(tiny):
+    tiny.config.num_hidden_layers = 2
+    helper = models.assistant(tiny, layers=1)
+    assert len(layers_of(helper)) == 1 and helper.dtype == tiny.dtype
+    tiny.generate(**models.prompt(tiny, 1, 6), max_new_tokens=5, do_sample=False, assistant_model=helper)
+
+
+def test_bytes_of_a_step_by_hand(tiny):
+    traffic = Traffic.of(tiny)
+    hidden, inner, kv, vocabulary, layers = 32, 64, 16, 256, 2
+    assert traffic.weights == {
+        "QKV": 4 * layers * hidden * (hidden + 2 * kv),
+        "out": 4 * layers * hidden * hidden,
+        "gate and up": 4 * layers * 2 * hidden * inner,
+        "down": 4 * layers * hidden * inner,
+        "head": 4 * vocabulary * hidden,
+        "norms and rest": 4 * (2 * layers + 1) * hidden,
+    }
+    assert traffic.cache(3, 100) == 4 * 3 * 100 * layers * 2 * kv
+    assert traffic.step_bytes(3, 100) == sum(traffic.weights.values()) + traffic.cache(3, 100)
+    assert traffic.step(3, 100)["attention"] == traffic.cache(3, 100)
+
+
+def test_bytes_of_other_makes():
+    def traffic(config):
+        model = AutoModelForCausalLM.from_config(config).eval()
+        return model, Traffic.of(model)
+
+    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model, found = traffic(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, **tokens))
+    whole = sum(p.nbytes for p in model.parameters())
+    assert sum(found.weights.values()) == whole - model.transformer.wpe.weight.nbytes  # the head is the table, tied
+    more = {"intermediate_size": 48, "num_key_value_heads": 1}
+    _, found = traffic(Gemma2Config(**sizes, **more, **tokens, head_dim=16, sliding_window=8))
+    each = 4 * 2 * 16
+    assert found.cache(1, 100) == each * (8 + 100)  # every second layer sees a window
+    _, found = traffic(MixtralConfig(**sizes, **more, **tokens, num_local_experts=4, num_experts_per_tok=1))
+    experts = found.weights["experts"]
+    assert found.step(1, 1)["experts"] == experts // 4
+    assert experts * 0.6 < found.step(4, 1)["experts"] < experts * 0.7  # 1 - (3/4)^4
+
+
+def test_a_step_reads_less_of_a_rounded_cache(tiny):
+    traffic = Traffic.of(tiny)
+    work = cases.Work(tiny, traffic, 1e9, CPU, (1,), (64,), 8, 64)
+    shares = [
+        work.rate(4, 64, {"step": 1e-3, "call": 1e-3}, turns.Variant("", tiny, kept=kept))["share_of_bandwidth"]
+        for kept in (1.0, 0.375)
+    ]
+    cache = traffic.cache(4, 64 + (work.few + work.many) // 2)
+    assert shares[0] - shares[1] == pytest.approx(0.625 * cache / 1e9 / 1e-3, abs=2e-4)

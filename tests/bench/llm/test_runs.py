@@ -1,0 +1,186 @@
+"""Whole runs of `accel bench llm`: the file they write, quantized variants, and what happens when something fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel import api
+from accel.bench.llm import cases, runner
+from accel.bench.llm import interleaved as turns
+from accel.bench.llm import latency_spikes as stalls
+from support.command_line import run_command
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def bench(tmp_path, *arguments):
+    sizes = ("--batch", "1,3", "--new-tokens", "3", "--device", "cpu", "--out", tmp_path)
+    return run_command("bench", "llm", "--model", "tiny", *sizes, *arguments)
+
+
+def test_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "PROMPTS", (64,))
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(stalls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
+    parts = ",".join(part for part in runner.PARTS if part != "ready")
+    result = bench(
+        tmp_path, "--context", "32,2100,64", "--long", "150", "--long-batch", "1,2", "--parts", parts, "--compile"
+    )
+    assert result.exit_code == 0, result.output
+    assert all(word in result.output for word in ("decode", "prefill", "speed-up", "first or second call", "of bound"))
+    figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
+    assert figures["case"] == "llm-tiny" and figures["dtype"] == "float32" and figures["machine"]["gpu"] is None
+    assert {"commit", "date", "sites", "graphs", "fallbacks", "copy_bandwidth_gb_s"} <= set(figures)
+    assert figures["quality"]["passed"] and figures["quality"]["agreement"]["tokens"] == 32
+    assert figures["restored_bit_equal"] is True and figures["sizes"]["parameters"] == 34976
+
+    parts = figures["parts"]
+    decode = parts["decode"]
+    assert [(row["batch"], row["context"]) for row in decode] == [(1, 32), (3, 32), (1, 2100), (1, 64)]
+    assert [set(row) & {"stock", "accel", "compile"} for row in decode] == [
+        {"stock", "accel", "compile"}, {"stock", "accel", "compile"}, set(), {"stock", "accel"}
+    ]  # fmt: skip
+    for row in (*decode[:2], decode[3], *parts["long"]):
+        assert row["accel"]["tok_s"] > 0 and 0 < row["accel"]["share_of_bandwidth"] < 1
+    assert [row["tokens"] for row in parts["prefill"]] == [64]
+    assert [row["mode"] for row in parts["modes"]] == list(cases.MODES)
+    assert all({"stock", "accel"} <= set(row) for row in parts["modes"])
+    assert [(row["batch"], row["context"]) for row in parts["long"]] == [(1, 150), (2, 150)]
+    assert [row["batch"] for row in parts["memory"]] == [1, 3] and parts["memory"][0]["accel"] is None
+    assert [row["variant"] for row in parts["stalls"]] == ["stock", "accel"]
+    assert all([call["context"] for call in row["calls"]] == [7, 20] for row in parts["stalls"])
+
+    assert {(row["case"], row["variant"]) for row in figures["failed"]} == {
+        ("batch 1, context 2100, new tokens 3", "stock"), ("batch 1, context 2100, new tokens 3", "accel")
+    }  # fmt: skip
+    assert all("2048 positions" in row["reason"] for row in figures["failed"]) and "failed: decode" in result.output
+    assert figures["skipped"] == []
+
+
+def test_quantized_weights_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "PROMPTS", (64,))
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    steps = cases.Work.steps  # on a busy host the difference of two calls may come out below zero
+    monkeypatch.setattr(cases.Work, "steps", lambda *args, **options: steps(*args, **options) | {"step": 1e-5})
+    more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int8-head,int4-g32")
+    more += ("--activations", "int8")
+    result = bench(tmp_path, *more)
+    assert result.exit_code == 0, result.output
+    assert "s to quantize" in result.output and "accel int8" in result.output
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
+    for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
+        assert {"stock", "accel", "accel int8", "accel int8-head", "accel int4-g32", "accel int8 x int8"} <= set(row)
+    told = figures["quantized"]
+    assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
+    assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
+    assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
+    assert told["int8"]["kl"] < told["int8 x int8"]["kl"] and told["int8 x int8"]["mb"] == told["int8"]["mb"]
+    row = figures["parts"]["decode"][0]  # at one time a step, the shares are as the bytes
+    shares = {name: of["share_of_bandwidth"] for name, of in row.items() if isinstance(of, dict)}
+    assert 0 < shares["accel int4-g32"] < shares["accel int8"] < shares["accel"] == shares["stock"]
+    assert 0 < shares["accel int8-head"] < shares["accel int8"] == shares["accel int8 x int8"]
+
+
+def test_rounded_caches_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    more = ("--context", "32", "--parts", "decode", "--weights", "int8", "--kv-cache", "int8")
+    result = bench(tmp_path, *more)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
+    names = ["int8", "kv int8", "int8, kv int8"]
+    assert list(figures["quantized"]) == names and "int8, kv int8" in result.output
+    told = figures["quantized"]["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
+    assert (told["token_bytes"], told["token_bytes_before"]) == (2 * 2 * 2 * 12, 2 * 2 * 2 * 32)
+    assert 0 < told["kl"] < 1e-3 and "mb" not in told
+    assert all(f"accel {name}" in row for name in names for row in figures["parts"]["decode"])
+
+
+def test_out_of_time_nothing_new_is_begun(tmp_path):
+    result = bench(tmp_path, "--context", "32", "--seconds", "0.1")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
+    assert figures["parts"] == {} and figures["quality"]["passed"]
+    assert [row["part"] for row in figures["skipped"]] == list(runner.PARTS)
+    assert "left out: decode" in result.output
+
+
+def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
+    def interrupted(work):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(runner.IN_TURNS, "prefill", interrupted)
+    result = bench(tmp_path, "--context", "32", "--parts", "decode,prefill,modes,ready")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
+    assert list(figures["parts"]) == ["decode"] and figures["sites"]
+    assert figures["skipped"] == [{"part": "ready", "case": "", "reason": "interrupted"}]
+
+
+def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
+    """A limit of time ends a process without asking; here an exception that nothing waits for does."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(work):
+        raise Killed
+
+    monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
+    with pytest.raises(Killed):
+        bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
+    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
+    row, _ = figures["parts"]["decode"]
+    assert {"stock", "accel", "accel int8"} <= set(row) and list(figures["quantized"]) == ["int8"]
+    (failed,) = figures["failed"]  # 32 inputs are no multiple of 128
+    assert (failed["part"], failed["variant"]) == ("quantizing", "int4") and "no linear layer" in failed["reason"]
+
+
+def test_parts_keep_time_for_those_after_them():
+    request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
+    going = runner.BenchRun(request, turns.Clock(100.0))
+    going.clock.start -= 79
+    assert not going.out_of_time("decode")
+    going.clock.start -= 2
+    assert going.out_of_time("decode") and not going.out_of_time("stalls") and not going.out_of_time("ready")
+    going.clock.start -= 10
+    assert going.out_of_time("stalls") and not going.out_of_time("ready")
+
+
+def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
+    plan = api._plan
+
+    def wrong(part, context):
+        made = plan(part, context)
+        if not made.patches:
+            made.patches = []
+        made.apply = lambda: setattr(
+            part.lm_head, "forward", lambda x: 1.01 * torch.nn.functional.linear(x, part.lm_head.weight)
+        )
+        made.undo = lambda: vars(part.lm_head).pop("forward", None)
+        return made
+
+    monkeypatch.setattr(api, "_plan", wrong)
+    result = bench(tmp_path, "--context", "32")
+    assert result.exit_code == 1 and "wrong result" in result.output and "nothing was timed" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--model", "llama-9b"), "'llama-9b' is neither a folder nor one of llama-8b"),
+        (("--model", "tiny", "--parts", "decode,encode"), "'encode' is none of decode"),
+        (("--model", "tiny", "--batch", "1,x"), "give numbers with commas"),
+        (("--model", "tiny", "--weights", "int8,int3"), "'int3' is none of int8"),
+        (("--model", "tiny", "--kv-cache", "int4"), "'int4' is none of int8, fp8"),
+        (("--model", "tiny", "--activations", "int4"), "'int4' is none of int8"),
+        (("--model", ROOT / "examples/models/tiny-sd-digits/text_encoder"), "no causal language model"),
+    ],
+    ids=str,
+)
+def test_it_refuses(arguments, message, tmp_path):
+    result = run_command("bench", "llm", *arguments, "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())

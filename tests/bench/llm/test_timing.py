@@ -1,0 +1,82 @@
+"""What `accel bench llm` takes for the time of a step, of a call and until ready."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel.bench import timing
+from accel.bench.llm import cases, ready
+from accel.bench.llm import interleaved as turns
+from accel.bench.llm.traffic import Traffic, copy_bandwidth
+
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
+    """A model whose calls cost 30 ms, and 1 ms a token."""
+    work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (2,), (16,), 40, 0)
+    now = [0.0]
+    for module in (turns, timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def generate(input_ids, attention_mask, max_new_tokens, do_sample):
+        now[0] += 0.03 + 0.001 * max_new_tokens
+        return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
+
+    (case,) = cases.decode(work)
+    variant = turns.Variant("slow", SimpleNamespace(generate=generate))
+    found = turns.interleaved(case, [variant], CPU, 0.3, lambda name, error: pytest.fail(str(error)))["slow"]
+    assert found["ms_step"] == pytest.approx(1.0)
+    assert found["tok_s"] == pytest.approx(2e3 / found["ms_step"], rel=1e-2)
+    assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
+
+
+def test_stopping_early_is_no_time():
+    generate = SimpleNamespace(generate=lambda input_ids, **kwargs: torch.zeros(1, 9))
+    with pytest.raises(ValueError, match="stopped after 5 of 7 tokens"):
+        turns.Variant("short", generate).generate({"input_ids": torch.zeros(1, 4)}, 7)
+
+
+@pytest.mark.parametrize("failing", ["prepare", "first", "later"])
+def test_one_that_fails_leaves_the_others(failing):
+    calls = []
+
+    def prepare(variant):
+        def sample():
+            calls.append(variant.name)
+            if variant.name == "bad" and failing != "prepare" and (failing == "first" or calls.count("bad") > 2):
+                raise RuntimeError("too bad")
+            return {"x": float(len(calls))}
+
+        if variant.name == "bad" and failing == "prepare":
+            raise RuntimeError("too bad")
+        return sample
+
+    failures = []
+    case = turns.TimedCase("part", {"batch": 1}, prepare, lambda median, variant: median)
+    variants = [turns.Variant("bad", None), turns.Variant("good", None)]
+    found = turns.interleaved(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
+    assert list(found) == ["good"] and failures == [("bad", "too bad")]
+    assert found["good"]["rounds"] >= turns.LEAST_ROUNDS
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
+def test_ready_in_this_process_and_in_a_fresh_one():
+    here = ready.measure_generation("tiny", CPU, torch.float32, "accel", 16)
+    assert here["optimize_s"] > 0 and here["ready_s"] >= 0
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    given = ["-m", "accel.bench.llm.ready", "tiny", "cpu", "float32", "stock", "16"]
+    done = subprocess.run(
+        [sys.executable, *given], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == set(here)

@@ -1,0 +1,67 @@
+"""benchmarks/plot.py: the images it draws of results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def figures(ms, rows=1):
+        return {"ms_step": ms, "tok_s": rows * 1e3 / ms, "share_of_bandwidth": 3.5 / ms}
+
+    result = {
+        "case": "llm-llama-8b", "machine": {"gpu": "NVIDIA H200"}, "dtype": "bfloat16", "sizes": {"parameters": 8e9},
+        "parts": {
+            "decode": [
+                {"batch": 1, "context": 512, "stock": figures(20.0), "accel": figures(4.0), "compile": figures(7.0)},
+                {"batch": 8, "context": 512, "stock": figures(21.0, 8), "accel": figures(4.5, 8)},
+                {"batch": 1, "context": 8192, "stock": figures(22.0)},
+            ],
+            "long": [{"context": 32768, "stock": figures(27.0), "accel": figures(6.0)}],
+        },
+    }  # fmt: skip
+    (tmp_path / "nvidia-h200-llm-llama-8b.json").write_text(json.dumps(result))
+    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
+    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "images" / "decode.png").read_bytes()
+    assert len(drawn) > 10_000
+    (tmp_path / "nvidia-h200-llm-llama-8b-2.json").write_text(json.dumps(result))  # the same on another host
+    subprocess.run([sys.executable, *map(str, given)], check=True)
+    assert (tmp_path / "images" / "decode.png").read_bytes() == drawn
+
+
+def test_the_plot_of_quantized_models(tmp_path):
+    pytest.importorskip("matplotlib")
+    gpu = {"machine": {"gpu": "NVIDIA H200"}}
+    decode = [
+        {"batch": rows, "context": 512} | {name: {"ms_step": ms, "tok_s": rows * 1e3 / ms} for name, ms in times}
+        for rows, times in (
+            (1, (("stock", 20.0), ("accel int4", 2.0), ("accel int4, kv int8", 1.9))),
+            (8, (("stock", 21.0),)),
+        )
+    ]
+    ways = [("int8", "rtn", None, 0.5, 1e-4), ("int4", "gptq", None, 0.26, 6e-3), ("int8", "rtn", "int8", 0.5, 7e-2)]
+    keys = ("weights", "method", "inputs", "bytes_of_16_bits", "change")
+    quality = [{"model": "as trained", "kv_cache": None} | dict(zip(keys, way, strict=True)) for way in ways]
+    quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
+    results = {
+        "quantized-llama-8b": {"parts": {"decode": decode}},
+        "quantized-chain": {"rows": []},
+        "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
+        "quality-lm": {"rows": quality, "parameters": 98e6},
+    }
+    for case, result in results.items():
+        (tmp_path / f"nvidia-h200-{case}.json").write_text(json.dumps({"case": case} | gpu | result))
+    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
+    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantized.png"]
+    assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000

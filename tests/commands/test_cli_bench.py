@@ -1,0 +1,162 @@
+"""`accel bench`: what it refuses, and the file it writes."""
+
+import json
+
+import pytest
+import torch
+
+import accel
+from accel.bench import ready
+from accel.bench.cases import CASES
+from support.command_line import CALL, DIGITS, run_command
+
+
+def test_bench_refuses_an_unknown_case_and_names_the_others():
+    result = run_command("bench", "sd15", "sd99", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "'sd99'" in result.output and "'sd15'" not in result.output
+    assert all(name in result.output for name in CASES)
+
+
+@pytest.mark.parametrize("option", [("--dtype", "fp12"), ("--device", "abacus")])
+def test_bench_refuses_unknown_dtypes_and_devices(option):
+    result = run_command("bench", "tiny", *option)
+    assert result.exit_code == 2
+    assert option[1] in result.output
+
+
+def test_bench_tiny_writes_json(tmp_path, monkeypatch):
+    """Of the three fresh processes one is started; what the others measure is measured here."""
+    started, fresh = [], ready.spawn
+
+    def spawn(module, arguments, caches):
+        started.append((arguments[-1], caches))
+        if len(started) == 1:
+            return fresh(module, arguments, caches)
+        case, device, dtype, variant = arguments
+        return ready.measure_module(ready.CASES[case], torch.device(device), getattr(torch, dtype), variant)
+
+    monkeypatch.setattr(ready, "spawn", spawn)
+    result = run_command("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "speed-up" in result.output
+    figures = json.loads((tmp_path / "cpu-tiny.json").read_text())
+    assert figures["case"] == "tiny" and figures["dtype"] == "float32"
+    assert figures["shapes"]["sample"] == [2, 4, 16, 16]
+    assert figures["machine"]["gpu"] is None
+    assert {"torch", "triton", "transformers", "diffusers", "python", "cuda", "driver"} <= set(figures["machine"])
+    assert {"commit", "date", "sites", "fallbacks"} <= set(figures)
+    for variant in ("stock", "accel"):
+        timing = figures[variant]
+        assert 0 < timing["q1_ms"] <= timing["median_ms"] <= timing["q3_ms"] and timing["calls"] >= 5
+    assert "compile" not in figures
+    assert 0 < figures["error"]["accel_vs_fp32"] <= 2 * figures["error"]["stock_vs_fp32"] < 1e-5
+    assert figures["restored_bit_equal"] is True
+    assert figures["peak_memory_mb"] == {"stock": None, "accel": None}
+    took = figures["ready"]
+    assert min(took["cold_s"], took["warm_s"], took["stock_first_call_s"], took["in_process_s"]) > 0
+    assert min(took["cold_lost_s"], took["warm_lost_s"]) >= 0
+    assert [variant for variant, _ in started] == ["accel", "accel", "stock"]
+    assert len({caches for _, caches in started}) == 1
+
+
+def test_bench_with_quantized_weights(tmp_path):
+    given = ("--weights", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
+    result = run_command("bench", "tiny", *given)
+    assert result.exit_code == 0, result.output
+    assert "dB from stock" in result.output
+    found = json.loads((tmp_path / "cpu-tiny-int8.json").read_text())
+    assert found["weights"] == "int8" and found["lost"]["psnr_db"] > 50 and found["restored_bit_equal"]
+    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
+    for case, weights, told in (("vae512", "int8", "not for vae512"), ("tiny", "int4", "none of int8, int8-asym, fp8")):
+        refused = run_command("bench", case, "--weights", weights)
+        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
+
+
+def test_bench_with_activations_in_8_bits(tmp_path):
+    given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05")
+    result = run_command("bench", "tiny", *given, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "cpu-tiny-int8-activations-int8.json").read_text())
+    assert found["activations"] == "int8" and found["lost"]["psnr_db"] > 40 and found["restored_bit_equal"]
+    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
+    assert 0 < max(found["products"].values()) <= 1 and set(found["products"]) == {"rounded rows", "their products"}
+    for options, told in (
+        (("--activations", "int8"), "needs --weights int8"),
+        (("--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
+        (("--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
+    ):
+        refused = run_command("bench", "tiny", *options)
+        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
+
+
+def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
+    """A plugin that scales its output: the benchmark must say so, write nothing and fail."""
+
+    class Scaled:
+        def __init__(self, stock):
+            self.stock = stock
+
+        def __call__(self, *args, **kwargs):
+            return tuple(part * 1.01 for part in self.stock(*args, **kwargs))
+
+    def spoil(module):
+        module.forward = Scaled(type(module).forward.__get__(module))
+        return module
+
+    monkeypatch.setattr(accel, "optimize", spoil)
+    result = run_command("bench", "tiny", "--device", "cpu", "--no-ready", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "wrong result" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_of_a_pipeline_folder(tmp_path):
+    result = run_command("bench", DIGITS, *CALL, "--size", "48", "--batch", "2", "--seconds", "0.1", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "speed-up" in result.output and "tiny-sd-digits" in result.output
+    figures = json.loads((tmp_path / "cpu-tiny-sd-digits.json").read_text())
+    assert figures["about"] == "StableDiffusionPipeline, 3 steps, batch 2"
+    assert figures["shapes"]["image"] == [48, 48, 3]
+    assert figures["quality"]["passed"] and figures["restored_bit_equal"] is True
+    assert figures["sites"]["patched"] > 50 and figures["fallbacks"] == []
+    assert 0 < figures["error"]["accel_vs_fp32"] < 1e-4
+    assert min(figures["ready"]["in_process_s"], figures["ready"]["stock_first_call_s"]) > 0
+    for variant in ("stock", "accel"):
+        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 3
+    assert len(figures["stock_halves_ms"]) == 2
+
+
+@pytest.mark.parametrize(
+    "part, options, shape",
+    [("unet", ("--batch", "1"), ["sample", [1, 4, 8, 8]]), ("vae", ("--size", "32"), ["sample", [1, 3, 32, 32]])],
+)
+def test_bench_of_a_model_folder(tmp_path, part, options, shape):
+    result = run_command("bench", DIGITS / part, *options, "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / f"cpu-{part}.json").read_text())
+    assert figures["shapes"][shape[0]] == shape[1]
+    assert figures["restored_bit_equal"] is True
+
+
+def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets):
+    result = run_command("bench", DIGITS, *CALL, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "wrong result" in result.output and "FAILED" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("tiny", "--size", "32"), "--size is for folders"),
+        ((DIGITS / "unet", "--steps", "3"), "for pipelines"),
+        ((DIGITS / "tokenizer",), "neither a model_index.json nor a config.json"),
+        ((DIGITS, "sd99"), "'sd99'"),
+    ],
+    ids=str,
+)
+def test_bench_refuses_what_does_not_go_together(arguments, message):
+    result = run_command("bench", *arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    assert message in result.output

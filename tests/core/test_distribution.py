@@ -1,0 +1,126 @@
+"""What users get: public names, what importing costs, what a wheel holds, the trap in the name `kernels`."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import accel
+
+ROOT = Path(__file__).parents[2]
+ACCEL = ROOT / "accel"
+KERNELS = ROOT / "kernels" / "accel_kernels"
+
+NAMES = {
+    "Options", "Quality", "Report", "load", "optimize", "optimized", "quantize", "register_op", "report", "restore",
+    "verify", "__version__", "errors",
+}  # fmt: skip
+
+
+def files(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def test_public_names_are_frozen():
+    assert set(accel.__all__) == NAMES
+    assert all(hasattr(accel, name) for name in NAMES)
+
+
+def python(code: str, **environment: str) -> str:
+    """Runs code as `python -c` from the repository root, which puts that folder first on sys.path."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_importing_accel_is_light():
+    loaded, cuda = json.loads(
+        python(
+            "import json, sys, torch\n"
+            "before = set(sys.modules)\n"
+            "import accel\n"
+            "accel.optimize\n"
+            "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+            "print(json.dumps([sorted(new), torch.cuda.is_initialized()]))"
+        )
+    )
+    assert not set(loaded) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
+    assert not cuda
+
+
+def test_functions_keep_their_names_beside_modules_called_the_same():
+    code = "import accel.report, accel; from accel.report import Report; from accel import report, verify\n"
+    code += "print(all(map(callable, (accel.report, accel.verify, report, verify))), accel.Report is Report)"
+    assert python(code) == "True True"
+    with pytest.raises(AttributeError, match="no attribute 'optimizes'"):
+        accel.optimizes  # noqa: B018
+
+
+def test_errors_can_be_caught_by_who_imports_accel_alone():
+    code = "import accel; names = accel.errors.__all__\n"
+    code += "kinds = [getattr(accel.errors, name) for name in names]\n"
+    code += "print(all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds), *names)"
+    assert python(code) == "True PatchConflict Refused SkippedSite"
+    assert issubclass(accel.errors.SkippedSite, ValueError) and issubclass(accel.errors.PatchConflict, RuntimeError)
+
+
+def test_all_that_is_public_can_be_listed_and_is_typed():
+    assert set(accel.__all__) <= set(dir(accel))
+    (block,) = (node for node in ast.parse((ACCEL / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    assert {name.name for node in block.body for name in node.names} | {"__version__"} == NAMES
+
+
+def test_a_wheel_holds_two_packages(tmp_path):
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("hf_accel-")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"accel", "accel_kernels"}
+    assert len(top) == 3
+    assert {"accel/py.typed", "accel_kernels/py.typed"} <= set(names)  # annotations count for who installs it
+    packed = {name for name in names if name.endswith(".py")}
+    here = {path.relative_to(ROOT).as_posix() for path in files(ACCEL)}
+    here |= {path.relative_to(ROOT / "kernels").as_posix() for path in files(KERNELS)}
+    assert packed == here
+
+
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+)
+tokens = LlamaForCausalLM(config).generate(torch.tensor([[1, 5, 7]]), max_new_tokens=4, do_sample=False)
+print(tuple(tokens.shape))
+"""
+
+
+def test_a_llama_generates_from_the_repository_root():
+    assert python(LLAMA) == "(1, 7)"
+
+
+def test_the_package_kernels_wins_over_our_folder(tmp_path):
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("mine = True\n")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
+    code = "import sys, kernels, accel_kernels; print(sys.path[0] == '', kernels.mine)"
+    assert python(code, PYTHONPATH=path) == "True True"
