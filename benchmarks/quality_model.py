@@ -177,7 +177,9 @@ def main(given: argparse.Namespace) -> dict:
             "seed": given.seed,
             "held_out": held_out_perplexity,
             "runs": runs,
-            "text": "tests/llm/training_text.txt" if given.toy else "janeaustenr: six novels without chapters 9 and 10",
+            "text": str(CALIBRATION.relative_to(ROOT))
+            if given.toy
+            else "janeaustenr: six novels without chapters 9 and 10",
             "date": now(),
             "commit": commit(),
             "machine": machine(device),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = ROOT / "examples" / "models" / "tiny-lm" / "held_out.txt"
-CALIBRATION = ROOT / "tests" / "llm" / "training_text.txt"  # the second chapter of each novel, which models are shown
+# The second chapter of each novel, which models are shown.
+CALIBRATION = ROOT / "tests" / "support" / "llm" / "training_text.txt"
 WINDOW = 512
 LEFT_OUT = -100
 ROWS = 16  # windows of one call

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-lm"
 HELD_OUT = FOLDER / "held_out.txt"
+CALIBRATION = Path(__file__).with_name("training_text.txt")  # of what it was trained on
 WINDOW = 512
 
 

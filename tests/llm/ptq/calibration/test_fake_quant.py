@@ -13,7 +13,7 @@ from accel.quantization.scheme import Scheme
 from support.llm.families import make, prompt
 from support.llm.quantized import held_by
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them
 
 

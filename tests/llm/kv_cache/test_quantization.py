@@ -308,7 +308,7 @@ def test_verify_calls_it_lossy():
 @pytest.fixture(scope="module")
 def shipped():
     """(tiny-lm, its loss on windows of the held-out text, the function that gives that of a model)."""
-    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-lm"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = (folder / "held_out.txt").read_text()
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: 10 * 512])

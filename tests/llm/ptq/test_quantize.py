@@ -78,7 +78,7 @@ def test_it_is_what_the_option_makes_and_stays(name, scheme):
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 
 
-# All of them with weights quantized by the option: test_quant_models.py.
+# All of them with weights quantized by the option: test_quantized_weights.py.
 @pytest.mark.parametrize(
     "name", [family.name for number, family in enumerate(FAST) if EVERYTHING or family.core or number % 3 == 0]
 )

@@ -5,7 +5,6 @@ training_text.txt: the second chapter of each of Jane Austen's novels, as `train
 
 import copy
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibrate import quantize_layers
 from accel.quantization.scheme import Scheme
 from support.llm.families import EVERYTHING
-from support.llm.held_out import FOLDER, HELD_OUT, WINDOW, perplexity
-
-TEXT = Path(__file__).with_name("training_text.txt")
+from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, WINDOW, perplexity
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def windows(tokenizer) -> list[torch.Tensor]:
     """(1, WINDOW) each, beginning as texts do; of one chapter after the other."""
     chapters = [
         torch.tensor(tokenizer(chapter, add_special_tokens=False, verbose=False).input_ids).split(WINDOW - 1)
-        for chapter in TEXT.read_text().split("\n\n")
+        for chapter in CALIBRATION.read_text().split("\n\n")
     ]
     return [F.pad(parts[n], (1, 0), value=tokenizer.bos_token_id)[None] for n in range(2) for parts in chapters]
 
@@ -80,7 +77,7 @@ def planted(model, channels=(7, 60, 133), factor: float = 80.0):
 
 
 def test_no_held_out_paragraph_is_in_the_text():
-    mine, theirs = (set(path.read_text().split("\n")) for path in (TEXT, HELD_OUT))
+    mine, theirs = (set(path.read_text().split("\n")) for path in (CALIBRATION, HELD_OUT))
     assert not any(len(line) > 40 for line in mine & theirs) and len(mine) > 100
 
 
@@ -101,7 +98,7 @@ def nearest(stock, growth, windows):
     ("name", "method", "texts", "left"),
     [("int4-g64", "gptq", 4, 0.7), ("int4-g64", "awq", 1, 0.7), ("int4-g32", "gptq", 8, 0.7)],
 )
-@pytest.mark.skipif(not EVERYTHING, reason="test_quant_calibration has the methods; ACCEL_TEST_EVERYTHING=1 runs it")
+@pytest.mark.skipif(not EVERYTHING, reason="test_calibrate.py has the methods; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_four_bits(stock, growth, windows, nearest, name, method, texts, left):
     plain, before = nearest(name)
     model, results = calibrated(stock, name, method, windows[:texts])
@@ -158,7 +155,7 @@ def test_eight_bit_activations_of_a_model_with_outliers(stock, rounded, windows)
         ("int8-outliers-static", "rtn", 0.002, 0.006),
     ],
 )
-@pytest.mark.skipif(not EVERYTHING, reason="test_quant_static has the formula; ACCEL_TEST_EVERYTHING=1 runs it")
+@pytest.mark.skipif(not EVERYTHING, reason="test_static_activations has the formula; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_inputs_rounded_by_what_calibration_fixed(stock, growth, windows, kind, method, plain, outliers):
     data = [{"input_ids": ids} for ids in windows[:1]]
     for before, most in ((stock, plain), (planted(copy.deepcopy(stock)), outliers)):

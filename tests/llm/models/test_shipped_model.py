@@ -2,7 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.llm.families import EVERYTHING
-from support.llm.held_out import FOLDER, HELD_OUT, perplexity
+from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, perplexity
 
 PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']
 
@@ -72,7 +71,7 @@ def test_the_card_says_whose_text_it_is_and_under_which_licence(card):
 
 
 def test_text_to_calibrate_on_is_none_of_the_held_out():
-    paragraphs = {line for line in Path(__file__).with_name("training_text.txt").read_text().splitlines() if line}
+    paragraphs = {line for line in CALIBRATION.read_text().splitlines() if line}
     assert len(paragraphs) > 50 and not paragraphs & set(HELD_OUT.read_text().splitlines())
 
 

@@ -169,7 +169,7 @@ def test_inside_an_adapter_it_is_not_saved(tmp_path):
 def test_text_comes_out_of_the_folder(tmp_path):
     from pathlib import Path
 
-    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+    folder = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("It was a beautiful evening, and", return_tensors="pt")
