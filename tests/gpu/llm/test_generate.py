@@ -13,7 +13,8 @@ import torch
 import accel
 from support.llm.changes import CHANGES
 from support.llm.families import BY_NAME, FAMILIES, available, make, padded, prompt
-from support.llm.modes import MODES, flat, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import flat, generate, same
 from support.llm.walks import walk
 
 CORE = [family.name for family in FAMILIES if family.core]

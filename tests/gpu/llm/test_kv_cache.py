@@ -15,7 +15,8 @@ from accel.llm.kv_cache.cache import store_of
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
 from support.llm.families import make, padded, prompt
-from support.llm.modes import MODES, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import generate, same
 from support.llm.rounded_cache import rounding
 
 FAMILIES = ("llama", "llama-mqa", "llama-head-dim-10", "gpt2", "bloom", "gpt-neox", "mistral", "qwen3", "gemma2", "phi")

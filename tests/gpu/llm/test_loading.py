@@ -8,7 +8,7 @@ import torch
 import accel
 from support.device_memory import allocated
 from support.llm.families import make, prompt
-from support.llm.modes import generate
+from support.llm.outputs import generate
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
 LAYERS = 12

@@ -11,7 +11,7 @@ import accel
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import make, padded, prompt
-from support.llm.modes import flat, generate, same
+from support.llm.outputs import flat, generate, same
 
 EXACT = 4e-5
 

@@ -7,7 +7,7 @@ import torch
 
 import accel
 from support.llm.families import BY_NAME, available, make, padded
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 pytestmark = pytest.mark.usefixtures("exact")
 MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]

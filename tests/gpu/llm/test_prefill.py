@@ -14,7 +14,7 @@ import accel
 from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import MOST, STEP, bucket_for
 from support.llm.families import BY_NAME, FAMILIES, available, make, padded, prompt
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")

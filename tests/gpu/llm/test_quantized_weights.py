@@ -8,7 +8,8 @@ import torch
 import accel
 from support.device_memory import allocated
 from support.llm.families import make, padded, prompt
-from support.llm.modes import MODES, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, rounded
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")

@@ -7,7 +7,7 @@ import torch
 
 import accel
 from support.llm.families import SIZES, TOKENS, available, padded, randomize
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 DECODER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}

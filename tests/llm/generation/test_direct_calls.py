@@ -8,7 +8,7 @@ import torch
 
 import accel
 from support.llm.families import BY_NAME, FAMILIES, VOCAB, every, padded, prompt
-from support.llm.modes import flat, same
+from support.llm.outputs import flat, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]

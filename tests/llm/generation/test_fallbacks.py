@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import accel
+from support.llm.calls import tokenizer
 from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
-from support.llm.modes import flat, generate, same, tokenizer
+from support.llm.outputs import flat, generate, same
 
 TALK = [
     {"role": "user", "content": "abc"},

@@ -5,7 +5,7 @@ import torch
 
 import accel
 from support.llm.families import in_turn, layers, padded
-from support.llm.modes import flat, generate, same
+from support.llm.outputs import flat, generate, same
 
 
 def first(model):

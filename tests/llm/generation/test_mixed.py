@@ -12,7 +12,7 @@ import accel
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.kv_cache.cache import StoreLayer
 from support.llm.families import BY_NAME, available, layers, make, padded, prompt
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]
 

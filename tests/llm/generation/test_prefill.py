@@ -16,7 +16,8 @@ from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import FINE, MOST, STEP, Prompts, bucket_for, pad_to_bucket
 from accel.patching.ledger import Ledger
 from support.llm.families import BY_NAME, FAMILIES, available, every, make, padded, prompt
-from support.llm.modes import MODES, flat, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import flat, generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # Rotated, with a table of positions, with a window, with a softcap, with biases by distance, side by side, rotated by a

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import accel
 from support.llm.families import layers, make, padded
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 
 def first(model) -> nn.Module:

@@ -20,7 +20,8 @@ import accel
 from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
 from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
 from support.llm.families import BY_NAME, available, every, make, padded, prompt
-from support.llm.modes import MODES, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import generate, same
 from support.llm.rounded_cache import rounding
 
 KINDS = list(CODES)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import accel
-from support.llm.changes import lora
+from support.llm.edits.adapters import lora
 from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded
-from support.llm.modes import MODES, generate, same
+from support.llm.modes import MODES
+from support.llm.outputs import generate, same
 
 PRODUCT = [
     (family.name, mode)

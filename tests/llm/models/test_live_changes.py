@@ -5,7 +5,7 @@ import torch
 
 from support.llm.changes import CHANGES
 from support.llm.families import EVERYTHING, padded
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 FAMILIES = ("llama", "gpt2", "gpt-neox")
 # One of them in turn.

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import accel
+from support.llm.calls import longer
 from support.llm.families import FAMILIES, padded, prompt
-from support.llm.modes import MODES, flat, generate, longer, same
+from support.llm.modes import MODES
+from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 MODE = {mode.name: mode for mode in MODES}

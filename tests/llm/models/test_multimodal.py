@@ -11,8 +11,8 @@ import accel
 from accel.llm.generation import arguments
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.layer import LayerForward
-from support.llm.modes import generate, same
 from support.llm.multimodal import MODELS, make
+from support.llm.outputs import generate, same
 
 NEW = 4
 OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose words all see each other

@@ -8,7 +8,7 @@ from torch import nn
 
 import accel
 from support.llm.families import SIZES, TOKENS, layers, make, padded, prompt, randomize
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 
 
 def randomized(model):

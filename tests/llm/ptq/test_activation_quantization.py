@@ -12,9 +12,9 @@ from accel.quantization.activations import KERNELS, RowProducts
 from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
-from support.llm.changes import lora
+from support.llm.edits.adapters import lora
 from support.llm.families import layers, make, padded, prompt
-from support.llm.modes import generate, ran_fast
+from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by, logits
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")

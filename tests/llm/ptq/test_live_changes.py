@@ -6,9 +6,10 @@ from torch import nn
 
 import accel
 from accel.llm.recording import recorder
-from support.llm.changes import CHANGES, lora
+from support.llm.changes import CHANGES
+from support.llm.edits.adapters import lora
 from support.llm.families import every, make, padded
-from support.llm.modes import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import held_by, logits, rounded
 
 LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",

@@ -15,7 +15,8 @@ from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.llm.changes import CHANGES
 from support.llm.families import BY_NAME, every, in_turn, make, padded, prompt
-from support.llm.modes import MODES, generate, ran_fast, same
+from support.llm.modes import MODES
+from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 # Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.

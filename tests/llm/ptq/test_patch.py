@@ -14,7 +14,7 @@ from accel.planning.plan import PLAN
 from accel.quantization import patch as swap
 from accel.quantization.module import QuantizedLinear
 from support.llm.families import layers, make, padded
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits, rounded, sites
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
@@ -339,7 +339,7 @@ def test_without_gradients_being_possible_at_all():
 def test_a_text_pipeline():
     from transformers import pipeline
 
-    from support.llm.modes import tokenizer
+    from support.llm.calls import tokenizer
 
     pipe = pipeline("text-generation", model=make("llama"), tokenizer=tokenizer())
     before = pipe("abcdef", max_new_tokens=6, do_sample=False)

@@ -12,8 +12,9 @@ from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import LayerResult
 from accel.llm.ptq.calibration.batches import batches, windows
 from accel.quantization.module import QuantizedLinear
+from support.llm.calls import tokenizer
 from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
-from support.llm.modes import generate, same, tokenizer
+from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

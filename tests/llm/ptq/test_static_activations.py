@@ -15,7 +15,7 @@ from accel.quantization.module import QuantizedLinear, dequantizing
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
-from support.llm.modes import generate, ran_fast
+from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by
 
 KINDS = ("int8-static", "fp8-static")

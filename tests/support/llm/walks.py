@@ -4,8 +4,9 @@ import copy
 
 import torch
 
+from support.llm.calls import new_cache
 from support.llm.families import padded, prompt
-from support.llm.modes import new_cache, same
+from support.llm.outputs import same
 
 
 class Walker:

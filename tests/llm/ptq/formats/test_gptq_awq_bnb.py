@@ -14,7 +14,7 @@ import accel
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make, padded
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits
 
 SIZES = {"intermediate_size": 128}  # which its 4 bits divide

@@ -14,7 +14,7 @@ from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import every, make, padded
 from support.llm.foreign import GptqLinear
-from support.llm.modes import generate, same
+from support.llm.outputs import generate, same
 from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 APART = Scheme("int8")

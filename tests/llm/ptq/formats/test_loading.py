@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import accel
 from accel.options import SCHEMES as NAMES
 from support.llm.families import in_turn, make, padded
-from support.llm.modes import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import Bytes, Counting, held_by, logits
 
 SCHEMES = [name for name in NAMES if name not in ("int4", "int4-asym", "int4-g64", "int4-g64-asym")]

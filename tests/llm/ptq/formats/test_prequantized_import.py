@@ -15,7 +15,7 @@ from accel.errors import PatchConflict
 from accel.llm.ptq.formats.prequantized import CompressedTensors
 from support.llm.families import in_turn, make, padded
 from support.llm.foreign import GptqLinear
-from support.llm.modes import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same
 from support.llm.prequantized_models import MAKERS, prequantized
 from support.llm.quantized import Bytes, Counting, held_by, logits
 

@@ -1,0 +1,1 @@
+"""What users do to a language model after it was optimized."""
