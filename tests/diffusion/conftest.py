@@ -8,6 +8,13 @@ import pytest
 import torch
 
 import accel
+from support.diffusion.tiny_models import UNETS
+
+
+@pytest.fixture(params=UNETS)
+def family(request):
+    """Every family of UNets in turn."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -15,4 +15,4 @@ def close(got, wanted, share=1e-5):
 
 def error(output, truth) -> float:
     """Root mean square, relative to the truth's."""
-    return float((output.float() - truth.float()).norm() / truth.float().norm())
+    return float((output.double() - truth.double()).norm() / truth.double().norm())

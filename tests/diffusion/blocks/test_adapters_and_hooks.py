@@ -1,0 +1,173 @@
+"""What users put on a model before and after it is optimized: adapters, processors, hooks, diffusers' own switches."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from support.diffusion.outputs import close, run
+
+
+def test_unmerged_lora_is_not_lost(tiny):
+    peft = pytest.importorskip("peft")
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    plain = run(model, inputs)
+    config = peft.LoraConfig(
+        r=2, target_modules=["to_q", "to_out.0", "ff.net.0.proj", "conv1"], init_lora_weights=False
+    )
+    for unet in (model, twin):
+        torch.manual_seed(5)
+        unet.add_adapter(config)
+    close(run(model, inputs), run(twin, inputs))
+    assert float((run(model, inputs) - plain).abs().max()) > 1e-3
+    reasons = {reason for _, reason, _ in accel.report(model).fallbacks}
+    assert any("Linear where Linear is expected" in reason for reason in reasons)
+    for unet in (model, twin):
+        unet.disable_adapters()
+    close(run(model, inputs), run(twin, inputs))
+    for unet in (model, twin):
+        unet.delete_adapters("default")
+    close(run(model, inputs), run(twin, inputs))
+
+
+class Doubling(torch.nn.Module):
+    """An attention processor with weights, as an IP-Adapter's is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, torch.nn.Parameter(torch.tensor(2.0))
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return self.weight * self.inner(attn, hidden_states, *args, **kwargs)
+
+
+def test_a_processor_with_weights_stays_in_place(tiny):
+    model = tiny.unet()
+    attention = model.mid_block.attentions[0].transformer_blocks[0].attn2
+    attention.set_processor(Doubling(attention.processor))
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    assert isinstance(attention.processor, Doubling) and "forward" not in vars(attention)
+    row = next(
+        row for row in accel.report(model).sites if row[0] == "mid_block.attentions.0.transformer_blocks.0.attn2"
+    )
+    assert row[2] == "skipped" and "Doubling has weights of its own" in row[3]
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_a_processor_set_afterwards_is_used(tiny):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
+        attention.set_processor(Doubling(attention.processor))
+    close(run(model, inputs), run(twin, inputs))
+    assert any("Doubling where AttnProcessor2_0" in reason for _, reason, _ in accel.report(model).fallbacks)
+
+
+@pytest.mark.parametrize("change", ["sliced", "fused", "freeu", "chunked"])
+def test_diffusers_own_switches(tiny, change):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        if change == "sliced":
+            unet.set_attention_slice(1)
+        elif change == "fused":
+            unet.fuse_qkv_projections()
+        elif change == "freeu":
+            unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
+        else:
+            unet.mid_block.attentions[0].transformer_blocks[0].set_chunk_feed_forward(2, 1)
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_forward_hooks_on_inner_modules_still_run(tiny):
+    model = tiny.unet()
+    inputs, seen = tiny.inputs(model), []
+    accel.optimize(model)
+    model.down_blocks[0].resnets[0].conv1.register_forward_hook(lambda *args: seen.append(1))
+    run(model, inputs)
+    assert seen == [1]
+    assert any("forward hooks" in reason for _, reason, _ in accel.report(model).fallbacks)
+
+
+def test_optimize_fires_no_hooks_and_calls_fire_all(tiny):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    ours, stock = [], []
+    for unet, seen in ((model, ours), (twin, stock)):
+        for name, module in unet.named_modules():
+            module.register_forward_hook(lambda *args, name=name, seen=seen: seen.append(name))
+    accel.optimize(model)
+    assert ours == []
+    close(run(model, inputs), run(twin, inputs))
+    assert ours == stock and len(stock) > 100
+
+
+@pytest.mark.parametrize("kind", ["unet", "vae"])
+def test_a_hook_on_any_one_module_fires(tiny, kind):
+    model = tiny.unet() if kind == "unet" else tiny.vae()
+    twin = copy.deepcopy(model)
+    inputs = tiny.inputs(model) if kind == "unet" else {"sample": torch.randn(1, 3, 8, 8)}
+    accel.optimize(model)
+    for path, module in model.named_modules():
+        counts = []
+        for root, where in ((model, module), (twin, twin.get_submodule(path))):
+            seen = []
+            handle = where.register_forward_pre_hook(lambda *args, seen=seen: seen.append(1))
+            run(root, inputs)
+            handle.remove()
+            counts.append(len(seen))
+        assert counts[0] == counts[1], path
+
+
+def test_circular_padding_set_by_the_user(tiny):
+    """Seamless textures: people set padding_mode on every convolution."""
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    for unet in (model, twin):
+        for module in unet.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.padding_mode = "circular"
+                module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
+        if unet is model:
+            accel.optimize(model)
+    close(run(model, inputs), run(twin, inputs))
+    for unet in (model, twin):
+        unet.conv_in.padding_mode = "zeros"
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_circular_padding_set_after_optimize(tiny):
+    model = tiny.unet()
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    for unet in (model, twin):
+        for module in unet.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.padding_mode = "circular"
+                module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
+    close(run(model, inputs), run(twin, inputs))
+
+
+def test_a_processor_from_elsewhere_is_called_as_ever(tiny):
+    """It may store what it sees, as prompt-to-prompt editors do; equal outputs do not show that."""
+    model = tiny.unet()
+    attention = model.mid_block.attentions[0].transformer_blocks[0].attn1
+    seen = []
+
+    def storing(attn, hidden_states, *args, inner=attention.processor, **kwargs):
+        seen.append(hidden_states.shape)
+        return inner(attn, hidden_states, *args, **kwargs)
+
+    attention.set_processor(storing)
+    accel.optimize(model)
+    assert seen == []  # examining the blocks around it did not call it
+    run(model, tiny.inputs(model))
+    assert len(seen) == 1
+    assert any("storing may keep state" in reason for *_, reason in accel.report(model).sites)

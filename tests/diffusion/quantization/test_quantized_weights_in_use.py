@@ -1,0 +1,209 @@
+"""What users do with quantized denoisers: copies, adapters, files, offloading, whole pipelines."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import accel
+from accel.errors import PatchConflict
+from accel.planning.plan import PLAN
+from accel.quantization import product
+from accel.quantization.module import QuantizedLinear
+from support.diffusion.outputs import close, run
+from support.llm.quantized import held_by, rounded
+from support.patched import sites
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_quantized_by_itself(copied, tiny, unet):
+    model, stock, inputs = unet(), unet(), tiny.inputs(unet())
+    accel.optimize(model, weights="fp8")
+    wanted = run(model, inputs)
+    other = copied(model)
+    accel.restore(model)
+    assert held_by(other) and not held_by(model)
+    close(run(other, inputs), wanted)
+    accel.restore(other)
+    assert torch.equal(run(other, inputs), run(stock, inputs))
+
+
+def test_without_the_originals(tiny, unet, tmp_path):
+    model, stock, inputs = unet(), unet(), tiny.inputs(unet())
+    accel.optimize(model, weights="int8", keep_original=False)
+    assert "not reversible" in str(accel.report(model))
+    quality = accel.verify(model, **inputs)
+    assert quality.passed and "original weights were not kept" in quality.note
+    wanted = run(rounded(stock, model), inputs)
+    close(run(model, inputs), wanted)
+    with pytest.warns(UserWarning, match="linear layers stay quantized"):
+        accel.restore(model)
+    close(run(model, inputs), wanted)
+    accel.optimize(model)  # they are the model's own now, and fused as such
+    close(run(model, inputs), wanted)
+    assert accel.report(model).fallbacks == [] and "transformer block" in {row[1] for row in accel.report(model).sites}
+
+
+def test_lora_on_top(tiny, unet):
+    peft = pytest.importorskip("peft")
+    model, inputs = unet("sdxl"), tiny.inputs(unet("sdxl"))
+    stock = copy.deepcopy(model)
+    accel.optimize(model, weights="int8")
+    twin = rounded(stock, model)
+    plain = run(model, inputs)
+    targets = ["to_q", "to_out.0", "ff.net.0.proj", "conv1", "time_emb_proj"]
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    for one in (model, twin):
+        torch.manual_seed(5)
+        one.add_adapter(config)
+    with_lora = run(model, inputs)
+    close(with_lora, run(twin, inputs))
+    assert float((with_lora - plain).abs().max()) > 1e-3
+    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: quantized weights cannot be merged"):
+        model.fuse_lora()
+    with pytest.raises(RuntimeError, match="fuse_qkv_projections: quantized weights cannot be merged"):
+        model.fuse_qkv_projections()
+    layer = model.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    for safe in (False, True):
+        with pytest.raises(RuntimeError, match="nor can adapters be merged into it"):
+            layer.merge(safe_merge=safe)
+    assert torch.equal(run(model, inputs), with_lora)
+    for one in (model, twin):
+        one.disable_adapters()
+    close(run(model, inputs), run(twin, inputs))
+    for one in (model, twin):
+        one.delete_adapters("default")
+    close(run(model, inputs), plain)
+    accel.restore(model)
+    assert torch.equal(run(model, inputs), run(stock, inputs))
+
+
+def test_quantized_beneath_a_lora_that_was_there(tiny, unet):
+    peft = pytest.importorskip("peft")
+    model, inputs = unet(), tiny.inputs(unet())
+    torch.manual_seed(5)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "proj_in"], init_lora_weights=False))
+    stock, before = copy.deepcopy(model), tiny.snapshot(model)
+    accel.optimize(model, weights="int8")
+    assert any(row["path"].endswith("to_q.base_layer") for row in accel.report(model).weights)
+    assert not any("lora" in row["path"] for row in accel.report(model).weights)
+    close(run(model, inputs), run(rounded(stock, model), inputs))
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    model, inputs = unet(), tiny.inputs(unet())
+    stock = copy.deepcopy(model)
+    accel.optimize(model, weights="int8-asym")
+    twin, wanted = rounded(stock, model), run(model, inputs)
+    with pytest.warns(UserWarning, match="UNet2DConditionModel.save_pretrained: quantized weights are written out"):
+        model.save_pretrained(tmp_path / "unet", max_shard_size="100KB", variant="fp32")
+    loaded = UNet2DConditionModel.from_pretrained(tmp_path / "unet", variant="fp32")
+    assert set(loaded.state_dict()) == set(twin.state_dict())
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    close(run(loaded, inputs), wanted)
+    assert torch.equal(run(model, inputs), wanted) and held_by(model)
+    accel.restore(model)
+    assert not {"save_pretrained", "fuse_lora", "fuse_qkv_projections"} & set(vars(model))
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_offloaded_afterwards(buffers, tiny, unet):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model, inputs = unet(), tiny.inputs(unet())
+    stock = copy.deepcopy(model)
+    accel.optimize(model, weights="int8")
+    wanted = run(model, inputs)
+    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    close(run(model, inputs), wanted)
+    with pytest.raises(PatchConflict, match="hook"):
+        accel.restore(model)
+    remove_hook_from_submodules(model)
+    close(run(model, inputs), wanted)
+    accel.restore(model)
+    assert torch.equal(run(model, inputs), run(stock, inputs))
+
+
+def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
+    from accelerate import cpu_offload
+
+    model, inputs = unet(), tiny.inputs(unet())
+    stock = copy.deepcopy(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(UserWarning, match="accel.optimize: nothing to quantize as 'int8': .*: an accelerate hook"):
+        accel.optimize(model, weights="int8")
+    assert (
+        not held_by(model)
+        and {status for status, _ in sites(model, "weights").values()} == {"skipped"}
+        and "" in sites(model, "weights")
+    )
+    assert "an accelerate hook" in str(accel.report(model))
+    close(run(model, inputs), run(stock, inputs))
+
+
+# docs/measurements/quantization.md says so.
+@pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
+@pytest.mark.share(3)
+def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
+    from diffusers.image_processor import VaeImageProcessor
+
+    accel.optimize(pipe, weights=weights)
+    ours = ten_digits(pipe)
+    psnr = float(-10 * (ours - stock_digits()).square().mean().log10())
+    assert psnr == pytest.approx(told, abs=1.5)
+    assert {row["path"].partition(".")[0] for row in accel.report(pipe).weights} == {"unet"}
+    images = VaeImageProcessor.numpy_to_pil(ours.permute(0, 2, 3, 1).numpy())
+    assert sum(a == b for a, b in zip(digits.read_digits(images), range(10), strict=True)) >= 9
+    accel.restore(pipe)
+    assert torch.equal(ten_digits(pipe, 2), stock_digits(2))
+
+
+def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):
+    accel.optimize(pipe, weights="int8")
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
+    assert quality.passed and quality.verdict.startswith("lossy, as asked for (weights='int8'): ")
+    assert "PSNR" in quality.verdict and 45 < quality.psnr_db < 80
+    assert quality.parts["unet"].error is not None and quality.parts["unet"].lossy is None
+    assert "unet by itself is judged against stock code over the same quantized weights" in quality.note
+    exact = product.dequantize
+    monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
+    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
+    assert not failed.passed and failed.verdict.startswith("FAILED: unet: ")
+    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear
+
+
+def test_with_the_step_cache(pipe):
+    def drawn():
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a handwritten two", generator=generator, num_inference_steps=12, output_type="pt").images
+
+    stock = copy.deepcopy(pipe.unet)
+    accel.optimize(pipe, weights="int8", step_cache=3)
+    quantized, ours = pipe.unet, drawn()
+    assert accel.report(pipe).fallbacks == []
+    pipe.unet = rounded(stock, quantized)
+    accel.optimize(pipe, step_cache=3)
+    torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
+
+
+def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):
+    from diffusers import DiffusionPipeline
+
+    accel.optimize(pipe, weights="int8")
+    with pytest.warns(UserWarning, match="written out in the model's dtype"):
+        pipe.save_pretrained(tmp_path)
+    loaded = DiffusionPipeline.from_pretrained(tmp_path)
+    held = held_by(pipe.unet)[5]
+    path = next(path for path, module in pipe.unet.named_modules() if module is held)
+    assert torch.equal(loaded.unet.get_submodule(path).weight, held.quantized.dequantized(torch.float32))
+    accel.optimize(pipe, weights="fp8")
+    assert {row["scheme"] for row in accel.report(pipe).weights} == {"fp8 by row"}
+    accel.optimize(pipe)
+    assert not held_by(pipe.unet) and accel.report(pipe).weights == [] and PLAN in vars(pipe.unet)

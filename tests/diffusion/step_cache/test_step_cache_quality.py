@@ -1,0 +1,153 @@
+"""What the step cache loses, the interval it finds for a quality, and what takes no step cache."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import accel
+from accel.diffusion.step_cache import budget as step_cache_budget
+from support.diffusion.drawing import SEVEN, draw
+
+EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+
+
+def psnr(ours, stock):
+    return -10 * np.log10(((ours.astype(np.float64) - stock) ** 2).mean())
+
+
+def row(obj):
+    return next(row for row in accel.report(obj).sites if row[1] == "step cache" and row[0] in ("unet", ""))
+
+
+def test_the_loss_grows_with_the_interval_and_digits_stay_readable(pipe, digits):
+    stock = draw(pipe, digits.PROMPTS, steps=20)
+    found = {}
+    for interval in (2, 3, 5):
+        images = draw(accel.optimize(pipe, step_cache=interval), digits.PROMPTS, steps=20)
+        found[interval] = psnr(images, stock)
+        pages = [Image.fromarray((image * 255).round().astype(np.uint8)) for image in images]
+        assert sum(np.equal(digits.read_digits(pages), range(10))) >= 9
+    assert found[2] > found[3] > found[5]
+    assert found[2] > 33 and found[3] > 25 and found[5] > 18
+    assert np.array_equal(draw(accel.restore(pipe), digits.PROMPTS, steps=20), stock)
+
+
+def test_the_report_and_verify_call_it_lossy(pipe):
+    accel.optimize(pipe, step_cache=2)
+    assert row(pipe)[2] == "patched" and row(pipe)[3].startswith("lossy: deep layers run in one call of 2")
+    rules = {path: rule for path, rule, status, _ in accel.report(pipe).sites if status == "patched"}
+    assert rules["unet.mid_block"] == rules["unet.down_blocks.0"] == rules["unet.up_blocks.2"] == "step cache"
+    quality = accel.verify(pipe, SEVEN, num_inference_steps=20)
+    assert quality.lossy == "step_cache=2" and quality.passed and 25 < quality.psnr_db < 60
+    assert "lossy, as asked for (step_cache=2)" in str(quality)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
+def test_a_quality_finds_the_longest_interval_that_keeps_it(pipe):
+    accel.optimize(pipe, step_cache="36dB")
+    status, reason = row(pipe)[2:]
+    assert status == "patched" and "measured PSNR" in reason and "SSIM" in reason
+    interval = int(reason.partition("in one call of ")[2].partition(",")[0])
+    assert 2 <= interval < 10
+    kept = [draw(pipe, steps=50, prompts=_prompt(), seed=seed) for seed in (0, 1)]
+    pipe_without = accel.optimize(pipe)
+    whole = [draw(pipe_without, steps=50, prompts=_prompt(), seed=seed) for seed in (0, 1)]
+
+    def worst(images):
+        return min(map(psnr, images, whole))
+
+    assert worst(kept) >= 36
+    assert f"{worst(kept):.1f} dB" in reason
+    accel.optimize(pipe, step_cache=interval + 1)
+    assert worst([draw(pipe, steps=50, prompts=_prompt(), seed=seed) for seed in (0, 1)]) < 36
+
+
+def _prompt():
+    from accel.diffusion.inputs import PROMPT
+
+    return PROMPT
+
+
+def test_a_quality_that_no_interval_keeps(pipe, monkeypatch):
+    monkeypatch.setattr(step_cache_budget, "SEEDS", (0,))  # either image is worse than that
+    without = draw(accel.optimize(pipe))
+    accel.optimize(pipe, step_cache="90 dB")
+    assert row(pipe)[2] == "skipped" and "no interval keeps 90 dB: 2 gives PSNR" in row(pipe)[3]
+    assert np.array_equal(draw(pipe), without)
+    report = accel.report(pipe)
+    assert len([rule for _, rule, _, _ in report.sites if rule == "step cache"]) == 1  # and no block of it
+    assert any(rule == "upward block" and status == "patched" for _, rule, status, _ in report.sites)
+    with pytest.raises(ValueError, match="strict=True: .*no interval keeps 90 dB"):
+        accel.optimize(pipe, step_cache="90 dB", strict=True, graphs="auto")
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        (1, ValueError),
+        (0, ValueError),
+        (-3, ValueError),
+        (True, TypeError),
+        (2.5, TypeError),
+        ("fast", ValueError),
+        ("35", ValueError),
+        ("0dB", ValueError),
+        ("-4 dB", ValueError),
+        ("100.5dB", ValueError),
+        ("200dB", ValueError),
+        ((3, 0), TypeError),
+    ],
+)
+def test_wrong_values_say_what_is_valid(tiny, value, error):
+    model = tiny.unet()
+    before = tiny.snapshot(model)
+    with pytest.raises(error) as caught:
+        accel.optimize(model, step_cache=value)
+    assert f"step_cache={value!r}: give None, an interval of 2 calls or more, or a quality" in str(caught.value)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_a_quality_needs_a_pipeline_that_draws_from_a_text(pipe, tiny):
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    for obj in (tiny.unet(), StableDiffusionImg2ImgPipeline.from_pipe(pipe)):
+        model = getattr(obj, "unet", obj)
+        before = tiny.snapshot(model)
+        with pytest.raises(ValueError, match=f"for a {type(obj).__name__} give an interval"):
+            accel.optimize(obj, step_cache="35dB")
+        tiny.assert_same_state(before, tiny.snapshot(model))
+    torch.nn.init.zeros_(pipe.vae.decoder.conv_out.weight)
+    with pytest.raises(ValueError, match="blank image"):
+        accel.optimize(pipe, step_cache="35dB")
+    assert accel.report(pipe).sites == []
+
+
+def test_models_that_are_no_unet(tiny):
+    with pytest.raises(ValueError, match="step_cache=3: there is no UNet in this AutoencoderKL"):
+        accel.optimize(tiny.vae(), step_cache=3)
+
+
+@pytest.mark.parametrize(
+    "change, reason", [("k", "skip connections for"), ("one layer", "single layer"), ("hook", "hooks")]
+)
+def test_unets_of_another_kind_stay_whole(tiny, change, reason):
+    if change == "k":
+        model = tiny.unet(
+            down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D"),
+            up_block_types=("KCrossAttnUpBlock2D", "KUpBlock2D"),
+            mid_block_type=None,
+            resnet_time_scale_shift="scale_shift",
+            act_fn="gelu",
+        )
+    else:
+        model = tiny.unet()
+    if change == "one layer":
+        first, last = model.up_blocks[0].resnets, model.up_blocks[-1].resnets
+        first.append(last.pop(1))
+    if change == "hook":
+        model.mid_block.register_forward_hook(lambda *args: None)
+    accel.optimize(model, step_cache=3)
+    assert row(model)[2] == "skipped" and reason in row(model)[3], row(model)

@@ -1,0 +1,156 @@
+"""Graphs of decode steps: really used, never stale, never aliased, given back."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import accel
+from support.llm.changes import CHANGES
+from support.llm.families import FAMILIES, make, padded, prompt
+from support.llm.gpu import decode_graphs, new_pair, on_gpu
+from support.llm.outputs import flat, generate, same
+
+CORE = [family.name for family in FAMILIES if family.core]
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def test_one_graph_serves_every_length():
+    ours, stock = new_pair("llama", max_position_embeddings=2048)
+    for _ in range(3):
+        generate(ours, *on_gpu(*padded((9,))))
+    captured = len(decode_graphs(ours))
+    assert captured == 1, accel.report(ours)
+    for length, new in ((30, 20), (5, 60), (300, 100), (1, 3)):
+        ids, mask = on_gpu(*padded((length,)))
+        same(generate(ours, ids, mask, max_new_tokens=new), generate(stock, ids, mask, max_new_tokens=new))
+    assert len(decode_graphs(ours)) == captured
+    assert accel.report(ours).fallbacks == []
+
+
+def test_two_caches_in_turn_through_one_graph():
+    """Two conversations of one shape, a step of one and a step of the other."""
+    from transformers import DynamicCache
+
+    def talk(model):
+        caches, found = [DynamicCache(config=model.config) for _ in range(2)], {}
+        for number, cache in enumerate(caches):
+            found[f"{number}"] = model(prompt(1, 6 + 9 * number, number).cuda(), past_key_values=cache).logits
+        for step in range(10):
+            if step == 6:  # the first is dropped; its memory may be given to another
+                caches[0] = DynamicCache(config=model.config)
+                found["new"] = model(prompt(1, 5, 50).cuda(), past_key_values=caches[0]).logits
+            word = prompt(1, 1, step).cuda()
+            found[f"then {step}"] = model(word, past_key_values=caches[step % 2]).logits
+        return found
+
+    ours, stock = new_pair("llama")
+    for _ in range(2):
+        same(talk(ours), talk(stock), 4e-5)
+    assert decode_graphs(ours)
+
+
+def test_outputs_are_never_aliased():
+    ours, _ = new_pair("llama")
+    for _ in range(3):
+        kept, output = [], None
+        for step in range(6):
+            cache = output.past_key_values if output else None
+            output = ours(prompt(1, 5 if step == 0 else 1, step).cuda(), past_key_values=cache)
+            kept.append((output.logits, output.logits.clone()))
+        assert all(torch.equal(*pair) for pair in kept)
+    assert decode_graphs(ours)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_changed_model_never_replays_the_old_graph(change):
+    if change.only and "llama" not in change.only:
+        pytest.skip("not for llama")
+    if "dropout" in change.name:
+        pytest.skip("drops at random, in stock too: a new adapter is in training mode")
+    ours, stock = new_pair("llama")
+    for model in (ours, stock):
+        model.family = "llama"
+    ids, mask = on_gpu(*padded())
+    call = {"max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+    for _ in range(3):
+        generate(ours, ids, mask, **call)
+    assert decode_graphs(ours)
+    for step in (*change.steps, *filter(None, [change.reverse])):
+        ours, stock = (step(model) or model for model in (ours, stock))
+        theirs = generate(stock, ids, mask, **call)
+        for _ in range(3):
+            mine = generate(ours, ids, mask, **call)
+            if change.slack == 1:
+                same(mine, theirs, 4e-5)
+            else:
+                error = float((mine["logits.0"] - theirs["logits.0"]).abs().max())
+                assert error <= change.slack * 1e-5 * float(theirs["logits.0"].abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_threads_that_generate_at_once(name):
+    """On streams of their own, through the same graphs."""
+    ours, stock = new_pair(name)
+    jobs = [on_gpu(*padded(lengths, seed=i)) for i, lengths in enumerate([(9,), (9,), (9, 5), (7, 8, 6), (9,)])]
+
+    def call(model, ids, mask, new=12):
+        return flat(model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False))
+
+    wanted = [call(stock, *job) for job in jobs]
+    for job in jobs[:3]:
+        call(ours, *job)
+    torch.cuda.synchronize()
+    start, errors = threading.Barrier(len(jobs)), []
+
+    def work(job, result):
+        try:
+            start.wait()
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(6):
+                    same(call(ours, *job), result)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(jobs, wanted, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_restore_is_exact_and_gives_the_memory_back(name, tiny):
+    model, stock = (make(name).cuda() for _ in range(2))
+    ids, mask = on_gpu(*padded())
+    before = tiny.snapshot(model)
+    accel.optimize(model, graphs=True)
+    for _ in range(3):
+        generate(model, ids, mask)
+    accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert torch.equal(model(ids).logits, stock(ids).logits)
+    gc.collect()
+    held = torch.cuda.memory_allocated()
+    accel.optimize(model, graphs=True)
+    for _ in range(3):
+        generate(model, ids, mask)
+    accel.restore(model)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= held + 2**16
+
+
+def test_moved_to_the_cpu_and_back():
+    ours, stock = new_pair("llama")
+    ids, mask = on_gpu(*padded())
+    wanted = generate(stock, ids, mask)
+    for _ in range(3):
+        same(generate(ours, ids, mask), wanted)
+    ours.cpu()
+    same({k: v.cuda() for k, v in generate(ours, ids.cpu(), mask.cpu()).items()}, wanted)
+    ours.cuda()
+    for _ in range(3):
+        same(generate(ours, ids, mask), wanted)

@@ -1,0 +1,32 @@
+"""Denoisers on a GPU: inputs, outputs, and which graphs there are."""
+
+import torch
+
+import accel
+from support.diffusion.outputs import run
+
+
+def on_gpu(inputs, dtype=torch.float16):
+    def move(value):
+        if isinstance(value, dict):
+            return {name: move(item) for name, item in value.items()}
+        return value.cuda().to(dtype) if value.is_floating_point() else value.cuda()
+
+    return {name: move(value) for name, value in inputs.items()}
+
+
+def close(got, wanted, share=4e-3):
+    error = float((got.float() - wanted.float()).abs().max())
+    assert error <= share * float(wanted.float().abs().max()), error
+
+
+def graphs(model):
+    return [row for row in accel.report(model).graphs if row["status"] == "graph"]
+
+
+def warmed(model, inputs):
+    accel.optimize(model, graphs=True)
+    for _ in range(2):
+        run(model, inputs)
+    assert len(graphs(model)) == 1, accel.report(model).graphs
+    return model
