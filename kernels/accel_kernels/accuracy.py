@@ -1,6 +1,7 @@
 """Whether another function computes what an op computes: compared with its reference in float64, on its cases."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -60,9 +61,9 @@ def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: 
         if not mine.numel():
             continue
         peak = truth.abs().max().double().clamp_min(SMALLEST_PEAK)
-        error, own = (float(_difference(t, truth) / peak) for t in (mine, torchs))
-        if not error <= 2 * own + FLOOR[dtype]:
-            raise Wrong(f"{name}: error {error:.1e}, more than twice torch's own {own:.1e}")
+        off, own = (float(_difference(t, truth) / peak) for t in (mine, torchs))
+        if not off <= 2 * own + FLOOR[dtype]:
+            raise Wrong(f"{name}: error {off:.1e}, more than twice torch's own {own:.1e}")
     return True
 
 
@@ -101,7 +102,7 @@ def _form(value: object) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _double(value: object) -> object:
+def _double(value: Any) -> Any:
     """The same call in float64."""
     if isinstance(value, tuple):
         return type(value)(*map(_double, value)) if hasattr(value, "_fields") else tuple(map(_double, value))

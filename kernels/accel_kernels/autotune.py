@@ -50,7 +50,7 @@ class Choices(ABC):
         return {"cache": self.cache}
 
     def __setstate__(self, state):
-        self.__init__(**state)
+        type(self).__init__(self, **state)
 
     @abstractmethod
     def place(self, key: str) -> Place:

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: what others launch on the default st
 
 
 @contextmanager
-def capture(graph: torch.cuda.CUDAGraph, pool: object = None) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """What this thread launches inside goes into `graph` and does not run; memory comes from `pool`.
 
     On a stream of the current device that nobody else is given; one capture of a device at a time, another thread's

@@ -132,4 +132,4 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
         return 160 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -34,7 +34,9 @@ def warming_up() -> bool:
 
 def alongside(work: Callable[[], object]) -> None:
     """In a warmup: runs work() in one of its threads, before it ends. What that gives or raises is dropped."""
-    _WARMUP.get().threads.submit(work)
+    now = _WARMUP.get()
+    if now is not None:
+        now.threads.submit(work)
 
 
 def prepare() -> None:

@@ -4,6 +4,8 @@ A flash kernel keeps an accumulator of queries x head dimension in registers; at
 cores starve. Here blocks of queries give fp32 scores, as exact as a flash kernel's, which pass through memory once.
 """
 
+from typing import Any
+
 import torch
 
 from accel_kernels.elementwise.softmax import softmax
@@ -25,7 +27,7 @@ def matmul_attention(q, k, v, scale=None):
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     out = torch.empty((batch, length, heads, dim), device=q.device, dtype=q.dtype).transpose(1, 2)
-    exact = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
+    exact: dict[str, Any] = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
     step = max(1, min(length, SCORES // k.shape[2]))
     for b in range(batch):
         for h in range(heads):

@@ -32,7 +32,7 @@ class PromptAttention:
         return {}
 
     def __setstate__(self, state):
-        self.__init__()
+        PromptAttention.__init__(self)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first: bool, again: bool = False
@@ -45,7 +45,7 @@ class PromptAttention:
             kind = (q.shape[1], k.shape[1], q.shape[3], q.shape[2] % 128 == 0, q.dtype, q.device)
             if kind not in self.loaded and (again or q.shape[2] >= LONG):
                 self.loaded.add(kind)
-                alongside(partial(_load, *map(torch.empty_like, (q, k, v)), scale))
+                alongside(partial(_load, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scale))
             return torch.empty_like(q)
         key = (q.shape, k.shape, q.dtype, q.device)
         if key not in self.prompts and len(self.prompts) >= MOST_SHAPES:

@@ -73,11 +73,12 @@ class Epilogue(NamedTuple):
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Both as kernels want them: none, or with a gate two."""
-        if self.up is None or (self.bias is None) == (self.up_bias is None):
-            return self.bias, None if self.up is None else self.up_bias
-        if self.bias is None:
-            return torch.zeros_like(self.up_bias), self.up_bias
-        return self.bias, torch.zeros_like(self.bias)
+        bias, up_bias = self.bias, self.up_bias
+        if self.up is None:
+            return bias, None
+        if bias is None:
+            return None if up_bias is None else torch.zeros_like(up_bias), up_bias
+        return bias, torch.zeros_like(bias) if up_bias is None else up_bias
 
     @property
     def flags(self) -> dict[str, object]:

@@ -78,8 +78,8 @@ class LinearChooser(Choices):
             self.adopt(key, TORCH)
         else:
             flat = x.view(-1, x.shape[-1])
-            forms = [None if t is None else Form.of(t) for t in (flat, weight, bias)]
-            self.decide(key, partial(self._trial, key, forms), TORCH)
+            shift = None if bias is None else Form.of(bias)
+            self.decide(key, partial(self._trial, key, Form.of(flat), Form.of(weight), shift), TORCH)
 
     def _run(self, product, rank, x, weight, bias):
         y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)
@@ -91,7 +91,8 @@ class LinearChooser(Choices):
         try:
             if self.lt is None:
                 self.lt = CublasLt()
-            self.products[key] = Product(self.lt, rows, *weight.shape, weight.dtype, bias)
+            outs, depth = weight.shape
+            self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias)
         except (OSError, RuntimeError, AttributeError):  # no such library, or one that knows nothing of this product
             self.broken = self.lt is None
             return None
@@ -101,12 +102,11 @@ class LinearChooser(Choices):
         product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None)
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
-    def _trial(self, key: str, forms: list[Form | None]) -> Iterator[str | None]:
+    def _trial(self, key: str, x: Form, weight: Form, bias: Form | None) -> Iterator[str | None]:
         """A step runs one algorithm for the first time, or lets all race; it leaves no tensors behind."""
-        x, weight, bias = forms
 
-        def given() -> list[torch.Tensor | None]:
-            return [None if form is None else form.filled() for form in forms]
+        def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            return x.filled(), weight.filled(), None if bias is None else bias.filled()
 
         with torch.cuda.device(x.device):
             product = self._product(key, x.shape[0], weight, bias is not None)

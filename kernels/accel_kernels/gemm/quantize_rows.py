@@ -4,7 +4,7 @@ Scales by row at run time: Yao et al., "ZeroQuant", 2022; Xiao et al., "SmoothQu
 those with a value beyond a threshold: Dettmers et al., "LLM.int8()", 2022.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ class QuantizedRows(NamedTuple):
     dtype: torch.dtype
     outliers: torch.Tensor | None = None
     columns: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    count: torch.Tensor | None = None  # type: ignore[assignment]  # of a tuple too, which nobody asks
 
     @property
     def is_cuda(self) -> bool:
@@ -45,8 +45,12 @@ class QuantizedRows(NamedTuple):
 
     def taken(self, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Outliers in this dtype and their columns; what is beyond `count` as zeros of column 0."""
-        meant = torch.arange(self.columns.numel(), device=self.columns.device) < self.count
-        return self.outliers.to(kind).masked_fill(~meant, 0), self.columns.masked_fill(~meant, 0)
+        outliers: Any
+        columns: Any
+        count: Any
+        outliers, columns, count = self.outliers, self.columns, self.count  # there are, where they are asked for
+        meant = torch.arange(columns.numel(), device=columns.device) < count
+        return outliers.to(kind).masked_fill(~meant, 0), columns.masked_fill(~meant, 0)
 
     def dequantized(self, kind: torch.dtype) -> torch.Tensor:
         """(..., K) in this dtype, rounded once, from float32."""
@@ -65,7 +69,7 @@ class KnownColumns(NamedTuple):
 
     mask: torch.Tensor
     columns: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]
 
     @classmethod
     def of(cls, columns: torch.Tensor, k: int) -> "KnownColumns":

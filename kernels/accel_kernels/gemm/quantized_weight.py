@@ -6,6 +6,7 @@ so what was saved is what kernels read. Only the zero points of 4-bit numbers, a
 in 16 bits, are packed into words there; here they are a byte each.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,14 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
+        """The same of change(part) for every part there is."""
+        return Quantized(change(self.data), change(self.scales), None if self.zeros is None else change(self.zeros))
+
+    def rows(self, start: int, end: int) -> "Quantized":
+        """Some rows of it, as views."""
+        return self.each(lambda part: part[start:end])
 
     def numbers(self) -> torch.Tensor:
         """(N, K) int8, or float8 as it is."""

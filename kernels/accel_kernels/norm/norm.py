@@ -1,5 +1,6 @@
 """What a norm computes, as data: other operations take it as their first step."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x: (..., C). Same shape and dtype; computed in fp32, in fp64 for fp64."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight, bias = (None if t is None else t.to(kind) for t in (norm.weight, norm.bias))
-    if norm.offset:
+    if norm.offset and weight is not None:
         weight = weight + norm.offset
     if norm.centred:
         return F.layer_norm(x.to(kind), x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
@@ -34,7 +35,7 @@ def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -3,6 +3,7 @@
 Gates are those of state space models and linear attention (Mamba-2: Dao and Gu 2024).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Case, Op, dtype_reason, rows_reason
 
-GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class Gate(NamedTuple):
@@ -37,7 +38,7 @@ def reference(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None)
     else:
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
         y = h.to(kind)
-        factor = None if gate is None else GATES[gate.activation](gate.by.to(kind))
+        factor = 1.0 if gate is None else GATES[gate.activation](gate.by.to(kind))
         if gate is not None and gate.first:
             y = y * factor
         y = norms.reference(y.unflatten(-1, (groups, -1)), Norm(None, None, eps)).flatten(-2)

@@ -88,12 +88,15 @@ class KV(NamedTuple):
         """
         if self.key_scales is not None:
             place = self.slots(0, end)
-            return tuple(restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
+            keys, values = (restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
+            return keys, values
         whole = self._in_order()
         if whole is None:
             rows, blocks = self.table.shape[0], self.table.flatten().long()
-            whole = tuple(t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
-        return whole[0][:, :end], whole[1][:, :end]
+            keys, values = (t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
+        else:
+            keys, values = whole
+        return keys[:, :end], values[:, :end]
 
     def _pairs(self) -> tuple:
         return (self.keys, self.key_scales), (self.values, self.value_scales)
@@ -103,6 +106,7 @@ class KV(NamedTuple):
         if not self.ordered:
             return None
         rows, columns = self.table.shape
-        return tuple(
+        keys, values = (
             t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
         )
+        return keys, values

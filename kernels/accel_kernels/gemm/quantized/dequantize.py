@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
+from accel_kernels.gemm.quantized_weight import quantize_weight, weight_reason
 from accel_kernels.op import FLOATS, Case, Op, dtype_reason
 
 
@@ -26,7 +26,7 @@ def _case(name, n, k, kind, group=0, zeros=False, small=False):
         generator = torch.Generator("cpu").manual_seed(0)
         weight = (torch.randn(n, k, generator=generator) * k**-0.5 + (0.5 * k**-0.5 if zeros else 0)).to(dtype)
         quantized = quantize_weight(weight, kind, group, zeros)
-        return (Quantized(*(None if t is None else t.to(device) for t in quantized)), dtype), {}
+        return (quantized.each(lambda part: part.to(device)), dtype), {}
 
     return Case(name, make, small)
 

@@ -107,8 +107,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
 
 
 def _alike(weight: Quantized, up: Quantized) -> bool:
-    pairs = zip(weight, up, strict=True)
-    return all((a is None) == (b is None) and (a is None or (a.shape, a.dtype) == (b.shape, b.dtype)) for a, b in pairs)
+    mine, other = ([None if t is None else (t.shape, t.dtype) for t in one] for one in (weight, up))
+    return mine == other
 
 
 def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, norm=None, bias=False, gate=False,
