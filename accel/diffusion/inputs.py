@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def unet_inputs(
 
     size = size or config["sample_size"] or 64
     width = config["cross_attention_dim"]
-    inputs = {
+    inputs: dict[str, Any] = {
         "sample": rand(batch, config.get("in_channels", 4), size, size),
         "timestep": torch.tensor(500, device=device),
         "encoder_hidden_states": rand(batch, tokens, width if isinstance(width, int) else width[0]),
@@ -59,8 +60,8 @@ def denoiser_inputs(model, batch: int | None = None, size: int | None = None) ->
         return unet_inputs(config, device, dtype, batch=batch or 2, size=size)
     if hasattr(model, "decode") and "latent_channels" in config and "sample_size" in config:
         size = size or config["sample_size"]
-        shape = (batch or 1, config["in_channels"], size, size)
-        return {"sample": (2 * torch.rand(shape, generator=generator) - 1).to(device, dtype)}
+        image = (batch or 1, config["in_channels"], size, size)
+        return {"sample": (2 * torch.rand(image, generator=generator) - 1).to(device, dtype)}
     if hasattr(config, "vocab_size"):
         shape = (batch or 2, min(TOKENS, getattr(config, "max_position_embeddings", TOKENS)))
         return {"input_ids": torch.randint(config.vocab_size, shape, generator=generator).to(device)}

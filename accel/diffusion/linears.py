@@ -45,7 +45,7 @@ def prompt_projections(model: nn.Module) -> set[nn.Module]:
     They read a prompt, tens of rows that stay the same through a loop, in which they are computed once.
     """
     crossing = (m for m in model.modules() if getattr(m, "is_cross_attention", False) and holds(m, "to_k", "to_v"))
-    return {part for m in crossing for layer in (m.to_k, m.to_v) for part in layer.modules()}
+    return {part for m in crossing for name in ("to_k", "to_v") for part in m.get_submodule(name).modules()}
 
 
 def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
@@ -68,4 +68,5 @@ def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.is_meta:
         return "its weight is not loaded, or of a type of its own"
-    return unfit(*weight.shape, scheme)
+    outputs, inputs = weight.shape
+    return unfit(outputs, inputs, scheme)

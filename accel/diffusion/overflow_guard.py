@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.rule import match_graph
+from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Match
+from accel.patching.site import Site
 from accel.verification.precision import in_dtype, upcast
 
 PLAIN = (torch.Tensor, type(None), bool, int, float, str)
@@ -46,7 +48,7 @@ class OverflowGuard(FastForward):
         )
 
     def _in_float32(self, output: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-        args = [in_dtype(value, torch.float32) for value in args]
+        args = tuple(in_dtype(value, torch.float32) for value in args)
         kwargs = {name: in_dtype(value, torch.float32) for name, value in kwargs.items()}
         try:
             wide = upcast(self.module, torch.float32)(*args, **kwargs).to(output.dtype)
@@ -69,15 +71,16 @@ def finite(image: torch.Tensor) -> bool:
     return bool(image.sum(dtype=torch.float32).isfinite())
 
 
-def match_overflow_guard(site, context) -> Match | None:
+def match_overflow_guard(site: Site, context: Context) -> Match | None:
     """A whole forward worth a graph that is an autoencoder's decoder; the graph goes inside the guard."""
     if site.path.rpartition(".")[2] != "decoder":
         return None
     graph = match_graph(site, context)
     if graph is None:
         return None
-    inner = graph.forward if isinstance(graph, Match) else None
+    if isinstance(graph, Match):
+        inner, within = graph.forward, "with its CUDA graph" + (f" ({graph.note})" if graph.note else "")
+    else:
+        inner, within = None, f"no CUDA graph ({graph.reason})"
     guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner)
-    within = f"no CUDA graph ({graph.reason})" if inner is None else "with its CUDA graph"
-    waits = f" ({graph.note})" if inner is not None and graph.note else ""
-    return Match(guard, covers=(), note=f"looks for overflow in float16, {within}{waits}")
+    return Match(guard, covers=(), note=f"looks for overflow in float16, {within}")

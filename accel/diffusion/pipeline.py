@@ -1,6 +1,7 @@
 """What belongs to a pipeline as a whole: where its loops begin, and which schedulers it has."""
 
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 from accel.diffusion.schedulers import RULES, ready
@@ -20,7 +21,7 @@ class LoopStart:
     It announces the loop and patches a scheduler that was put into the pipeline since.
     """
 
-    def __init__(self, pipe: object, context: Context):
+    def __init__(self, pipe: Any, context: Context):
         self.pipe = pipe
         self.context = replace(context, options=replace(context.options, strict=False), probe=Probe())
         self.wrapped = vars(pipe).get("progress_bar")

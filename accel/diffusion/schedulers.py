@@ -9,6 +9,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class HostSchedule:
         return {"scheduler": self.scheduler}
 
     def __setstate__(self, state):
-        self.__init__(**state)
+        HostSchedule.__init__(self, **state)
 
     def refresh(self) -> None:
         """Copies the timesteps from the device, if they are not those that were copied last."""
@@ -54,14 +55,14 @@ class HostSchedule:
         elif source is not self.source or source._version != self.version:
             self.source, self.version, self.values = source, source._version, source.cpu()
 
-    def find(self, timestep: object) -> object | None:
+    def find(self, timestep: Any) -> Any:
         """The timestep on the host, without reading the device; None where only the device knows it.
 
         A tensor on the device is known by its place: pipelines go through scheduler.timesteps, or a slice of it.
         """
         if not isinstance(timestep, torch.Tensor) or timestep.device.type == "cpu":
             return timestep
-        if self.source is None or timestep.dim() > 0 or timestep.dtype != self.source.dtype:
+        if self.source is None or self.values is None or timestep.dim() > 0 or timestep.dtype != self.source.dtype:
             return None
         if timestep.untyped_storage()._cdata != self.source.untyped_storage()._cdata:
             return None
@@ -89,7 +90,7 @@ class SchedulerCall:
     A module-level class holding its scheduler: pickle and deepcopy rebind it to the copy.
     """
 
-    def __init__(self, scheduler: object, name: str):
+    def __init__(self, scheduler: Any, name: str):
         self.scheduler, self.name = scheduler, name
 
     @property
@@ -104,7 +105,7 @@ class SchedulerCall:
 class SetTimesteps(SchedulerCall):
     """Stock's set_timesteps; the host's copy is made here, before the loop."""
 
-    def __init__(self, scheduler: object, name: str, schedule: HostSchedule):
+    def __init__(self, scheduler: Any, name: str, schedule: HostSchedule):
         super().__init__(scheduler, name)
         self.schedule = schedule
 
@@ -124,7 +125,7 @@ class SchedulerStep(SchedulerCall):
     A timestep on the device that is no part of scheduler.timesteps is left to stock, which reads it.
     """
 
-    def __init__(self, scheduler: object, name: str, schedule: HostSchedule, ledger: Ledger | None):
+    def __init__(self, scheduler: Any, name: str, schedule: HostSchedule, ledger: Ledger | None):
         super().__init__(scheduler, name)
         self.schedule, self.ledger = schedule, ledger
         self.place = list(self.__signature__.parameters).index("timestep")
@@ -250,7 +251,8 @@ def match_scheduler(site, context) -> Match | Skip:
 
 def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
     schedule = HostSchedule(scheduler)
-    calls = [SetTimesteps(scheduler, "set_timesteps", schedule), SchedulerStep(scheduler, "step", schedule, ledger)]
+    calls: list[SchedulerCall] = [SetTimesteps(scheduler, "set_timesteps", schedule)]
+    calls.append(SchedulerStep(scheduler, "step", schedule, ledger))
     scale = getattr(type(scheduler), "scale_model_input", None)
     if scale is not None and "timestep" in inspect.signature(scale).parameters:
         calls.append(SchedulerStep(scheduler, "scale_model_input", schedule, None))
@@ -259,7 +261,7 @@ def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
 
 def _unknown(scheduler: object) -> str | None:
     """Why the scheduler is left stock: code that is not diffusers', or a step of another kind."""
-    kind = type(scheduler)
+    kind: Any = type(scheduler)
     if not kind.__module__.startswith("diffusers."):
         return f"{kind.__module__}.{kind.__name__} is not a scheduler of diffusers"
     replaced = [name for name in vars(scheduler) if inspect.isfunction(getattr(kind, name, None))]

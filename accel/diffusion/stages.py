@@ -86,22 +86,23 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> Qu
 
 def rounded(root: nn.Module, options: Options) -> Rounding | None:
     """The quantized linears that are to round rows. Raises ValueError where there is none that could."""
-    if options.activations is None:
+    activations = options.activations
+    if activations is None:
         return None
-    if is_static(options.activations):
-        kind = kind_of(options.activations)
+    if is_static(activations):
+        kind = kind_of(activations)
         raise ValueError(
-            f"activations={options.activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
+            f"activations={activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
         )
     held = [module for module in root.modules() if type(module) is QuantizedLinear]
     if not held and options.weights is None:
-        kind = kind_of(options.activations)
+        kind = kind_of(activations)
         raise ValueError(
-            f"activations={options.activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
+            f"activations={activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
             f"none: give weights={kind!r} too"
         )
     rounding = Rounding(options)
-    rounding.find(root, prompt_projections(root), lambda module: refuses_rounding(module, options.activations))
+    rounding.find(root, prompt_projections(root), lambda module: refuses_rounding(module, activations))
     return rounding
 
 

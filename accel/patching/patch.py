@@ -39,7 +39,7 @@ class Change(Protocol):
 class Patch:
     """Sets `vars(owner)[name]` on one instance, never on a class; undo restores the old value or its absence."""
 
-    def __init__(self, owner: Any, name: str, value: object):
+    def __init__(self, owner: Any, name: str, value: Any):
         self.owner, self.name, self.value = owner, name, value
         self.before: object = MISSING
 
@@ -71,7 +71,7 @@ class ForwardPatch(Patch):
     go in any order.
     """
 
-    def __init__(self, module: nn.Module, value: object):
+    def __init__(self, module: nn.Module, value: Any):
         super().__init__(module, "forward", value)
 
     def apply(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.errors import reason_of
+from accel.patching.context import Context
 from accel.patching.site import Site
 
 
@@ -34,9 +35,9 @@ class Rule:
     """`match(site, context)` gives Match, Skip, or None for "not my kind"."""
 
     name: str
-    match: Callable[[Site, object], Match | Skip | None] = field(repr=False)
+    match: Callable[[Site, Context], Match | Skip | None] = field(repr=False)
 
-    def answer(self, site: Site, context: object) -> Match | Skip | None:
+    def answer(self, site: Site, context: Context) -> Match | Skip | None:
         """What `match` gives. An error of it is a reason to skip: one block of an unknown make spoils no pipeline."""
         reason = None
         try:

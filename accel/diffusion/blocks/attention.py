@@ -4,6 +4,8 @@ The module's forward is replaced, not its processor: a processor the user sets, 
 the next call and runs as it would without us.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -103,14 +105,14 @@ class AttentionForward(FastForward):
         return tuple(t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in (q, k, v))
 
 
-def _leaves(m: nn.Module) -> str | None:
+def _leaves(m: Any) -> str | None:
     reasons = map(plain_linear, (m.to_q, m.to_k, m.to_v, m.to_out[0]))
     return next(filter(None, reasons), None) or all_plain((m.group_norm, nn.GroupNorm)) or untouched(*m.to_out)
 
 
 def match_attention(site: Site, context: Context) -> Match | Skip | None:
     """to_q, to_k, to_v, to_out and a processor whose formula is plain softmax attention, which the probe finds out."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "to_q", "to_k", "to_v", "to_out") or not hasattr(m, "processor"):
         return None
     if isinstance(m.processor, nn.Module):
@@ -141,12 +143,12 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     return Match(forward, patches)
 
 
-def _probe(m: nn.Module, candidate: AttentionForward, context) -> str | None:
-    width = m.to_q.in_features
+def _probe(m: Any, candidate: AttentionForward, context) -> str | None:
+    width, kwargs = m.to_q.in_features, {}
     if m.group_norm is not None:
-        args, kwargs = (example(m, 2, width, 3, 2),), {}
+        args = (example(m, 2, width, 3, 2),)
     else:
-        args, kwargs = (example(m, 2, 6, width),), {}
+        args = (example(m, 2, 6, width),)
         if m.is_cross_attention:
             kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
     return context.probe.disagreement(m, candidate.fast, args, kwargs)

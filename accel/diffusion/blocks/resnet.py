@@ -4,6 +4,8 @@ Two fused norms, each with what lies between it and the convolution before, and 
 He et al., "Identity Mappings in Deep Residual Networks", 2016, with the time embedding of Ho et al., 2020.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -54,7 +56,7 @@ class ResnetForward(FastForward):
         return keep_channel_stats(k.image_sum(h, shortcut, bias, m.output_scale_factor))
 
 
-def _leaves(m: nn.Module) -> str | None:
+def _leaves(m: Any) -> str | None:
     norms, convolutions = (m.norm1, m.norm2), (m.conv1, m.conv2, m.conv_shortcut)
     reason = all_plain(
         *((norm, nn.GroupNorm) for norm in norms),
@@ -67,7 +69,7 @@ def _leaves(m: nn.Module) -> str | None:
 
 def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     """Two norms, two convolutions, an optional time projection and shortcut; confirmed by running it."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "norm1", "conv1", "norm2", "conv2"):
         return None
     if not all(hasattr(m, name) for name in ("time_emb_proj", "conv_shortcut", "output_scale_factor", "nonlinearity")):

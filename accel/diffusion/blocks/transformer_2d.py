@@ -4,16 +4,20 @@ Each sublayer's output is added to the stream and normalized in one pass; the pr
 matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
 """
 
+from typing import Any
+
 import torch
 from accel_kernels import Norm
 from torch import nn
 
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
+from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.reads import Parts, Reads
 from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
@@ -24,6 +28,8 @@ NOT_POINTWISE = "a projection that is not 1x1"
 
 class Stream:
     """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
+
+    last: torch.Tensor | None
 
     def __init__(self, x: torch.Tensor, bias: torch.Tensor | None = None):
         self.x, self.last, self.bias = x, None, bias
@@ -130,13 +136,13 @@ class TransformerBlockForward(FastForward):
             stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
 
     def _feed_forward(self, stream, rows) -> None:
-        net = self.module.ff.net
-        up, down = getattr(net[0], "proj", None), net[2]
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
+        net = self.module.ff.net
+        up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
         else:
@@ -200,11 +206,11 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1)
 
 
-def _norms(m: nn.Module) -> str | None:
+def _norms(m: Any) -> str | None:
     return all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
 
 
-def _projections(m: nn.Module) -> str | None:
+def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
         reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d)
         if reason is not None:
@@ -214,14 +220,14 @@ def _projections(m: nn.Module) -> str | None:
     return plain(m.norm, nn.GroupNorm)
 
 
-def match_transformer_block(site, context) -> Match | Skip | None:
+def match_transformer_block(site: Site, context: Context) -> Match | Skip | None:
     """norm1, attn1, (norm2, attn2,) norm3 and a gated feed-forward; confirmed by running it."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "norm1", "attn1", "norm3", "ff") or not hasattr(m, "attn2"):
         return None
     if not hasattr(m, "only_cross_attention") or getattr(m, "pos_embed", None) is not None:
         return Skip("a transformer block of another make")
-    net = getattr(m.ff, "net", ())
+    net: Any = getattr(m.ff, "net", ())
     if len(net) < 3 or plain_linear(getattr(net[0], "proj", None)) or plain_linear(net[2]):
         return Skip("a feed-forward of another make")
     if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
@@ -241,9 +247,9 @@ def match_transformer_block(site, context) -> Match | Skip | None:
     return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
 
 
-def match_transformer_stack(site, context) -> Match | Skip | None:
+def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None:
     """GroupNorm, projection, blocks, projection over a continuous image."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "norm", "proj_in", "transformer_blocks", "proj_out") or not hasattr(m, "is_input_continuous"):
         return None
     if not m.is_input_continuous:
@@ -254,7 +260,7 @@ def match_transformer_stack(site, context) -> Match | Skip | None:
     if reason is None:
         candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.ledger)
         cross = getattr(m.transformer_blocks[0], "attn2", None)
-        given = {"return_dict": False}
+        given: dict[str, Any] = {"return_dict": False}
         if cross is not None and cross.is_cross_attention:
             given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
         x = example(m, 2, m.norm.num_channels, 3, 2)

@@ -4,15 +4,18 @@ The pass that joins them also takes the moments of what it writes, so that the r
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
 
 from accel.fusion.channels_last import keep_channel_stats, nhwc
+from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.reads import Parts
 from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights
 
 SKIPS = "res_hidden_states_tuple"
@@ -44,9 +47,9 @@ class UpBlockForward(FastForward):
         return x
 
 
-def match_up_block(site, context) -> Match | Skip | None:
+def match_up_block(site: Site, context: Context) -> Match | Skip | None:
     """Resnets, perhaps attentions and an upsampler, called with skip connections; confirmed by running it."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "resnets") or SKIPS not in inspect.signature(type(m).forward).parameters:
         return None
     if not set(dict(m.named_children())) <= {"resnets", "attentions", "upsamplers"} or not hasattr(m, "upsamplers"):
@@ -67,11 +70,12 @@ def match_up_block(site, context) -> Match | Skip | None:
     return Match(UpBlockForward(m, site.path, context.kernels, context.ledger), covers=())
 
 
-def _example(m: nn.Module) -> dict:
+def _example(m: Any) -> dict:
     """Small inputs; how the first resnet shares its channels between stream and skip connection does not matter."""
     first = m.resnets[0]
     stream = first.conv1.in_channels - first.conv1.in_channels // 2
-    skips, width = [], stream
+    skips: list[torch.Tensor] = []
+    width = stream
     for resnet in m.resnets:
         skips.append(example(m, 2, resnet.conv1.in_channels - width, 4, 4, seed=len(skips)))
         width = resnet.conv2.out_channels

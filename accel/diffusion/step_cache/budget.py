@@ -31,9 +31,9 @@ def settle(obj, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, st
     cached = [(plan, forward) for plan in plans if (forward := _forward(plan)) is not None]
     if isinstance(wanted, int) or not cached:
         return []
-    interval, quality, beyond = _search(obj, [forward for _, forward in cached], wanted)
+    interval, quality = _search(obj, [forward for _, forward in cached], wanted)
     if interval == 1:
-        reason = f"no interval keeps {wanted}: 2 gives {_told(beyond)}; every call is computed whole"
+        reason = f"no interval keeps {wanted}: 2 gives {_told(quality)}; every call is computed whole"
         if any(plan.options.strict for plan, _ in cached):
             raise SkippedSite(f"strict=True: {NAME}: {reason}")
         return [(plan, reason) for plan, _ in cached]
@@ -44,8 +44,8 @@ def settle(obj, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, st
     return []
 
 
-def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Quality | None, Quality | None]:
-    """The longest interval that keeps the quality, what it keeps, and what the next one would."""
+def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Quality]:
+    """The longest interval that keeps the quality, and what it keeps; 1 where none does, and what 2 would."""
     try:
         call = example_call(pipe)
     except ValueError as error:
@@ -57,14 +57,14 @@ def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Q
     whole = _draw(pipe, call, forwards, 1)
     if min(drawn.images.std(axis=(1, 2)).max() for drawn in whole) < BLANK:
         raise ValueError(f"step_cache={wanted!r}: cannot be measured, the pipeline draws a blank image of {call}")
-    kept = None
+    kept: list[Quality] = []  # by intervals of 2 and more
     for interval in range(2, LONGEST + 1):
         pairs = zip(whole, _draw(pipe, call, forwards, interval), strict=True)
         quality = min((compare(*pair) for pair in pairs), key=lambda q: q.psnr_db)
         if not (quality.finite and quality.psnr_db >= decibels(wanted)):
-            return interval - 1, kept, quality
-        kept = quality
-    return LONGEST, kept, None
+            return interval - 1, (kept or [quality])[-1]
+        kept.append(quality)
+    return LONGEST, kept[-1]
 
 
 def _draw(pipe, call: dict, forwards: list[StepCacheForward], interval: int) -> list:

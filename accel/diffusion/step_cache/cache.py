@@ -140,7 +140,7 @@ class StepCacheForward(FastForward):
         if whole:
             features.shift(first=track.whole is None)
         else:
-            features.aim(1.0 if track.gap is None else 1 + (step - track.whole) / track.gap)
+            features.aim(track.beyond(step))
         state.current = StepCall(features, whole)
         try:
             output = inner(*args, **kwargs)

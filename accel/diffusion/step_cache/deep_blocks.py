@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -64,21 +65,23 @@ class LastUpBlock(DeepBlock):
 
     def _runner(self, given: dict) -> Callable:
         """How to run a part of the block: the fast forward beneath where it takes the call, else stock."""
-        if self.inner is None:
+        inner = self.inner
+        if inner is None:
             return self._stock
-        reason = self.inner.mode() or self.inner.unfit(**given)
+        reason = inner.mode() or inner.unfit(**given)
         if reason is None:
-            return self._fused
+            return partial(_fused, inner)
         self.ledger.fell_back(self.path, reason)
         return self._stock
 
     def _stock(self, part: "Part", given: dict) -> torch.Tensor:
         return type(self.module).forward(part, **given)
 
-    def _fused(self, part: "Part", given: dict) -> torch.Tensor:
-        forward = copy.copy(self.inner)
-        forward.module = part
-        return forward.fast(**given)
+
+def _fused(inner: FastForward, part: "Part", given: dict) -> torch.Tensor:
+    forward = copy.copy(inner)
+    forward.module = part
+    return forward.fast(**given)
 
 
 class Part:

@@ -1,6 +1,7 @@
 """What the step cache keeps of a UNet's deep layers between calls, in memory that CUDA graphs may refer to."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,16 +14,17 @@ class Features:
     read it. `number` is in the key of those graphs and never given twice.
     """
 
+    last: torch.Tensor  # these three from the first `record` on
+    previous: torch.Tensor
+    weight: torch.Tensor
+
     def __init__(self, number: int):
-        self.number = number
-        self.last: torch.Tensor | None = None
-        self.previous: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
-        self.blanks: dict[str, object] = {}
+        self.number, self.recorded = number, False
+        self.blanks: dict[str, Any] = {}
 
     def shift(self, first: bool) -> None:
         """Before a whole call: what was last is previous now. Before a loop's first nothing is, not even NaN."""
-        if self.last is not None:
+        if self.recorded:
             self.previous.zero_() if first else self.previous.copy_(self.last)
 
     def aim(self, weight: float) -> None:
@@ -31,11 +33,12 @@ class Features:
 
     def record(self, hidden: torch.Tensor) -> None:
         """In a whole call; may be done again, as capturing a graph does."""
-        if self.last is None:
+        if not self.recorded:
             with torch.inference_mode(False), torch.no_grad():
                 _outside_capture(hidden)
                 self.last, self.previous = torch.zeros_like(hidden), torch.zeros_like(hidden)
                 self.weight = torch.ones((), dtype=hidden.dtype, device=hidden.device)
+            self.recorded = True
         self.last.copy_(hidden)
 
     def extrapolated(self) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Where the step cache fits: UNets whose up blocks take one skip connection a layer, and their blocks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
+from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
 from accel.diffusion.step_cache.deep_blocks import DeepBlock, LastUpBlock
 from accel.fusion.loop import Loop
@@ -50,7 +52,7 @@ def _match_root(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
     if isinstance(inner, Skip):
         return inner
     root.inner, patches, root.told = inner
-    if root.inner is not None:
+    if isinstance(root.inner, GraphForward):
         root.inner.variant = state.variant
     context.put(root)
     return Match(root, patches, covers=(), note=root.note())
@@ -85,14 +87,14 @@ def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> tuple[FastF
     return None, patches, "; ".join(told)
 
 
-def _blocks(m: nn.Module) -> list[tuple[str, nn.Module]]:
+def _blocks(m: Any) -> list[tuple[str, nn.Module]]:
     """Down blocks, the middle, up blocks, by path."""
     down, up = ([(f"{name}.{i}", b) for i, b in enumerate(getattr(m, name))] for name in ("down_blocks", "up_blocks"))
     middle = getattr(m, "mid_block", None)
     return down + ([] if middle is None else [("mid_block", middle)]) + up
 
 
-def _unlike(m: nn.Module) -> str | None:
+def _unlike(m: Any) -> str | None:
     """Why this is no UNet of the kind whose up blocks take one skip connection a layer, conv_in's last of all."""
     for path, block in _blocks(m):
         if not len(getattr(block, "resnets", ())):
@@ -113,7 +115,7 @@ def _unlike(m: nn.Module) -> str | None:
     return untouched(*(block for _, block in _blocks(m)))
 
 
-def _example(block: nn.Module) -> dict:
+def _example(block: Any) -> dict:
     """Arguments of an up block: small images of the channels its layers expect."""
     into = [resnet.in_channels for resnet in block.resnets]
     skips = [n - resnet.out_channels for n, resnet in zip(into[1:], block.resnets, strict=False)]
@@ -130,7 +132,7 @@ def _example(block: nn.Module) -> dict:
     return given
 
 
-def _prompt_width(block: nn.Module) -> int | None:
+def _prompt_width(block: Any) -> int | None:
     for module in block.modules():
         if getattr(module, "add_k_proj", None) is not None:
             return module.add_k_proj.in_features

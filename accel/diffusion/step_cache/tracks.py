@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
+from accel.diffusion.step_cache.features import Features
 from accel.fusion.loop import Loop
 
 MOST_TRACKS = 8  # at once; each keeps features in memory
@@ -23,7 +24,7 @@ class Moment:
 
     value: float | None = None
     storage: tuple[int, int | None] | None = None
-    offset: int = 0
+    offset: int | torch.SymInt = 0
 
     @classmethod
     def of(cls, timestep: object) -> "Moment":
@@ -58,10 +59,14 @@ class Track:
     seen: int
     whole: int | None = None
     gap: int | None = None
-    features: object = None
+    features: Features | None = None
 
     def due(self, step: int, interval: int) -> bool:
         return self.whole is None or step - self.whole >= interval
+
+    def beyond(self, step: int) -> float:
+        """Where this step is on the line through the last two whole ones, see `Features.aim`."""
+        return 1.0 if self.whole is None or self.gap is None else 1 + (step - self.whole) / self.gap
 
     def computed_whole(self, step: int) -> None:
         self.gap = None if self.whole is None else step - self.whole
