@@ -1,6 +1,7 @@
 """What makes a model a causal language model, and the rules for it."""
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import obstacle
@@ -55,27 +56,28 @@ def match_decoder(site: Site, context: Context) -> Match | Skip | None:
     """The model itself, where every one of its layers was understood and the whole agrees with stock."""
     if site.path:
         return None
-    context.put(OutputHead(site.module.get_output_embeddings()))
+    model: PreTrainedModel = site.module
+    context.put(OutputHead(model.get_output_embeddings()))
     analysis, layers = context.of(Analysis), context.of(DecoderLayers).found
     layers.update({path: found if isinstance(found, str) else PARTIAL for path, found in analysis.layers.items()})
     reason = analysis.reason
     if reason is None and analysis.unknown() is not None:
-        return _match_some(site.module, context, layers, analysis.specs)
+        return _match_some(model, context, layers, analysis.specs)
     if reason is None:
         try:
-            forward, patches, note = _bind(site.module, context, analysis.specs)
+            forward, patches, note = _bind(model, context, analysis.specs)
         except NotUnderstood as error:
             reason = str(error)
     if reason is not None:
         return Skip(f"{reason}{'' if context.options.kv_cache is None else '; kv_cache changes nothing'}")
     layers.update({layer.path: layer for layer in forward.layers})
-    device = next(site.module.parameters()).device.type
+    device = next(model.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
     notes = (note, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
     return Match(forward, patches, (), "; ".join(filter(None, notes)))
 
 
-def _match_some(model: nn.Module, context: Context, layers: dict, specs: list) -> Match | Skip:
+def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
     """Some layers of the model fused, between others that run stock."""
     stack, _ = decoder_layers(model)
     steps, parts = ForwardContext(), (context.kernels, context.ledger)
@@ -93,7 +95,7 @@ def _match_some(model: nn.Module, context: Context, layers: dict, specs: list) -
 
 
 def _bind(
-    model: nn.Module, context: Context, specs: list[tuple[LayerRecord, LayerSpec]]
+    model: PreTrainedModel, context: Context, specs: list[tuple[LayerRecord, LayerSpec]]
 ) -> tuple[DecoderForward, tuple, str]:
     """The forward that computes by these formulas, tried as a whole; its patches; what the report says of its cache.
 

@@ -6,6 +6,8 @@ therefore judged by its median token, and what the median may miss here: each ro
 choose alike, and each expert on its own.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -101,13 +103,13 @@ class Layers:
 
     def judge(self, seed: int) -> dict[str, Quality]:
         """The worst of each kind, once the model is optimized again."""
-        named = {"routed layers": self.layers, "each expert": self.experts}
+        named: dict[str, Mapping[str, ModelRecord]] = {"routed layers": self.layers, "each expert": self.experts}
         judged = {name: {path: one.judge(seed) for path, one in found.items()} for name, found in named.items()}
         return {name: _worst(found) for name, found in judged.items() if found}
 
 
 def _each(module: nn.Module, x: torch.Tensor) -> Experts:
-    experts = next(p.shape[0] for p in module._parameters.values() if p.dim() == 3)
+    experts = next(p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3)
     index = torch.arange(experts, device=x.device)[:, None]
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
@@ -120,8 +122,10 @@ def _each(module: nn.Module, x: torch.Tensor) -> Experts:
 
 def _worst(found: dict[str, Quality]) -> Quality:
     def measure(item: tuple[str, Quality]) -> tuple[bool, float]:
-        share = item[1].error / item[1].allowed
-        return not item[1].finite or share != share, share
+        quality = item[1]
+        error, allowed = quality.error, quality.allowed
+        share = math.inf if error is None or allowed is None else error / allowed
+        return not quality.finite or share != share, share
 
     path, quality = max(found.items(), key=measure)
     note = f"the worst of {len(found)}, {path}"

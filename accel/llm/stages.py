@@ -2,6 +2,7 @@
 
 from accel_kernels.warmup import prepare
 from torch import nn
+from transformers import PreTrainedModel
 
 from accel.errors import SkippedSite, reason_of
 from accel.llm.analysis.analyze import Analysis, analyze
@@ -38,7 +39,7 @@ def import_prequantized(model: nn.Module, context: Context) -> Staged:
     return Staged((found,) if found.found else (), tell)
 
 
-def round_activations(model: nn.Module, context: Context) -> Staged:
+def round_activations(model: PreTrainedModel, context: Context) -> Staged:
     """The quantized linears that it holds by now round their inputs, where that is asked for. Raises ValueError where
     none could, nor would any be quantized.
     """

@@ -8,9 +8,12 @@ any model's output by the error against full precision.
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
@@ -61,7 +64,8 @@ class Logits(ModelRecord):
         quality = super().judge(seed)
         if not self.routed:
             return quality
-        truth, stock, ours = (None if runs is None else sum(runs, []) for runs in (self.exact, self.outputs, self.ours))
+        stock, ours = list(chain.from_iterable(self.outputs)), list(chain.from_iterable(self.ours))
+        truth = None if self.exact is None else list(chain.from_iterable(self.exact))
         tokens = sum(len(logits) for logits in stock)
         if truth is None:
             quality = replace(quality, error=self.apart(stock, ours))
@@ -90,7 +94,7 @@ class Decode(Logits):
         return [_written(module, prompt, kwargs["tokens"]).flatten(0, 1)]
 
 
-def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict, bool] | None:
+def subject(obj: Any, args: tuple, kwargs: dict) -> tuple[PreTrainedModel, dict, bool] | None:
     """The causal language model that a call of obj runs, its inputs, and whether they are text of the caller's; None
     for anything else.
 
@@ -110,20 +114,20 @@ def subject(obj: object, args: tuple, kwargs: dict) -> tuple[nn.Module, dict, bo
     return (model, tokenized(model, tokenizer, args[0]), True) if _texts(args[0]) else None
 
 
-def _example(model: nn.Module) -> dict[str, torch.Tensor]:
+def _example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Random prompts, which leave room for the text that is written on."""
     most = table_of_positions(model)
     return example_inputs(model) if most is None else example_inputs(model, tokens=max(1, min(TOKENS, most // 2)))
 
 
-def _new(model: nn.Module, inputs: dict) -> int:
+def _new(model: PreTrainedModel, inputs: dict) -> int:
     """Tokens to be written: NEW, or as many as the model has positions for. The last one needs none."""
     most = table_of_positions(model)
     read = next(inputs[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in inputs)
     return NEW if most is None else max(1, min(NEW, most - read + 1))
 
 
-def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
+def tokenized(model: PreTrainedModel, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
     """Inputs of the model for one text or several, filled up on the left."""
     several = isinstance(texts, list) and len(texts) > 1
     options = {"padding": True, "padding_side": "left"} if several else {}
@@ -132,7 +136,9 @@ def tokenized(model: nn.Module, tokenizer, texts: str | list[str]) -> dict[str, 
     return {name: value.to(model.device) for name, value in inputs.items() if name in known and name in KNOWN}
 
 
-def agreement_with_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapping[str, Plan], seed: int) -> Quality:
+def agreement_with_stock(
+    model: PreTrainedModel, inputs: dict, text: bool, plans: Mapping[str, Plan], seed: int
+) -> Quality:
     """Quality of the model on these inputs, judged; it is optimized by `plans`, before and after.
 
     text: its perplexity means something. Where weights are quantized the whole is compared with the original weights
@@ -195,12 +201,12 @@ def agreement_with_stock(model: nn.Module, inputs: dict, text: bool, plans: Mapp
 def _told(plan: Plan, rounds: bool) -> dict[str, str]:
     """What of this model is lossy, by the name of the option that asks for it."""
     options = plan.options
-    chosen = {"weights": options.weights if plan.weights else None, "kv_cache": options.kv_cache}
+    chosen: dict[str, str | None] = {"weights": options.weights if plan.weights else None, "kv_cache": options.kv_cache}
     if rounds:
         kinds = {module.activations for module in rounding(plan.root)}
-        chosen["activations"] = options.activations or ", ".join(sorted(kinds))
+        chosen["activations"] = options.activations or ", ".join(sorted(filter(None, kinds)))
     names = ("weights", "activations", "kv_cache")
-    return {name: chosen[name] for name in names if chosen.get(name) is not None}
+    return {name: value for name in names if (value := chosen.get(name)) is not None}
 
 
 def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode, Layers]:
@@ -224,14 +230,14 @@ def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) 
     return torch.cat([prompt[-1][0], decode[-1][0]])
 
 
-def _greedy(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def _greedy(model: PreTrainedModel, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (rows, `_new`) and the logits they were chosen by, (rows, `_new`, vocabulary)."""
     new = _new(model, inputs)
     written = model.generate(**inputs, min_new_tokens=new, max_new_tokens=new, **GREEDY)
     return written.sequences[:, -new:], torch.stack(written.logits, dim=1)
 
 
-def _written(model: nn.Module, inputs: dict, tokens: torch.Tensor) -> torch.Tensor:
+def _written(model: PreTrainedModel, inputs: dict, tokens: torch.Tensor) -> torch.Tensor:
     """Logits (rows, steps, vocabulary) of the steps in which generate() writes these tokens."""
     steps = tokens.shape[1]
     options = {"min_new_tokens": steps, "max_new_tokens": steps, "logits_processor": [Forced(tokens)]}

@@ -1,6 +1,7 @@
 """Quantized linears put in the place of a model's own, and taken out again."""
 
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ class QuantizedLinearPatch:
         self, root: nn.Module, keep: bool, guard: Change | None = None, first: Callable[[], None] | None = None
     ):
         self.root, self.keep, self.first = root, keep, first
-        self.pairs: list[tuple[Dense, QuantizedLinear]] = []
+        self.pairs: list[tuple[Any, QuantizedLinear]] = []  # what stood there, and what does now
         self.there = self.final = False
         self.guard = guard
 

@@ -14,6 +14,7 @@ from accel_kernels.gemm.quantized_weight import Quantized, pack
 from accel.quantization.scheme import Scheme
 
 AT_ONCE = 2**22  # weights in work, in float32: the memory it takes besides the result
+Grid = tuple[torch.Tensor, torch.Tensor | None]  # scales, and zeros if it has any
 SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the weight; float32 for all others
 
 
@@ -40,8 +41,7 @@ def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
     start = 0
     for rows in _blocks(weight):
         end = start + len(rows)
-        zeros = None if quantized.zeros is None else quantized.zeros[start:end]
-        part = Quantized(quantized.data[start:end], quantized.scales[start:end], zeros)
+        part = quantized.rows(start, end)
         exact = rows.double()
         signal += float(exact.square().sum())
         noise += float((exact - part.dequantized(torch.float32).double()).square().sum())
@@ -64,9 +64,22 @@ def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | 
     return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
 
 
-def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid | None:
     """Scales in dtype and zeros of groups (..., columns) in float32; None where a scale is too small for float16."""
+    found, fits = _grid(groups, scheme, dtype)
+    return found if fits else None
+
+
+def wide_grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid:
+    """As `grid`, with scales in float32 where one is too small for float16."""
+    found, fits = _grid(groups, scheme, dtype)
+    return found if fits else _grid(groups, scheme, torch.float32)[0]
+
+
+def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Grid, bool]:
+    """And whether no scale is too small for float16, if that is the dtype."""
     low, high = scheme.range
+    least = groups.new_zeros(())
     if scheme.symmetric:
         span = groups.abs().amax(-1)
         exact = span / high
@@ -80,12 +93,11 @@ def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torc
     if not scheme.symmetric:
         scales = _not_below(scales, exact)
     small = scales < torch.finfo(dtype).tiny  # where a scale has few digits, or none
-    if dtype == torch.float16 and bool((small & (span > 0)).any()):
-        return None
+    fits = dtype != torch.float16 or not bool((small & (span > 0)).any())
     scales = scales.masked_fill(small, 1)  # of zeros, or of what float32 can hardly tell from them
     if scheme.symmetric:
-        return scales, None
-    return scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)
+        return (scales, None), fits
+    return (scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)), fits
 
 
 def nearest(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:

@@ -13,7 +13,7 @@ def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch
 
     The bias must be slope * key position, (rows * heads or heads, 1, tokens).
     """
-    rows, tokens = layer.keys.shape[0], layer.keys.shape[2]
+    rows, tokens = layer.cached.keys.shape[0], layer.cached.keys.shape[2]
     given = (*layer.call.args, *layer.call.kwargs.values())
     biases = [t for t in given if isinstance(t, torch.Tensor) and t.numel() in (heads * tokens, rows * heads * tokens)]
     biases = [t for t in biases if t.dim() >= 3 and t.is_floating_point() and t.shape[-2:] == (1, tokens)]

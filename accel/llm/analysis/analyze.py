@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
@@ -31,7 +32,9 @@ class Analysis:
         return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)
 
 
-def analyze(model: nn.Module, kinds: Sequence[AttentionKind], scores: bool = False, whole: bool = False) -> Analysis:
+def analyze(
+    model: PreTrainedModel, kinds: Sequence[AttentionKind], scores: bool = False, whole: bool = False
+) -> Analysis:
     """Runs the model on a few tokens and leaves it as it was. kinds, scores: see `formulas`. whole: every layer must be
     understood; else some will do.
     """
@@ -46,7 +49,7 @@ def analyze(model: nn.Module, kinds: Sequence[AttentionKind], scores: bool = Fal
     return found
 
 
-def _obstacle(model: nn.Module) -> str | None:
+def _obstacle(model: PreTrainedModel) -> str | None:
     """Why it is not run at all."""
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no cache"
@@ -60,7 +63,7 @@ def _obstacle(model: nn.Module) -> str | None:
 
 
 def formulas(
-    model: nn.Module, layers: dict, kinds: Sequence[AttentionKind], scores: bool = False, some: bool = False
+    model: PreTrainedModel, layers: dict, kinds: Sequence[AttentionKind], scores: bool = False, some: bool = False
 ) -> list[tuple[LayerRecord, LayerSpec]]:
     """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
     kinds: of attention, tried in turn. Raises NotUnderstood.
@@ -105,15 +108,16 @@ def _formula(layer: LayerRecord, seen: Record, kinds: Sequence[AttentionKind]) -
         return str(reason)
 
 
-def _listen(model: nn.Module, layers: dict, seen: Record, known: Sequence[AttentionKind]) -> None:
+def _listen(model: PreTrainedModel, layers: dict, seen: Record, known: Sequence[AttentionKind]) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
-    kinds, others = set(), []
+    kinds: set[tuple] = set()
+    others: list[str] = []
 
     def look(layer: LayerRecord, amplified: Record) -> None:
         kind = tuple(map(_kind, layer.layer.modules()))
         if isinstance(layers[layer.path], str):
             return
-        if kind in kinds or others or layer.call.output is None or not bool(layer.call.output.held.isfinite().all()):
+        if kind in kinds or others or layer.call.made is None or not bool(layer.call.output.held.isfinite().all()):
             return
         kinds.add(kind)
         layer.known = layers[layer.path]

@@ -6,7 +6,7 @@ a file in `runtime`, which computes it, and a line in that list: none of the oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from accel.llm.analysis.norm import NormSpec
 from accel.llm.kv_cache.blocks import Shape
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord, Record
+from accel.patching.fast_forward import Kernels
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class AttentionSpec:
         return repr(replace(self, index=0, settings=()))
 
 
+Spec = TypeVar("Spec", bound=AttentionSpec)
+
+
 class Understood(NamedTuple):
     """A spec; in the record the calls of the first projection and of the last, whose output leaves the attention."""
 
@@ -66,7 +70,8 @@ class BoundAttention(Protocol):
     projections: how many read the input, which decides whether a norm before them is done inside each.
     """
 
-    projections: Sequence
+    @property
+    def projections(self) -> Sequence: ...
 
     def __call__(self, kernels, step, h, kwargs: dict) -> torch.Tensor:
         """(rows, new, K), what the last projection is given. step: the `Step` under way, which has the layer's store.
@@ -75,7 +80,7 @@ class BoundAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionKind:
+class AttentionKind(Generic[Spec]):
     """One kind. spec: the class of its specs.
 
     understand: (layer's record, whole record) -> Understood; None for an attention of another kind; raises
@@ -85,10 +90,10 @@ class AttentionKind:
     """
 
     name: str
-    spec: type[AttentionSpec]
+    spec: type[Spec]
     understand: Callable[[LayerRecord, Record], Understood | None]
-    bind: Callable[[object, nn.Module, AttentionSpec, bool], BoundAttention]
-    cache_layout: Callable[[AttentionSpec, torch.dtype, torch.device, torch.dtype | None], Shape]
+    bind: Callable[[Kernels, nn.Module, Spec, bool], BoundAttention]
+    cache_layout: Callable[[Spec, torch.dtype, torch.device, torch.dtype | None], Shape]
 
 
 def understand_attention(layer: LayerRecord, record: Record, kinds: Sequence[AttentionKind]) -> Understood:

@@ -67,7 +67,7 @@ def choose_codes(
     codes, chosen, told = codes_for(kind, device), {}, []
     for layer, spec in layers:
         query, scale = _queries(layer, spec)
-        found = key_decibels(query, layer.keys, scale, codes)
+        found = key_decibels(query, layer.cached.keys, scale, codes)
         chosen[spec.index] = codes if found >= LEAST else None
         if chosen[spec.index] is None:
             told.append(f"{layer.path}: {found:.0f} dB")
@@ -76,13 +76,13 @@ def choose_codes(
 
 def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float]:
     """Queries as the layer has them, (rows, heads, tokens, D), and the scale of their scores."""
-    rows, _, tokens, dim = layer.keys.shape
+    rows, _, tokens, dim = layer.cached.keys.shape
     if layer.attended is not None:
         told = layer.attended.options.get("scaling")
         return layer.attended.query, dim**-0.5 if told is None else told
     # An attention of the model's own shows none: any will do.
     query = torch.randn(rows, spec.heads, tokens, dim, generator=torch.Generator().manual_seed(0))
-    return query.to(layer.keys), spec.scale
+    return query.to(layer.cached.keys), spec.scale
 
 
 def described(kind: str, shapes: tuple, told: list[str]) -> str:

@@ -45,20 +45,20 @@ class LayerSpec:
     @property
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
-        mine = (self.before_attention, self.post_attention, self.after_attention)
-        mine = (*mine, self.before_mlp, self.post_mlp, self.after_mlp)
+        around = (self.before_attention, self.post_attention, self.after_attention)
+        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp)
         return [norm for norm in (*mine, *self.attention.norms) if norm is not None]
 
     @property
     def linears(self) -> tuple[str, ...]:
         """The names of all."""
-        down = () if self.mlp.down is None else (self.mlp.down,)
+        down = (self.mlp.down,) if self.mlp.down else ()
         return (*self.attention.projections, self.attention.out, *self.mlp.first, *down)
 
 
 def understand_layer(layer: LayerRecord, record: Record, kinds: Sequence[AttentionKind]) -> LayerSpec:
     """The formula of a recorded layer; its attention is one of these kinds. Raises NotUnderstood."""
-    if layer.call is None or layer.call.output is None:
+    if layer.call.made is None:
         raise NotUnderstood("it did not run")
     attention, first, out = understand_attention(layer, record, kinds)
     mlp, ends = understand_mlp(layer)
@@ -105,24 +105,30 @@ class _Skeleton:
             raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
         if second is None:
             raise NotUnderstood("its output is not the sum of its input, attention and MLP")
-        calls = (before_attention, post_attention, after_attention, before_mlp, post_mlp, after_mlp)
-        norms = (None if call is None else norm_spec(self.layer, call) for call in calls)
         result = self.layer.call.result
         returns = len(result) if isinstance(result, tuple) else None
         return LayerSpec(
             settings(self.layer.layer),
             self.attention,
             self.mlp,
-            *norms,
+            before_attention=self._norm(before_attention),
+            post_attention=self._norm(post_attention),
+            after_attention=self._norm(after_attention),
+            before_mlp=self._norm(before_mlp),
+            post_mlp=self._norm(post_mlp),
+            after_mlp=self._norm(after_mlp),
             parallel=parallel,
             shared=shared,
             scales=(first, second),
             returns=returns,
         )
 
+    def _norm(self, call: Call | None) -> NormSpec | None:
+        return None if call is None else norm_spec(self.layer, call)
+
     def _producer(self, value: Value) -> Call | None:
         """The last norm that made this."""
-        made = [call for call in self.norms if call.output is not None and call.output.same(value)]
+        made = [call for call in self.norms if call.made is not None and call.made.same(value)]
         return made[-1] if made else None
 
     def _consumer(self, value: Value) -> Call | None:
@@ -145,7 +151,7 @@ class _Skeleton:
 
 def _normlike(call: Call) -> bool:
     """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
-    if not call.alone or call.output is None or call.output.held.shape != call.input.held.shape:
+    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
         return False
     if type(call.module) is QuantizedLinear:
         return False

@@ -22,15 +22,15 @@ class MlpSpec:
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     whole: the module of them all, where there is one; alone: it takes the input and nothing else. act: the activation's
-    module; settings: of it, see `settings`. All by name, from the layer.
+    module; settings: of it, see `settings`. All by name, from the layer; "" for what there is not.
     """
 
-    whole: str | None
+    whole: str = ""
     alone: bool = True
     first: tuple[str, ...] = ()
-    down: str | None = None
-    activation: str | None = None
-    act: str | None = None
+    down: str = ""
+    activation: str = ""
+    act: str = ""
     settings: tuple = ()
     halves: bool | None = None
 
@@ -56,7 +56,7 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec, MlpCalls]:
         found = _formula(layer, layer.inside(whole.module), whole)
         if found is not None:
             return found
-        if not whole.alone or whole.output is None:
+        if not whole.alone or whole.made is None:
             raise NotUnderstood("its MLP takes more than one tensor")
         return MlpSpec(layer.name(whole.module)), MlpCalls(whole, whole, (whole.module,))
     found = _formula(layer, [call for call in mine if call.alone], None)
@@ -75,7 +75,7 @@ def _matrices(module: nn.Module) -> bool:
 
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, MlpCalls] | None:
-    calls = [call for call in calls if call.alone and call.output is not None]
+    calls = [call for call in calls if call.alone and call.made is not None]
     acts = [(call, activation_name(call.module)) for call in calls if not list(call.module.parameters())]
     products = [call for call in calls if _matrices(call.module)]
     for act, name in ((call, name) for call, name in acts if name is not None):
@@ -84,12 +84,16 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
             if not first:
                 continue
             names = tuple(layer.name(call.module) for call in first)
-            container = {
-                "whole": None if whole is None else layer.name(whole.module),
-                "alone": whole is None or whole.alone,
-            }
-            of_act = {"activation": name, "act": layer.name(act.module), "settings": settings(act.module)}
-            spec = MlpSpec(**container, first=names, down=layer.name(down.module), halves=halves, **of_act)
+            spec = MlpSpec(
+                "" if whole is None else layer.name(whole.module),
+                alone=whole is None or whole.alone,
+                first=names,
+                down=layer.name(down.module),
+                activation=name,
+                act=layer.name(act.module),
+                settings=settings(act.module),
+                halves=halves,
+            )
             parts = (*first, down, act) if whole is None else (*first, down, act, whole)
             modules = tuple(call.module for call in parts)
             return spec, MlpCalls(first[0], down, modules)

@@ -34,7 +34,7 @@ def given_back(t: torch.Tensor, layout: str, dim: int) -> torch.Tensor:
 def head_norm(layer: LayerRecord, calls: list[Call], t: torch.Tensor) -> Iterator[tuple[HeadNorm | None, torch.Tensor]]:
     """None, with t itself; and every recorded call that was given t, with what it made of it, (rows, new, heads, D)."""
     for call in calls:
-        if not call.alone or call.output is None or call.output.held.shape != call.input.held.shape:
+        if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
             continue
         for layout in (HEADS, TURNED, FLAT):
             wanted = given(t, layout)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,27 +18,28 @@ HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cos
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    given: the keyword under which the layer is handed (cos, sin); or buffer: the name of the attention's table
-    (positions, sin | cos), as GPT-J has.
+    name: of the keyword under which the layer is handed (cos, sin); or, where they are not `given`, of the attention's
+    buffer, a table (positions, sin | cos), as GPT-J has.
     """
 
-    given: str | None
-    buffer: str | None
+    name: str
+    given: bool
     form: str
     interleaved: bool
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
-        return (self._one_a_pair(t) for t in self._tables(kwargs, attention))
+        cos, sin = self._tables(kwargs, attention)
+        return self._one_a_pair(cos), self._one_a_pair(sin)
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
-        return kwargs[self.given] if self.given is not None else attention._buffers[self.buffer]
+        return kwargs[self.name] if self.given else attention._buffers[self.name]
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.given is not None:
-            return kwargs[self.given]
-        table = attention._buffers[self.buffer]
+        if self.given:
+            return kwargs[self.name]
+        table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
         return cos, sin
 
@@ -53,7 +55,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         yield None
     kwargs = layer.call.kwargs
     candidates = [
-        Rotary(name, None, form, interleaved)
+        Rotary(name, True, form, interleaved)
         for name, value in kwargs.items()
         if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
         for form, interleaved in (
@@ -67,7 +69,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     ]
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         candidates += [
-            Rotary(None, name, WHOLE, interleaved)
+            Rotary(name, False, WHOLE, interleaved)
             for name, table in layer.attention.named_buffers(recurse=False)
             if table is not None and table.dim() == 2
             for interleaved in (True, False)

@@ -85,9 +85,8 @@ def split(outputs, layout: str, heads: int, groups: int, kv_heads: int, dim: int
 
 def understand(layer: LayerRecord, record: Record) -> Understood:
     """See `AttentionKind`. Raises NotUnderstood."""
-    if layer.attention is None:
-        raise NotUnderstood("it stores no keys and values")
-    if layer.values.shape != layer.keys.shape:
+    stored = layer.cached
+    if stored.values.shape != stored.keys.shape:
         raise NotUnderstood("keys and values of different sizes")
     options, seen = _told(layer, record)
     calls = layer.inside(layer.attention)
@@ -96,7 +95,7 @@ def understand(layer: LayerRecord, record: Record) -> Understood:
         q, k, v = split([call.output.held for call in projections], **layout)
         projected = True
         for k_norm, normed_k in head_norm(layer, calls, k):
-            for rotary in rotaries(layer, normed_k, layer.keys):
+            for rotary in rotaries(layer, normed_k, stored.keys):
                 rotated = True
                 for q_norm, normed_q in head_norm(layer, calls, q):
                     found = _result(layer, options, seen, calls, rotary, normed_q, normed_k, v)
@@ -105,7 +104,7 @@ def understand(layer: LayerRecord, record: Record) -> Understood:
                         names = tuple(layer.name(call.module) for call in projections)
                         spec = SoftmaxSpec(
                             layer.name(layer.attention), settings(layer.attention), names, layer.name(out.module),
-                            **layout, index=layer.index, q_norm=q_norm, k_norm=k_norm, rotary=rotary, window=seen,
+                            **layout, index=stored.place, q_norm=q_norm, k_norm=k_norm, rotary=rotary, window=seen,
                             **rest,
                         )  # fmt: skip
                         return Understood(spec, projections[0], out)
@@ -122,7 +121,7 @@ def _unlike(layer: LayerRecord, calls: list[Call]) -> str:
     if attended is None:
         return "its queries, scores or result are of another formula"
     options = {name: attended.options.get(name) for name in ("scaling", "softcap", "s_aux")}
-    whole = plain_attention(attended.query, layer.keys, layer.values, None, **options)
+    whole = plain_attention(attended.query, layer.cached.keys, layer.cached.values, None, **options)
     if whole.shape == attended.output.shape and agree(whole, attended.output):
         return "its attention sees the future"
     if any(call.alone and agree(attended.output, call.input.held) for call in calls):
@@ -151,11 +150,11 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
 
 def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[Call, ...], dict]]:
     """Calls whose outputs may hold queries, keys and values, and the arguments of `split` for them."""
-    rows, stored, tokens, d = layer.values.shape
-    values = layer.values.transpose(1, 2)  # (rows, tokens, heads, D)
+    rows, stored, tokens, d = layer.cached.values.shape
+    values = layer.cached.values.transpose(1, 2)  # (rows, tokens, heads, D)
 
     def flat(call):
-        return call.alone and call.output is not None and call.output.held.shape[:2] == (rows, tokens)
+        return call.alone and call.made is not None and call.output.held.shape[:2] == (rows, tokens)
 
     def layout(kind, heads, groups):
         return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}

@@ -34,8 +34,7 @@ def find_arguments(forward, convention: CallingConvention, alike: Alike) -> Call
     names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
     names = [(name, form) for name, form in names if name in forward.names]
     # All is allowed while it is tried.
-    allowed = {"idle": frozenset(names), "blank": frozenset(MARKS)}
-    forward.convention = replace(convention, parts=parts, **allowed)
+    forward.convention = replace(convention, parts=parts, idle=frozenset(names), blank=frozenset(MARKS))
 
     def agrees(change: Callable[[dict], dict]) -> bool:
         return _agrees(forward, [change(piece) for piece in _pieces(forward)], alike)

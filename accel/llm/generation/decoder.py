@@ -40,10 +40,11 @@ class Unfit(Exception):
 class DecoderForward(FastForward):
     """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
 
+    convention: CallingConvention  # once the model is tried
+
     def __init__(self, module, path, kernels, ledger, stack: str, layers: list[LayerForward], steps: ForwardContext):
         super().__init__(module, path, kernels, ledger)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.convention: CallingConvention | None = None
         self.relied: Relied | None = None  # once the model has been tried
         self.around: frozenset[str] = frozenset()  # paths of the modules around the layers that a text goes through
         self.runner: GraphRunner | None = None
@@ -201,8 +202,9 @@ class DecoderForward(FastForward):
         """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
         rows, new = tokens.shape[:2]
         start, pending = store.length, store.take()
-        step = pending and pending.take(start, tokens, positions, mask, keep)
-        bucket = None if start or self.prompts is None else self.prompts.bucket(self.module, tokens, positions, keep)
+        step = None if pending is None else pending.take(start, tokens, positions, mask, keep)
+        prompts = None if start else self.prompts
+        bucket = None if prompts is None else prompts.bucket(self.module, tokens, positions, keep)
         store.reserve(rows, start + (bucket or new))
         if mask is not None and start == 0 and new > 1 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
@@ -212,10 +214,8 @@ class DecoderForward(FastForward):
             logits = self.runner(
                 eager, arguments, {}, ("mask",) if store.padding_mask is not None else (), pending=step
             )
-        elif bucket is not None:
-            logits = self.prompts(
-                eager, partial(eager, *arguments), *arguments[:3], bucket, store.padding_mask is not None
-            )
+        elif prompts is not None and bucket is not None:
+            logits = prompts(eager, partial(eager, *arguments), *arguments[:3], bucket, store.padding_mask is not None)
         else:
             logits = eager(*arguments)
         store.advance(new)
@@ -235,8 +235,8 @@ class DecoderForward(FastForward):
         kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(self.layers))]
         units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
         split_counters = torch.zeros(units, device=metadata.device, dtype=torch.int32)
-        fills = isinstance(keep, torch.Tensor)
-        last = keep if fills else None
+        last = keep if isinstance(keep, torch.Tensor) else None
+        fills = last is not None
         kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}

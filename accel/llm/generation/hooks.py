@@ -3,7 +3,7 @@
 import inspect
 import weakref
 
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward
@@ -32,7 +32,7 @@ class GenerateHook:
 
     name: str
 
-    def __init__(self, module: nn.Module, forward: DecoderForward, request: Request):
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward, request: Request):
         self.module, self.forward, self.request = module, forward, request
 
     @property
@@ -89,9 +89,9 @@ class PrepareInputs(GenerateHook):
         return inputs
 
 
-def generate_hooks(model: nn.Module, forward: DecoderForward) -> list[Patch]:
+def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patch]:
     """For each hook whose method is the class's own; the last two where a step follows from the one before."""
-    kinds = [PrepareCache]
+    kinds: list[type[GenerateHook]] = [PrepareCache]
     if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
         kinds += [Criteria, PrepareInputs]
     request = Request()

@@ -88,8 +88,8 @@ class MixedForward(DecoderForward):
         """As of all layers, but looks at those alone that are fused: of the others nothing is taken for granted."""
         with self.lock:
             mine = self._stack()
-            same = self.seen is not None and len(mine) == len(self.layers)
-            if not (same and self.seen.reachable() and self.seen.holds()):
+            seen = self.seen if len(mine) == len(self.layers) else None
+            if seen is None or not (seen.reachable() and seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
                 beside = None if self.relied is None else self.relied.views()
                 self.seen = Fingerprint(nn.ModuleList(mine), beside=beside)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +27,8 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
         raise NotUnderstood(reason)
     most = min(PROMPT + MOST, table_of_positions(model) or PROMPT + MOST)
     ids = example_ids(model, most, seed=2)[:1]
-    caches, times = {}, {False: [], True: []}
+    caches: dict[bool, Any] = {}
+    times: dict[bool, list[float]] = {False: [], True: []}
 
     def step(stock: bool, start: int, end: int) -> None:
         ledger.stock_on_cpu = stock
@@ -50,4 +52,4 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
     finally:
         ledger.stock_on_cpu = before
         ledger.clear()
-    return tuple(statistics.median(times[stock][1:]) for stock in (False, True))
+    return statistics.median(times[False][1:]), statistics.median(times[True][1:])

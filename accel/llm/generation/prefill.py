@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
+from transformers import PreTrainedModel
 
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 
 # Tokens of all rows. Launching a forward takes Python some 15 to 45 ms, in which a GPU reads 500 tokens of a model of 8
@@ -59,12 +61,14 @@ class Prompts:
 
     def __init__(self, runner: GraphRunner):
         self.runner = runner
-        self.missed: tuple | None = None  # the model as it was, and how many tokens were too many for a graph to gain
+        self.missed: tuple[Fingerprint, int] | None = (
+            None  # the model as it was, and how many tokens were too many for a graph to gain
+        )
 
     def __getstate__(self):
         return {"runner": self.runner, "missed": None}
 
-    def bucket(self, module: torch.nn.Module, tokens: torch.Tensor, positions, keep: int) -> int | None:
+    def bucket(self, module: PreTrainedModel, tokens: torch.Tensor, positions, keep: int) -> int | None:
         """The length to fill up to, or None for a prompt that is read as it is.
 
         Only where the last token's logits alone are wanted: all of them would be kept for every graph, and copied.
@@ -102,5 +106,6 @@ class Prompts:
         logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, instead=instead)
         # Not only timed, to be compared with a graph; and not because of a hook, or whatever else will pass.
         if without and logits is without[-1] and self.runner.reason is None:
-            self.missed = self.runner.fingerprint, tokens.shape[0] * bucket
+            if (model := self.runner.fingerprint) is not None:
+                self.missed = model, tokens.shape[0] * bucket
         return logits

@@ -88,7 +88,8 @@ def _convention(forward: DecoderForward, lengths: tuple, wanted, alone, output: 
         except Exception as error:  # a model that makes something else of its mask
             errors.append(reason_of(error))
         finally:
-            forward.convention, forward.seen = None, None
+            del forward.convention
+            forward.seen = None
     raise NotUnderstood(f"the whole model computes something else than its parts: {'; '.join(dict.fromkeys(errors))}")
 
 
@@ -128,7 +129,7 @@ def _fills(forward: DecoderForward, lengths: tuple) -> bool:
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
-    store = adopt(DynamicCache(), forward.shapes())
+    store = _store(forward, DynamicCache())
     prompt, step = (tuple(piece.values()) for piece in pieces_of(forward, (_short(lengths), 1)))
     tokens, mask, positions = prompt
     if fill:
@@ -139,9 +140,16 @@ def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.T
     return first, forward.run(store, tokens, positions, mask, 1)
 
 
+def _store(forward: DecoderForward, cache: DynamicCache) -> Store:
+    store = adopt(cache, forward.shapes())
+    if isinstance(store, str):
+        raise NotUnderstood(store)
+    return store
+
+
 def _filled(forward: DecoderForward, store: Store, tokens, positions, mask) -> torch.Tensor:
     rows, new = tokens.shape
-    bucket = bucket_for(rows, new)
+    bucket = bucket_for(rows, new) or new
     store.reserve(rows, bucket)
     store.set_padding_mask(mask)
     tokens, positions, last = pad_to_bucket(tokens, positions, bucket)
@@ -198,9 +206,7 @@ def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
     """The logits of all pieces, one after another."""
     cache, found = DynamicCache(), []
     for piece in pieces:
-        store = adopt(cache, forward.shapes())
-        if isinstance(store, str):
-            raise NotUnderstood(store)
+        store = _store(forward, cache)
         found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
     return torch.cat(found, dim=1)
 
@@ -232,7 +238,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
         prompts = [(1, length) for length in (short, *fit)] + [(rows, short) for rows in WIDE]
         for rows, prompt in prompts:
-            store = adopt(DynamicCache(), forward.shapes())
+            store = _store(forward, DynamicCache())
             for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
                 given = positions[:1, piece] if "position_ids" in forward.names else None
                 mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
@@ -241,7 +247,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         if {"position_ids", "logits_to_keep"} <= set(forward.names):
             for length in PADDED:
                 for mask in (None, ids.new_ones(1, length)):
-                    store = adopt(DynamicCache(), forward.shapes())
+                    store = _store(forward, DynamicCache())
                     _filled(forward, store, ids[:1, :length], positions[:1, :length], mask)
 
 
@@ -267,7 +273,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
 def _kind(layer: LayerForward, kept: Shape) -> tuple:
     """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
-    formula = replace(spec, attention=None, mlp=replace(spec.mlp, settings=()), settings=())
+    formula = vars(spec) | {"attention": None, "mlp": replace(spec.mlp, settings=()), "settings": ()}
     tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
     weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
     return repr(formula), spec.attention.kernel_key(), repr(weights), kept

@@ -6,7 +6,7 @@ own. So reordering beams moves a few numbers and one block a row, in place, with
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,11 +53,16 @@ class Shape(NamedTuple):
 
 
 class Place:
-    """What kernels on one device read besides the blocks; KV says what each tensor is. own: the table to begin with."""
+    """What kernels on one device read besides the blocks; KV says what each tensor is. own: the table to begin with.
 
-    def __init__(self, device: torch.device, rows: int, columns: int):
+    addresses: of what each layer keeps, EACH of them.
+    """
+
+    def __init__(self, device: torch.device, rows: int, columns: int, addresses: Iterable[int]):
         self.own = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
-        self.table, self.padding_mask, self.metadata = self.own.clone(), None, None
+        self.table = self.own.clone()
+        self.padding_mask: torch.Tensor | None = None
+        self.metadata = torch.tensor([0, self.table.data_ptr(), 0, columns, *addresses], device=device)
 
 
 class Blocks:
@@ -76,12 +81,9 @@ class Blocks:
         with torch.inference_mode(False), torch.no_grad():
             self.kept = {shape: shape.empty(layers, rows * columns) for shape, layers in Counter(shapes).items()}
             self.views = _by_layer(shapes, self.kept)
-            self.places = {shape.device: Place(shape.device, rows, columns) for shape in self.kept}
-            addresses = [[t.data_ptr() for t in views] + [0] * (EACH - len(views)) for views in self.views]
-            for device, place in self.places.items():
-                place.metadata = torch.tensor(
-                    [0, place.table.data_ptr(), 0, columns, *chain(*addresses)], device=device
-                )
+            of_layers = ([t.data_ptr() for t in views] + [0] * (EACH - len(views)) for views in self.views)
+            addresses = list(chain.from_iterable(of_layers))
+            self.places = {s.device: Place(s.device, rows, columns, addresses) for s in self.kept}
 
     def kv(self, layer: int, is_prefill: bool) -> KV:
         place = self.places[self.shapes[layer].device]
@@ -176,10 +178,10 @@ class Blocks:
                     piece = kept[:, :, :, full, :pending]
                     moves.append((piece, piece.index_select(2, index.to(shape.device))))
         for device, place in self.places.items():
-            kept = [place.table[:, :full]]
+            pieces = [place.table[:, :full]]
             if place.padding_mask is not None:
-                kept.append(place.padding_mask[:, : self.masked])
-            moves += [(piece, piece.index_select(0, index.to(device))) for piece in kept]
+                pieces.append(place.padding_mask[:, : self.masked])
+            moves += [(piece, piece.index_select(0, index.to(device))) for piece in pieces]
         for piece, moved in moves:
             piece.copy_(moved)
         self.shared = full
@@ -208,7 +210,8 @@ class Blocks:
         """Tokens from here on may be seen."""
         if self.masked > length:
             for place in self.places.values():
-                place.padding_mask[:, length : self.masked].fill_(True)
+                if place.padding_mask is not None:
+                    place.padding_mask[:, length : self.masked].fill_(True)
             self.masked = length
 
     def mark(self, length: int) -> None:
@@ -243,7 +246,7 @@ class Blocks:
         shapes = tuple(
             shape._replace(device=kept[shape][0].device) for shape in state["shapes"]
         )  # torch.load moves tensors
-        self.__init__(shapes, state["rows"], state["columns"])
+        Blocks.__init__(self, shapes, state["rows"], state["columns"])
         for views, sources in zip(self.views, old, strict=True):
             for view, source in zip(views, sources, strict=True):
                 view.copy_(source)

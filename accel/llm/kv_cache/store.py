@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels.attention.paged.kv import KV
@@ -17,13 +17,13 @@ class CachedRows(NamedTuple):
     """Other rows, as a cache is asked for them: "reorder" or "select" with indices, "repeat" with a number."""
 
     kind: str
-    what: object
+    what: Any
 
     def same(self, other: "CachedRows") -> bool:
         plain = not isinstance(self.what, torch.Tensor) and not isinstance(other.what, torch.Tensor)
         return self.kind == other.kind and (self.what is other.what or (plain and self.what == other.what))
 
-    def index(self, rows: int, device: torch.device) -> torch.Tensor:
+    def indices(self, rows: int, device: torch.device) -> torch.Tensor:
         """(new rows,) int64: which of the old rows each new one is."""
         if self.kind == "reorder":
             return self.what.to(device)
@@ -50,15 +50,17 @@ class Store:
         """Forgets all tokens and gives the memory back."""
         self.lengths = dict.fromkeys(self.lengths, 0)
         self.asked: dict[int, list[CachedRows]] = {}
-        self._blocks: Blocks | None = None
+        self._blocks: Any = None  # Blocks, from the first `reserve` on
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the forward that left all as it is
         self.marked = 0  # the length that the kernels are told
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
-    def blocks(self) -> Blocks | None:
-        """What is there. Whoever comes for it waits for the step that was begun, and may change what comes after it."""
+    def blocks(self) -> Blocks:
+        """What is there, after `reserve`. Whoever comes for it waits for the step that was begun, and may change what
+        comes after it.
+        """
         self.take()
         self.latest = None
         return self._blocks
@@ -120,7 +122,7 @@ class Store:
         self.blocks.own(0, self.length)
         kept = self.blocks.read(layer, self.lengths[layer])
         for rows in self.asked.get(layer, ()):
-            kept = [t.index_select(0, rows.index(t.shape[0], t.device)) for t in kept]
+            kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
 
     def reserve(self, rows: int, tokens: int) -> None:
@@ -253,7 +255,7 @@ class Store:
     def _choose(self, rows: CachedRows) -> None:
         if not self.length:
             return
-        index = rows.index(self.rows, self.shapes[0].device)
+        index = rows.indices(self.rows, self.shapes[0].device)
         if index.shape[0] == self.rows:
             self.blocks.reorder(index, self.length)
         else:
@@ -264,7 +266,7 @@ class Store:
         return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["shapes"], state["wanted"])
+        Store.__init__(self, state["shapes"], state["wanted"])
         self.lengths = dict(state["lengths"])
         if "blocks" in state:
             self._blocks, self.shapes = state["blocks"], state["blocks"].shapes

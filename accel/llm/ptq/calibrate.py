@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from accel.llm.runtime.linear import Weights, weights
 from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights, placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
+from accel.quantization.linears import Dense
 from accel.quantization.scheme import Scheme
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
@@ -74,6 +76,7 @@ def quantize_layers(
     """
     _check(model, scheme, method, batches)
     chosen = _chosen(model, scheme)
+    layers: nn.ModuleList | None
     try:
         path, layers = decoder_layers(model)
     except NotUnderstood as reason:
@@ -85,7 +88,7 @@ def quantize_layers(
         if name not in names:
             raise ValueError(f"known: the model has no layer {name!r}; it has {names[0]!r} to {names[-1]!r}")
     device = None if layers is None else device  # what has no layers cannot be lent one by one
-    inputs = LayerInputs(model, path, layers, batches, device) if batches else None
+    inputs = LayerInputs(model, path, layers, batches, device) if batches and layers is not None else None
     return _layers(model, scheme, method, known, chosen, names, inputs, device)
 
 
@@ -103,13 +106,12 @@ def apply(model: nn.Module, result: LayerResult) -> None:
         set_data(parameter, lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
     for path, quantized in result.weights.items():
         parameter = _parameter(model, f"{path}.weight")
-        module = None if parameter is None else model.get_submodule(path)
-        if module is None or type(weights(module)) is not Weights or weight_matrix(module).shape != quantized.shape:
+        if parameter is None or not _holds(model.get_submodule(path), quantized):
             raise ValueError(
                 f"{result.path}: {path} is {quantized.shape} in the result, {_shape(parameter)} in the model"
             )
-        here = Quantized(*(None if tensor is None else tensor.to(parameter.device) for tensor in quantized))
-        put(module, here.dequantized(parameter.dtype))
+        here = quantized.each(partial(Tensor.to, device=parameter.device))
+        put(model.get_submodule(path), here.dequantized(parameter.dtype))
 
 
 def _layers(
@@ -117,7 +119,7 @@ def _layers(
     scheme: Scheme,
     method: str,
     known: Mapping[str, LayerResult],
-    chosen: dict[str, nn.Module],
+    chosen: dict[str, Dense],
     names: list[str],
     inputs: LayerInputs | None,
     device: torch.device | None,
@@ -218,10 +220,15 @@ def _replaced(module: nn.Module) -> str | None:
     return f"the forward of a {type(module).__name__} was replaced ({type(forward).__name__})"
 
 
-def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, nn.Module]:
+def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, Dense]:
     """The linears to be quantized: without those whose weight is another module's too, which would change with it."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {path: module for path, module in linears(model, scheme)[0].items() if owners[id(module.weight)] == 1}
+
+
+def _holds(module: nn.Module, quantized: Quantized) -> bool:
+    """Whether a linear's own weight has this size."""
+    return type(weights(module)) is Weights and weight_matrix(module).shape == quantized.shape
 
 
 def _parameter(model: nn.Module, path: str) -> nn.Parameter | None:

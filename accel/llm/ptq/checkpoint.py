@@ -11,7 +11,7 @@ import torch
 from accel_kernels import Quantized
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from transformers import PreTrainedModel
 
 from accel.llm.ptq.calibrate import LayerResult
 
@@ -116,7 +116,7 @@ def _same(file: Path, run: dict[str, str | None]) -> None:
         )
 
 
-def model_digest(model: nn.Module) -> str:
+def model_digest(model: PreTrainedModel) -> str:
     """Of the configuration, the names and shapes of all weights, and a sample of their values."""
     digest = hashlib.sha256()
     config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}

@@ -1,14 +1,15 @@
 """The linears of a language model quantized, where it still runs with them."""
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.llm.ptq.calibration.linears import heads, linears
 from accel.llm.ptq.formats.saving import guard
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
-from accel.llm.runtime.linear import weights as weights_of
+from accel.llm.runtime.linear import holds_transposed
 from accel.options import Options
 from accel.quantization import model as quantization
+from accel.quantization.linears import Dense
 from accel.quantization.module import dequantizing
 from accel.quantization.scheme import Scheme
 
@@ -22,7 +23,7 @@ class LanguageModelQuantization(quantization.Quantization):
     tried: the model is called then, and left as it was where it does not run any more: some write into their weights.
     """
 
-    def __init__(self, model: nn.Module, weights: str, options: Options, tried: bool = False):
+    def __init__(self, model: PreTrainedModel, weights: str, options: Options, tried: bool = False):
         self.tried = model if tried else None
         self.head_scheme = Scheme.of_head(weights)
         self.heads, left = heads(model, self.head_scheme)
@@ -41,13 +42,13 @@ class LanguageModelQuantization(quantization.Quantization):
             self.warn(left)
 
     def scheme_of(self, path: str) -> Scheme:
-        return self.head_scheme if path in self.heads else self.scheme
+        return self.scheme if self.head_scheme is None or path not in self.heads else self.head_scheme
 
-    def transposed(self, module: nn.Module) -> bool:
-        return weights_of(module).transposed
+    def transposed(self, module: Dense) -> bool:
+        return holds_transposed(module)
 
 
-def _failure(model: nn.Module) -> str | None:
+def _failure(model: PreTrainedModel) -> str | None:
     """The error of calling the model on a few tokens; None where there is none, or calling it would be noticed."""
     if model_side_effects(model) is not None:
         return None

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from accel_kernels import Quantized
+from transformers import PreTrainedModel
 
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
@@ -18,13 +20,13 @@ from accel.llm.ptq.checkpoint import Checkpoint, data_digest, model_digest
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.linear import weights
+from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static
-from accel.quantization.linears import BASE, nothing
+from accel.quantization.linears import BASE, Dense, nothing
 from accel.quantization.model import quantization_record
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange, held_elsewhere
@@ -56,7 +58,7 @@ class Run:
 
 
 def quantize(
-    model: nn.Module,
+    model: PreTrainedModel,
     scheme: str,
     calibration: object,
     tokenizer,
@@ -76,7 +78,8 @@ def quantize(
     schemes = dict.fromkeys(chosen, replace(parsed, activations=activations))
     head = Scheme.of_head(scheme)
     last, left = heads(model, head)
-    schemes |= dict.fromkeys(last, head)
+    if head is not None:
+        schemes |= dict.fromkeys(last, head)
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
         raise ValueError(nothing(scheme, skipped))
@@ -87,13 +90,13 @@ def quantize(
     data = [] if calibration is None else batches(model, calibration, tokenizer)
     checkpoint, known = None, {}
     if out is not None:
-        digests = {"model": model_digest(model), "calibration": data_digest(data)}
+        digests: dict[str, str | None] = {"model": model_digest(model), "calibration": data_digest(data)}
         asked = {"scheme": scheme, "method": method, "activations": parsed.activations}
         checkpoint = Checkpoint(out, asked | digests)
         known = checkpoint.known()
     done = Run(skipped=skipped, taken=len(known))
     results = {path: _checked(result, model, chosen) for path, result in known.items()}
-    results |= {path: _nearest(path, module, head, device) for path, module in last.items()}
+    results |= {path: _nearest(path, module, schemes[path], device) for path, module in last.items()}
     count = _linears(results)
     at(count, len(chosen))
     originals = Originals(model)
@@ -128,8 +131,9 @@ def quantize(
 class Originals:
     """The weights of layers before methods replace them, on the CPU; put back where there is an error inside."""
 
-    def __init__(self, model: nn.Module):
-        self.model, self.held = model, {}
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.held: dict[str, torch.Tensor] = {}
         try:
             stack, layers = decoder_layers(model)
             self.paths = [f"{stack}.{number}." for number in range(len(layers))]
@@ -161,7 +165,7 @@ class Originals:
                         parameter.detach().copy_(tensor)
 
 
-def _choices(model: nn.Module, scheme: object, calibration: object, method: object) -> tuple[Scheme, str]:
+def _choices(model: PreTrainedModel, scheme: object, calibration: object, method: object) -> tuple[Scheme, str]:
     """Raises ValueError for what cannot be, before anything is read or changed."""
     if scheme not in WEIGHTS:
         raise ValueError(f"scheme={scheme!r} is not one of {', '.join(map(repr, WEIGHTS))}")
@@ -178,7 +182,7 @@ def _choices(model: nn.Module, scheme: object, calibration: object, method: obje
     return Scheme.parse(scheme), method
 
 
-def _device(given: object) -> torch.device:
+def _device(given: Any) -> torch.device:
     """Raises ValueError for what is none, or is not there."""
     try:
         return torch.empty(0, device=given).device
@@ -204,11 +208,13 @@ def _linears(results: dict[str, LayerResult]) -> int:
     return sum(len(result.weights) for result in results.values())
 
 
-def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]) -> LayerResult:
+def _checked(result: LayerResult, model: PreTrainedModel, chosen: dict[str, Dense]) -> LayerResult:
     """Raises ValueError where a result is not of this model."""
     for path, quantized in result.weights.items():
-        held = None if path not in chosen else weights(chosen[path])
-        shape = None if held is None else tuple(reversed(held.weight.shape) if held.transposed else held.weight.shape)
+        module = chosen.get(path)
+        shape = None
+        if module is not None and weights(module) is not None:
+            shape = tuple(reversed(module.weight.shape) if holds_transposed(module) else module.weight.shape)
         if shape != quantized.shape:
             raise ValueError(f"layer {result.path}: {path} is {shape} in the model and {quantized.shape} in the result")
     for path, tensor in result.changed.items():
@@ -219,7 +225,7 @@ def _checked(result: LayerResult, model: nn.Module, chosen: dict[str, nn.Module]
     return result
 
 
-def _nearest(path: str, module: nn.Module, scheme: Scheme, device: torch.device | None) -> LayerResult:
+def _nearest(path: str, module: Dense, scheme: Scheme, device: torch.device | None) -> LayerResult:
     """The output head: no method looks at what it is given."""
     try:
         found = round_to_nearest(moved(weight_matrix(module), device), scheme)
@@ -229,9 +235,9 @@ def _nearest(path: str, module: nn.Module, scheme: Scheme, device: torch.device 
 
 
 def _put(
-    model: nn.Module,
+    model: PreTrainedModel,
     results: dict[str, LayerResult],
-    chosen: dict[str, nn.Module],
+    chosen: dict[str, Dense],
     schemes: dict[str, Scheme],
     originals: Originals,
     device: torch.device | None,
@@ -241,13 +247,14 @@ def _put(
     """
     if SAVE not in vars(model):
         vars(model)[SAVE] = SaveOverride(model)
-    rows, tied = [], held_elsewhere(model, chosen.values())
-    for path in list(results):
-        result = results.pop(path)
+    tied = held_elsewhere(model, chosen.values())
+
+    def put(result: LayerResult) -> Iterator[dict]:
+        """What is replaced is known to nobody but this function."""
         pairs = []
         for where, quantized in result.weights.items():
             module, scheme = chosen.pop(where), schemes[where]
-            transposed = weights(module).transposed
+            transposed = holds_transposed(module)
             weight = module.weight.t() if transposed else module.weight
             exact = originals.held.pop(f"{where}.weight", module.weight)
             exact = exact.t() if transposed else exact
@@ -261,15 +268,15 @@ def _put(
                 else:
                     scheme = replace(scheme, activations=None)
             row = quantization_record(where, scheme, weight, quantized, tied.get(id(module.weight)), ratio, False)
-            rows.append(row | {name: tensor.tolist() for name, tensor in fixed.items()})
+            yield row | {name: tensor.tolist() for name, tensor in fixed.items()}
             held = _on(quantized, weight.device)
             pairs.append((module, QuantizedLinear(held, module.bias, weight.dtype, scheme, transposed, **fixed)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
         exchange(model, pairs)
-        pairs = module = weight = None
-    return rows
+
+    return [row for path in list(results) for row in put(results.pop(path))]
 
 
-def _on(quantized, device: torch.device):
-    return type(quantized)(*(None if tensor is None else tensor.to(device) for tensor in quantized))
+def _on(quantized: Quantized, device: torch.device) -> Quantized:
+    return quantized.each(lambda part: part.to(device))

@@ -1,11 +1,15 @@
 """Example inputs for causal language models, from their configuration and signature: for verify and benchmarks."""
 
 import inspect
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from accel.patching.structure import placement
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS, TOKENS = 2, 48
 FEW = 7  # tokens enough to see what a model computes
@@ -25,7 +29,7 @@ def causal(model: object) -> bool:
 
 
 def example_inputs(
-    model: nn.Module, rows: int = ROWS, tokens: int = TOKENS, *, padded: bool = True, seed: int = 0
+    model: "PreTrainedModel", rows: int = ROWS, tokens: int = TOKENS, *, padded: bool = True, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Random prompts for a causal language model: input_ids and attention_mask, (rows, tokens) int64, on its device.
 
@@ -47,7 +51,7 @@ def example_inputs(
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def table_of_positions(model: nn.Module) -> int | None:
+def table_of_positions(model: "PreTrainedModel") -> int | None:
     """Positions there are, where the model has a table of them, beyond which a GPU would fail for good; else None."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tensors = (*model.parameters(), *model.buffers())
@@ -55,7 +59,7 @@ def table_of_positions(model: nn.Module) -> int | None:
     return most if tables else None
 
 
-def within_positions(model: nn.Module, lengths: tuple[int, ...]) -> tuple[int, ...]:
+def within_positions(model: "PreTrainedModel", lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens of a prompt and of steps after it: these, or fewer where the model has fewer positions, or 0 in a prompt
     where it has too few.
     """
@@ -68,16 +72,16 @@ def within_positions(model: nn.Module, lengths: tuple[int, ...]) -> tuple[int, .
     return prompt if prompt >= LEAST else 0, *steps
 
 
-def few(model: nn.Module) -> int:
+def few(model: "PreTrainedModel") -> int:
     """FEW, or as many as the model has positions for."""
     return min(FEW, table_of_positions(model) or FEW)
 
 
-def _vocabulary(model: nn.Module) -> int:
+def _vocabulary(model: "PreTrainedModel") -> int:
     """Tokens that have an embedding and a logit."""
     return min(model.config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0])
 
 
-def _padding(model: nn.Module) -> int:
+def _padding(model: "PreTrainedModel") -> int:
     token = getattr(model.generation_config, "pad_token_id", None)
     return token if isinstance(token, int) and token >= 0 else 0

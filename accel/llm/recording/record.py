@@ -1,6 +1,7 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,21 +28,35 @@ class Value:
 
 @dataclass
 class Call:
-    """One call of a module inside a layer. `input` and `output`: its first tensors."""
+    """One call of a module inside a layer. taken, made: the first tensors that it was given and gave; None for none."""
 
     module: nn.Module
     parent: nn.Module | None
     args: tuple
     kwargs: dict
-    input: Value | None
-    output: Value | None = None
+    taken: Value | None
+    made: Value | None = None
     result: object = None
+
+    @property
+    def input(self) -> Value:
+        """What it was given. Raises NotUnderstood where that is no tensor."""
+        if self.taken is None:
+            raise NotUnderstood(f"a {type(self.module).__name__} that is given no tensor")
+        return self.taken
+
+    @property
+    def output(self) -> Value:
+        """What it gave. Raises NotUnderstood where that is no tensor."""
+        if self.made is None:
+            raise NotUnderstood(f"a {type(self.module).__name__} that gives no tensor")
+        return self.made
 
     @property
     def alone(self) -> bool:
         """Whether the input was the only tensor given."""
         given = (*self.args, *self.kwargs.values())
-        return self.input is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
+        return self.taken is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
 
 
 @dataclass
@@ -56,9 +71,21 @@ class Attended:
     output: torch.Tensor
 
 
+class Stored(NamedTuple):
+    """What a layer put into the cache, by which module, and which layer of the cache that is; keys are rotated.
+
+    keys, values: (rows, kv heads, tokens, D), or nothing of what was forgotten.
+    """
+
+    attention: nn.Module
+    place: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass
 class LayerRecord:
-    """One layer's run. attention: the module that stored keys and values, (rows, kv heads, tokens, D), rotated.
+    """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in a loud
     record, the formula found in an ordinary one.
@@ -67,22 +94,41 @@ class LayerRecord:
     layer: nn.Module
     path: str
     kinds: dict
-    known: object | None = None
-    call: Call | None = None
+    known: Any = None
+    ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
-    attention: nn.Module | None = None
-    index: int | None = None
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    stored: Stored | None = None
     attended: Attended | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.call, self.calls, self.values = None, [], None
+        self.ran, self.calls = None, []
         if not scores:
-            self.keys = self.attended = None
-        elif self.attended is not None:
-            self.attended.mask = self.attended.output = None
+            self.stored = self.attended = None
+            return
+        if self.stored is not None:
+            self.stored = self.stored._replace(values=self.stored.values.new_empty(0))
+        if self.attended is not None:
+            self.attended.mask, self.attended.output = None, self.attended.output.new_empty(0)
+
+    @property
+    def call(self) -> Call:
+        """Of the layer. Raises NotUnderstood where it did not run."""
+        if self.ran is None:
+            raise NotUnderstood("it did not run")
+        return self.ran
+
+    @property
+    def cached(self) -> Stored:
+        """What it put into the cache. Raises NotUnderstood where that is nothing."""
+        if self.stored is None:
+            raise NotUnderstood("it stores no keys and values")
+        return self.stored
+
+    @property
+    def attention(self) -> nn.Module:
+        """The module that stored keys and values."""
+        return self.cached.attention
 
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""

@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +27,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Value
+from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.module import QuantizedLinear
 
@@ -35,7 +36,7 @@ ROWS = 2
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
-def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The stack of layers and its path: the ModuleList as long as the model is deep that a text goes through.
 
     Where there are several of that length, as of a vision and a text tower, the one that runs last before the output
@@ -55,7 +56,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return path, stacks[path]
 
 
-def _last_to_run(model: nn.Module, stacks: dict[str, nn.ModuleList]) -> str:
+def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> str:
     """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
     order, thread = [], threading.get_ident()
 
@@ -76,14 +77,14 @@ def _last_to_run(model: nn.Module, stacks: dict[str, nn.ModuleList]) -> str:
     return order[-1] if order else next(iter(stacks))
 
 
-def keeps_more(model: nn.Module) -> str | None:
+def keeps_more(model: PreTrainedModel) -> str | None:
     """What the model's cache keeps besides keys and values, in a reason; None where it keeps nothing else."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(STOCK)
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"its cache keeps more than keys and values: {names}" if kinds else None
 
 
-def example_ids(model: nn.Module, tokens: int, seed: int = 0) -> torch.Tensor:
+def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
     """(ROWS, tokens) random token numbers, from a generator of their own."""
     device, _ = placement(model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -132,7 +133,7 @@ Look = Callable[[LayerRecord, Record], None]
 
 
 def record(
-    model: nn.Module,
+    model: PreTrainedModel,
     look: Look,
     scores: bool = False,
     amplified: bool = False,
@@ -155,7 +156,7 @@ def record(
     seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)
     if known is not None:
         seen.windows.update(known.windows)
-    if own:
+    if own and known is not None:
         seen.masks += known.masks
     recorder = Recorder(
         seen, look, scores, AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0, model.config
@@ -167,7 +168,7 @@ def record(
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:
-        recorder.cache.recorder = None  # a circle, in which all that was seen would wait for the garbage collector
+        del recorder.cache.recorder  # a circle, in which all that was seen would wait for the garbage collector
     return seen
 
 
@@ -180,12 +181,16 @@ def _refused(error: Exception) -> str:
 
 
 class Recorder:
-    """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own."""
+    """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
+
+    open: the calls under way, of a layer and of modules inside; current: the record of that layer.
+    """
+
+    current: LayerRecord
 
     def __init__(self, record: Record, look: Look, scores: bool, amplified: float, config: PretrainedConfig):
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
         self.open: list[Call] = []
-        self.current: LayerRecord | None = None
         self.looking = False  # whoever looks may run modules
         self.cache = RecordingCache(self, config)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
@@ -220,7 +225,7 @@ class Recorder:
         parent = self.open[-1].module if self.open else None
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> object | None:
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> Any:
         if self.looking or self._elsewhere():
             return None
         call = self.open.pop()
@@ -228,11 +233,11 @@ class Recorder:
         first = result = result * self.amplified if changed else result
         while isinstance(first, tuple | list) and first:
             first = first[0]
-        call.output, call.result = Value(first) if isinstance(first, torch.Tensor) else None, result
+        call.made, call.result = Value(first) if isinstance(first, torch.Tensor) else None, result
         if self.open:
             self.current.calls.append(call)
         else:
-            self.current.call = call
+            self.current.ran = call
             self._show()
         return result if changed else None
 
@@ -246,10 +251,9 @@ class Recorder:
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""
-        if not self.open or self.current.attention is not None:
+        if not self.open or self.current.stored is not None:
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
-        self.current.attention, self.current.index = self.open[-1].module, index
-        self.current.keys, self.current.values = keys.clone(), values.clone()
+        self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
 
     def _mask(self, *args, mask_function, **kwargs) -> torch.Tensor | None:
         mask = eager_mask(*args, mask_function=mask_function, **kwargs)

@@ -1,5 +1,7 @@
 """One decoder layer as a few fused operations over the store of the forward it is part of."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -20,30 +22,31 @@ class LayerForward(FastForward):
     Whether it may is asked for all layers before a forward, in `obstacle`: half a forward cannot fall back.
     """
 
+    bound: Callable[..., torch.Tensor]  # a BoundLayer
+
     def __init__(self, module: nn.Module, path: str, kernels, ledger, spec: LayerSpec, steps: ForwardContext):
         super().__init__(module, path, kernels, ledger)
         self.spec, self.steps = spec, steps
         called, looked_at = spec.linears, [norm.name for norm in spec.norms]
         if not spec.mlp.first:
             called = (*called, spec.mlp.whole)
-        elif spec.mlp.whole is not None:
+        elif spec.mlp.whole:
             looked_at.append(spec.mlp.whole)
-        self.basis = Basis(module, called, [*looked_at, *filter(None, [spec.mlp.act])])
+        self.basis = Basis(module, called, [*looked_at, *filter(None, (spec.mlp.act,))])
 
-    def stacks(self) -> list[nn.Module]:
+    def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
         modules = [self.module.get_submodule(name) for name in self.spec.attention.projections]
-        plain = all(type(module) is nn.Linear and weights(module) is not None for module in modules)
-        together = plain and len(modules) > 1 and all(alike(modules[0], module) for module in modules)
-        return modules if together else []
+        linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
+        together = len(linears) == len(modules) > 1 and all(alike(linears[0], linear) for linear in linears)
+        return linears if together else []
 
     def __getstate__(self):
         return {name: value for name, value in super().__getstate__().items() if name != "bound"}
 
     def __call__(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or self.steps.current is None:
-            return self.stock(*args, **kwargs)
-        return self.fast(*args, **kwargs)
+        step = None if torch.compiler.is_compiling() else self.steps.current
+        return self.stock(*args, **kwargs) if step is None else self.fast(step, *args, **kwargs)
 
     def bind(self, stack: bool) -> str | None:
         """Takes the weights as they lie now, or says why the layer is no longer what was understood.
@@ -65,9 +68,9 @@ class LayerForward(FastForward):
             return "training mode"
         return self.basis.changed(self.module)
 
-    def fast(self, *args, **kwargs):
+    def fast(self, step: Step, *args, **kwargs):
         x = args[0] if args else kwargs["hidden_states"]
-        y = self.bound(self.kernels, self.steps.current, x.contiguous(), kwargs)
+        y = self.bound(self.kernels, step, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
 
 

@@ -40,10 +40,6 @@ class Weights(NamedTuple):
         """The operation that takes what `now` gives."""
         return kernels.fused_linear
 
-    def rounds(self, x: torch.Tensor) -> None:
-        """How the rows of x are rounded before they are multiplied."""
-        return None
-
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         """Whether one operation can take both, as gate and up."""
         return type(other) is Weights
@@ -70,15 +66,11 @@ class QuantizedWeights(NamedTuple):
     def outputs(self) -> int:
         return self.module.out_features
 
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         return self.module.data, self.module.scales, self.module.zeros, self.module.bias
 
     def product(self, kernels) -> Callable:
         return kernels.quantized_linear
-
-    def rounds(self, x: torch.Tensor) -> str | None:
-        """A value of `Options.activations`, or None; see `rounded`."""
-        return self.module.rounds(x)
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         if type(other) is not QuantizedWeights or self.module.rounding != other.module.rounding:
@@ -87,10 +79,12 @@ class QuantizedWeights(NamedTuple):
         return next(kinds) == next(kinds)
 
     def now(self) -> tuple[Quantized, torch.Tensor | None]:
-        tensors = self.tensors()
+        data, scales, zeros, bias = self.tensors()
         if self.rows is not None:
-            tensors = [None if tensor is None else _rows(tensor, *self.rows) for tensor in tensors]
-        return self.module.read(*tensors[:-1]), tensors[-1]
+            data, scales = _rows(data, *self.rows), _rows(scales, *self.rows)
+            zeros = None if zeros is None else _rows(zeros, *self.rows)
+            bias = None if bias is None else _rows(bias, *self.rows)
+        return self.module.read(data, scales, zeros), bias
 
 
 def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -115,9 +109,14 @@ def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
         return None
     if type(module) is nn.Linear:
         return Weights(weight, bias)
-    if type(module) is Conv1D:
+    if holds_transposed(module):
         return Weights(weight, bias, transposed=True)
     return Weights(weight, bias) if _multiplies(module) else None
+
+
+def holds_transposed(module: nn.Module) -> bool:
+    """Whether a linear holds its weight (in, out)."""
+    return type(module) is Conv1D
 
 
 def _multiplies(module: nn.Module) -> bool:

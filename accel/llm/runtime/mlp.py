@@ -5,6 +5,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.analysis.mlp import MlpSpec
+from accel.llm.runtime.linear import QuantizedWeights, Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.settings import settings
 from accel.patching.structure import tampered
@@ -19,8 +20,8 @@ class BoundMlp:
 
     def __init__(self, layer: nn.Module, spec: MlpSpec):
         self.spec = spec
-        self.whole = None if spec.whole is None else layer.get_submodule(spec.whole)
-        self.module = None
+        self.whole = layer.get_submodule(spec.whole) if spec.whole else None
+        self.module: nn.Module | None = None
         self.times = 1
         if self._called(layer):
             if self.whole is None or not spec.alone:
@@ -29,11 +30,13 @@ class BoundMlp:
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
-        self.gate = self.up = None
-        parts = [linear.weights for linear in self.first]
-        if None not in parts and len(parts) == 2 and parts[0].fits(parts[1]):
+        self.gate: Weights | QuantizedWeights | None = None
+        self.up: Weights | QuantizedWeights | None = None
+        parts = [linear.weights for linear in self.first if linear.weights is not None]
+        plain = len(parts) == len(self.first)
+        if plain and len(parts) == 2 and parts[0].fits(parts[1]):
             self.gate, self.up = parts
-        elif None not in parts and spec.halves is not None:
+        elif plain and spec.halves is not None:
             n = parts[0].outputs // 2
             halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)

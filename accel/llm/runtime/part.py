@@ -1,6 +1,7 @@
 """Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accel_kernels import Norm
@@ -25,8 +26,8 @@ class BoundNorm:
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: NormSpec):
         module = layer.get_submodule(spec.name)
-        plain = spec.kind is not None and settings(module) == spec.settings and tampered(module) is None
-        self.norm: Norm | None = spec.kind.of(module) if plain else None
+        kind = spec.kind if settings(module) == spec.settings and tampered(module) is None else None
+        self.norm: Norm | None = None if kind is None else kind.of(module)
         self.call: Callable = module
         if self.norm is not None and (mine := users_norm(kernels, self.norm)) is not None:
             self.norm, self.call = None, mine
@@ -69,8 +70,12 @@ class NormedInput(Rows):
     __slots__ = ("times",)
 
     def __init__(self, x: torch.Tensor, norm: BoundNorm | None = None, times: int = 1):
-        called = norm is not None and norm.norm is None
-        super().__init__(norm(x) if called else x, None if norm is None or called else norm.norm)
+        if norm is None:
+            super().__init__(x)
+        elif norm.norm is None:
+            super().__init__(norm(x))
+        else:
+            super().__init__(x, norm.norm)
         self.times = times
 
     def given(self) -> tuple[torch.Tensor, Norm | None]:
@@ -91,11 +96,10 @@ def part_product(
 ) -> torch.Tensor:
     """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both."""
     weight, bias = weights.now()
-    given = {"activation": activation, "residual": residual, "scale": scale}
+    given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
         given["up"], given["up_bias"] = up.now()
-    activations = weights.rounds(before.x)
-    if activations is not None:
+    if type(weights) is QuantizedWeights and (activations := weights.module.rounds(before.x)) is not None:
         module = weights.module
         return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
     x, norm = before.given()
@@ -120,22 +124,18 @@ class BoundLinear:
 
 def stacked(linears: list[BoundLinear], stack: bool) -> Weights | QuantizedWeights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
-    parts = [linear.weights for linear in linears]
-    if len(parts) < 2 or None in parts or any(part.transposed for part in parts):
+    parts = [linear.weights for linear in linears if linear.weights is not None]
+    if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed for part in parts):
         return None
     if not all(parts[0].fits(part) for part in parts):
         return None
-    # One list a tensor of which each part has its rows; all of None where none has a bias.
-    lists = [tensors for tensors in zip(*(part.tensors() for part in parts), strict=True) if any(_there(tensors))]
-    if not all(all(_there(tensors)) for tensors in lists):
+    # One list a tensor of which each part has its rows; an empty one where none has a bias.
+    lists = [[t for t in tensors if t is not None] for tensors in zip(*(part.tensors() for part in parts), strict=True)]
+    if not all(len(tensors) in (0, len(parts)) for tensors in lists):
         return None
-    for tensors in lists:
+    for tensors in filter(None, lists):
         if stack:
             stack_rows(tensors)
         if stacked_rows(tensors) is None:
             return None
     return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))
-
-
-def _there(tensors: tuple) -> list[bool]:
-    return [tensor is not None for tensor in tensors]

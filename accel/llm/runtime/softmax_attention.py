@@ -22,7 +22,9 @@ class BoundSoftmaxAttention:
         self.q_norm, self.k_norm = head_norm(spec.q_norm), head_norm(spec.k_norm)
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
-        self.sizes = None if self.joint is None else [linear.weights.outputs for linear in self.projections]
+        self.sizes = (
+            None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
+        )
         self.layout = (spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
         out = layer.get_submodule(spec.out)
         device = next(chain(out.parameters(), out.buffers())).device
@@ -40,10 +42,11 @@ class BoundSoftmaxAttention:
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
-        if spec.rotary is not None:
-            source = spec.rotary.source(kwargs, self.module)
-            cos, sin = step.angles(source, spec.rotary, lambda: spec.rotary.angles(kwargs, self.module))
-        interleaved = spec.rotary is not None and spec.rotary.interleaved
+        rotary = spec.rotary
+        if rotary is not None:
+            source = rotary.source(kwargs, self.module)
+            cos, sin = step.angles(source, rotary, lambda: rotary.angles(kwargs, self.module))
+        interleaved = rotary is not None and rotary.interleaved
         return kernels.paged_attention(
             q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
             k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,

@@ -1,6 +1,6 @@
 """What the layers of one forward share: where its keys and values go. One a thread: threads may run side by side."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ class Step:
 
     __slots__ = ("kvs", "_angles")
 
-    def __init__(self, kvs: list[KV]):
+    def __init__(self, kvs: Sequence[KV] | Mapping[int, KV]):
         self.kvs = kvs
         self._angles: dict[tuple, tuple] = {}
 

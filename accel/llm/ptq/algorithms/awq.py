@@ -45,7 +45,7 @@ def quantize_layer(work: LayerWork, model: nn.Module, groups: Sequence[FoldGroup
     work.notes += [group.note for group in groups if group.before is None]
     sizes = work.inputs([group for group in groups if group.before is not None], MeanSize)
     for group, size in sizes.items():
-        if size.mean is not None and bool(size.mean.any()):
+        if group.before is not None and size.mean is not None and bool(size.mean.any()):
             scales = _searched(work, group, group.before.tied(size.mean))
             if scales is not None:
                 work.changed |= group.fold(model, scales)

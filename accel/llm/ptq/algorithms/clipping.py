@@ -7,7 +7,7 @@ import torch
 from accel_kernels.gemm.quantized_weight import Quantized
 from torch import Tensor
 
-from accel.quantization.rounding import SCALES, grid, nearest, round_to_nearest
+from accel.quantization.rounding import SCALES, nearest, round_to_nearest, wide_grid
 from accel.quantization.scheme import Scheme
 
 STEPS, LEAST = 10, 0.5  # ratios of the largest weight tried, from 1 down to this one
@@ -41,15 +41,13 @@ def clipped(weight: Tensor, hessian: Tensor, scheme: Scheme) -> Quantized:
     parts = []
     for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1])):
         groups = rows.float().unflatten(1, (-1, scheme.group or weight.shape[1]))
-        least = best = None
-        for step in range(STEPS + 1):
+        best = _cut(groups, 1)
+        least = _error(groups, best, hessian, scheme, dtype)
+        for step in range(1, STEPS + 1):
             narrow = _cut(groups, 1 - step * (1 - LEAST) / STEPS)
             error = _error(groups, narrow, hessian, scheme, dtype)
-            if least is None:
-                least, best = error, narrow
-            else:
-                better = error < least
-                least, best = torch.where(better, error, least), torch.where(better[..., None], narrow, best)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better[..., None], narrow, best)
         parts.append(best.flatten(1).to(weight.dtype))
     return round_to_nearest(torch.cat(parts), scheme)
 
@@ -60,7 +58,7 @@ def _cut(groups: Tensor, ratio: float) -> Tensor:
 
 def _error(groups: Tensor, narrow: Tensor, hessian: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     """(rows, groups)."""
-    scales, zeros = grid(narrow, scheme, dtype) or grid(narrow, scheme, torch.float32)
+    scales, zeros = wide_grid(narrow, scheme, dtype)
     zeros = None if zeros is None else zeros[..., None]
     numbers = nearest(narrow, scales[..., None], zeros, scheme).float()
     values = (numbers if zeros is None else numbers - zeros.float()) * scales.float()[..., None]

@@ -5,7 +5,7 @@ Transformers", 2023.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel.llm.ptq.calibration.layer_work import LayerWork
 from accel.llm.ptq.calibration.matrices import weight_matrix
-from accel.quantization.rounding import grid, nearest, round_to_nearest
+from accel.quantization.rounding import Grid, grid, nearest, round_to_nearest
 from accel.quantization.scheme import Scheme
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
@@ -83,9 +83,8 @@ def _rounded(
         return [found for weight in weights for found in _rounded([weight], upper, scheme, order, dtype)]
     if parts is None:
         return _rounded(weights, upper, scheme, order, torch.float32)
-    whole, rows = Quantized(*parts), [len(weight) for weight in weights]
-    pieces = [[None] * len(rows) if part is None else part.split(rows) for part in whole]
-    return [Quantized(*(None if one is None else one.clone() for one in piece)) for piece in zip(*pieces, strict=True)]
+    whole, ends = Quantized(*parts), list(accumulate(map(len, weights)))
+    return [whole.rows(end - len(weight), end).each(Tensor.clone) for weight, end in zip(weights, ends, strict=True)]
 
 
 def _columns(
@@ -95,10 +94,12 @@ def _columns(
     rows, columns = rest.shape
     group = scheme.group or columns
     groups = [column // group for column in (range(columns) if order is None else order.tolist())]
-    found = [] if order is None else [grid(part, scheme, dtype) for part in rest.split(group, dim=1)]
-    if any(part is None for part in found):
-        return None
+    found: list[Grid] = []
     if order is not None:
+        for part in rest.split(group, dim=1):
+            if (made := grid(part, scheme, dtype)) is None:
+                return None
+            found.append(made)
         rest = rest[:, order]
     numbers = []
     for start in range(0, columns, COLUMNS):
@@ -110,9 +111,9 @@ def _columns(
                 now = rest[:, column : column + group].clone()
                 if column + group > end:
                     now[:, end - column :] -= errors[:, : column - start] @ upper[start:column, end : column + group]
-                found.append(grid(now, scheme, dtype))
-                if found[-1] is None:
+                if (made := grid(now, scheme, dtype)) is None:
                     return None
+                found.append(made)
             scales, zeros = found[groups[column]]
             number = nearest(rest[:, column], scales, zeros, scheme)
             value = number.float() if zeros is None else number.float() - zeros.float()
@@ -122,10 +123,10 @@ def _columns(
             rest[:, column + 1 : end] -= error[:, None] * upper[column, column + 1 : end]
         rest[:, end:] -= errors @ upper[start:end, end:]
     places = range(columns) if order is None else order.argsort().tolist()
-    numbers = torch.stack([numbers[place] for place in places], dim=1)
-    scales, zeros = zip(*found, strict=True)
-    zeros = None if zeros[0] is None else torch.stack(zeros, dim=1)
-    return pack(numbers) if scheme.number == "int4" else numbers, torch.stack(scales, dim=1), zeros
+    data = torch.stack([numbers[place] for place in places], dim=1)
+    scales = torch.stack([scales for scales, _ in found], dim=1)
+    zeros_of = [zeros for _, zeros in found if zeros is not None]
+    return pack(data) if scheme.number == "int4" else data, scales, torch.stack(zeros_of, dim=1) if zeros_of else None
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def _fold(
 ) -> dict[str, nn.Parameter]:
     if exponent is None:
         return {}
-    changed = {}
+    changed: dict[str, nn.Parameter] = {}
     for group, inputs in sizes.items():
         columns = [weight_matrix(model.get_submodule(path)).float().abs().amax(0) for path in group.paths]
         largest = torch.stack(columns).amax(0)

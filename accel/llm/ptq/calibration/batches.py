@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from accel.patching.structure import placement
 
@@ -14,7 +14,7 @@ KEPT = ("input_ids", "attention_mask")
 VALID = "give a list of texts, a data set with a column 'text' or 'input_ids', or batches of 'input_ids'"
 
 
-def batches(model: nn.Module, calibration: object, tokenizer) -> list[dict[str, torch.Tensor]]:
+def batches(model: PreTrainedModel, calibration: object, tokenizer) -> list[dict[str, torch.Tensor]]:
     """Of the first 128 rows, `input_ids` int64 (rows, tokens) and an `attention_mask` where there is padding, on the
     device of the model. A text is one row of 2048 tokens at most, fewer where the model has fewer positions; rows that
     follow each other and are as long come together.
@@ -89,9 +89,8 @@ def _rows(value: object, name: str, number: int) -> torch.Tensor:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
-    integers = tensor is not None and not tensor.is_floating_point() and not tensor.is_complex()
     if tensor is not None and not tensor.numel():
-        tensor, integers = tensor.long(), True
-    if not integers or tensor.dim() not in (1, 2):
+        tensor = tensor.long()
+    if tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dim() not in (1, 2):
         raise TypeError(f"calibration: {name} of item {number} is no (rows, tokens) of whole numbers; {VALID}")
     return (tensor if tensor.dim() == 2 else tensor[None]).long()

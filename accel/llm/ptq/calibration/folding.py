@@ -20,6 +20,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.runtime.attention_kinds import KINDS
 from accel.llm.runtime.linear import Weights, weights
 from accel.patching.patch import set_data
+from accel.quantization.linears import Dense
 
 # Positively homogeneous: act(s x) = s act(x) for s > 0.
 HOMOGENEOUS = {"relu"}
@@ -27,10 +28,11 @@ HOMOGENEOUS = {"relu"}
 
 @dataclass(frozen=True, eq=False)
 class BeforeNorm:
-    """A norm whose output goes to the linears, and nowhere else."""
+    """A norm whose output goes to the linears, and nowhere else. weight: the name of its own."""
 
     module: nn.Module
     kind: NormKind
+    weight: str
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -42,20 +44,20 @@ class BeforeNorm:
 
     def divide(self, scales: Tensor) -> list[str]:
         """Its output becomes 1 / scales of what it was. Returns the names of the parameters that changed."""
-        offset = self.kind.offset
-        parameters = self.module._parameters
-        set_data(parameters[self.kind.weight], lambda w: ((w.float() + offset) / scales - offset).to(w.dtype))
-        if self.kind.bias is None:
-            return [self.kind.weight]
-        set_data(parameters[self.kind.bias], lambda b: (b.float() / scales).to(b.dtype))
-        return [self.kind.weight, self.kind.bias]
+        offset, weight, bias = self.kind.offset, self.weight, self.kind.bias
+        held = self.module.get_parameter
+        set_data(held(weight), lambda w: ((w.float() + offset) / scales - offset).to(w.dtype))
+        if bias is None:
+            return [weight]
+        set_data(held(bias), lambda b: (b.float() / scales).to(b.dtype))
+        return [weight, bias]
 
 
 @dataclass(frozen=True, eq=False)
 class BeforeRows:
     """A linear of whose outputs the others' inputs are multiples, or sums over tokens. rows: (K,) which of them."""
 
-    module: nn.Module
+    module: Dense
     rows: Tensor
 
     def tied(self, sizes: Tensor) -> Tensor:
@@ -95,16 +97,17 @@ class FoldGroup:
     def fold(self, model: nn.Module, scales: Tensor) -> dict[str, nn.Parameter]:
         """Divides the input by scales, (K,) in float32, and multiplies the weights by them: the same products.
 
-        Returns all parameters that changed, by path.
+        Returns all parameters that changed, by path. Raises NotUnderstood where nothing can take the scales.
         """
-        changed = {}
-        owner = next(path for path, module in model.named_modules() if module is self.before.module)
-        for name in self.before.divide(scales):
-            changed[f"{owner}.{name}"] = self.before.module._parameters[name]
+        before = self.before
+        if before is None:
+            raise NotUnderstood(self.note)
+        owner = next(path for path, module in model.named_modules() if module is before.module)
+        changed = {f"{owner}.{name}": before.module.get_parameter(name) for name in before.divide(scales)}
         for path in self.paths:
             module = model.get_submodule(path)
             put(module, weight_matrix(module).float() * scales)
-            changed[f"{path}.weight"] = module.weight
+            changed[f"{path}.weight"] = module.get_parameter("weight")
         return changed
 
 
@@ -171,7 +174,7 @@ class _Layer:
             raise NotUnderstood(f"{norm.name} stands at another place too")
         module = self.layer.get_submodule(norm.name)
         self._unshared(norm.name, module)
-        return BeforeNorm(module, norm.kind)
+        return BeforeNorm(module, norm.kind, norm.kind.weight)
 
     def _before_mlp(self) -> BeforeNorm:
         self._in_parts()
@@ -192,9 +195,8 @@ class _Layer:
             raise NotUnderstood("its attention is no mean of values")
         self._own(spec.projections)
         modules = [self.layer.get_submodule(name) for name in spec.projections]
-        layout = {"layout": spec.layout, "heads": spec.heads, "groups": spec.groups, "kv_heads": spec.kv_heads}
         numbers = [torch.arange(weight_matrix(module).shape[0])[None, None] for module in modules]
-        _, _, values = split(numbers, **layout, dim=spec.dim)
+        _, _, values = split(numbers, spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
         rows = values.repeat_interleave(spec.heads // spec.kv_heads, dim=-2).flatten()
         if len(rows) != weight_matrix(self.layer.get_submodule(spec.out)).shape[1]:
             raise NotUnderstood("its inputs are not the heads' values one for one")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from accel_kernels import Quantized
@@ -14,9 +15,11 @@ from accel.llm.ptq.calibration.layer_inputs import LayerCall, first
 from accel.llm.ptq.calibration.matrices import put, weight_matrix
 from accel.llm.recording.recorder import resting
 from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.linears import Dense
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 
+Watcher = TypeVar("Watcher", bound=Callable[[Tensor], None])
 JUDGED = 65536  # tokens, or one call's, by which ways to round a layer are compared: as many as AWQ was published with
 
 
@@ -29,7 +32,7 @@ class LayerWork:
     ValueError for NaN or Inf among the weights.
     """
 
-    def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, nn.Module], calls: list[LayerCall]):
+    def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, Dense], calls: list[LayerCall]):
         self.layer, self.scheme, self.linears, self.calls = layer, scheme, linears, calls
         self.fake_quant = False
         self.quantized: dict[str, Quantized] = {}
@@ -49,8 +52,8 @@ class LayerWork:
 
     def error(self, given: list[Tensor] | None = None) -> float:
         """Mean square of what these outputs, of all calls, are off, or those of the layer as it is now."""
-        given = self._outputs(self.judged) if given is None else given[: len(self.judged)]
-        calls = zip(self.judged, given, self.wanted, strict=True)
+        found = self._outputs(self.judged) if given is None else given[: len(self.judged)]
+        calls = zip(self.judged, found, self.wanted, strict=True)
         return _mean_square(call.rows(got).float() - call.rows(wanted).float() for call, got, wanted in calls)
 
     def signal(self) -> float:
@@ -58,7 +61,7 @@ class LayerWork:
         calls = zip(self.judged, self.wanted, strict=True)
         return _mean_square(call.rows(wanted).float() - call.rows(call.hidden).float() for call, wanted in calls)
 
-    def observe(self, watchers: dict[str, Callable[[Tensor], None]]) -> None:
+    def observe(self, watchers: Mapping[str, Callable[[Tensor], None]]) -> None:
         """Calls watchers, by path of a linear, with the inputs (tokens, K) it is given, without those of padding.
 
         Raises ValueError for NaN or Inf among them.
@@ -75,13 +78,11 @@ class LayerWork:
 
         self._listen({path: watched(path) for path in watchers})
 
-    def inputs(
-        self, groups: Iterable[FoldGroup], make: Callable[[], Callable[[Tensor], None]]
-    ) -> dict[FoldGroup, Callable]:
+    def inputs(self, groups: Iterable[FoldGroup], make: Callable[[], Watcher]) -> dict[FoldGroup, Watcher]:
         """make() for each of these groups, after it was called with all that the group is given, see `observe`."""
-        first = {group: next((path for path in group.paths if path in self.linears), None) for group in groups}
-        watchers = {group: make() for group, path in first.items() if path is not None}
-        self.observe({first[group]: watcher for group, watcher in watchers.items()})
+        mine = {group: [path for path in group.paths if path in self.linears] for group in groups}
+        watchers = {group: make() for group, paths in mine.items() if paths}
+        self.observe({mine[group][0]: watcher for group, watcher in watchers.items()})
         return watchers
 
     def stages(self) -> list[list[str]]:

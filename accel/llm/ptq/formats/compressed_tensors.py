@@ -55,8 +55,9 @@ def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quanti
     if not scales.is_floating_point() or scales.dtype in BYTES:
         raise ValueError(f"scales of dtype {scales.dtype}")
     data, zeros = held.get("weight"), held.get("weight_zero_point")
-    if held.get("weight_packed") is not None:
-        data, zeros = _unpacked(held["weight_packed"], _held(held, "weight_shape"), scales, zeros, taken)
+    packed = held.get("weight_packed")
+    if packed is not None:
+        data, zeros = _unpacked(packed, _held(held, "weight_shape"), scales, zeros, taken)
     elif data is None or data.dtype not in BYTES or data.dim() != 2:
         raise ValueError("a weight that is no matrix of int8 or float8_e4m3fn, nor packed")
     rows = data.shape[0]
@@ -91,9 +92,10 @@ def by_order(quantized: Quantized, order: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
-    if held.get(name) is None:
+    tensor = held.get(name)
+    if tensor is None:
         raise ValueError(f"no {name}")
-    return held[name]
+    return tensor
 
 
 def _unpacked(
@@ -185,10 +187,11 @@ def rounding_of(found: Mapping) -> str | None:
     None for inputs that stay as they are, and for what is not understood: scales that go neither by token nor, fixed,
     by tensor.
     """
-    kind = {"int": "int8", "float": "fp8"}.get(found.get("type"))
+    kinds: dict[object, str] = {"int": "int8", "float": "fp8"}
+    kind = kinds.get(found.get("type"))
     if kind is None or found.get("num_bits") != 8 or not found.get("symmetric", True):
         return None
-    ways = {(True, "token"): kind, (False, "tensor"): f"{kind}-static"}
+    ways: dict[object, str] = {(True, "token"): kind, (False, "tensor"): f"{kind}-static"}
     return ways.get((found.get("dynamic"), found.get("strategy")))
 
 

@@ -6,6 +6,8 @@ eight columns to a word in the order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` alike. bit
 (N, K), and 127 times the scales in `SCB`.
 """
 
+from typing import Any
+
 import torch
 from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
 from torch import nn
@@ -110,10 +112,11 @@ class Bitsandbytes8(PrequantizedLinear):
         weight, state = module._parameters.get("weight"), vars(module).get("state")
         if weight is not None and getattr(weight, "quant_state", None) is not None:
             return "bitsandbytes' 4 bits name entries of a table, not multiples of a scale"
-        if weight is None or weight.dtype != torch.int8 or _scales(weight, state) is None:
+        scales = None if weight is None or weight.dtype != torch.int8 else _scales(weight, state)
+        if weight is None or scales is None:
             return None
-        if weight.dim() != 2 or weight.shape[1] % PER_WORD or _scales(weight, state).numel() != weight.shape[0]:
-            return f"a weight {tuple(weight.shape)} with {_scales(weight, state).numel()} scales"
+        if weight.dim() != 2 or weight.shape[1] % PER_WORD or scales.numel() != weight.shape[0]:
+            return f"a weight {tuple(weight.shape)} with {scales.numel()} scales"
         found = cls(module)
         before = [(one, dict(vars(one))) for one in (weight, state)]
         reason = disagrees(module, found.read(), found.bias, dtype)
@@ -122,13 +125,16 @@ class Bitsandbytes8(PrequantizedLinear):
             vars(one).update(attributes)
         return reason or found
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: Any):
         super().__init__(module)
-        self.big, self.holders = module.weight, []
+        self.big = module.weight
+        self.holders: list[Any] = []
 
     def read(self) -> Quantized:
-        scales = _scales(self.module.weight, self.module.state).detach().float().reshape(-1, 1) / TOP
-        return Quantized(self.big.detach(), scales)
+        scales = _scales(self.module.weight, self.module.state)
+        if scales is None:
+            raise ValueError("no scales beside its weight, nor in its state")
+        return Quantized(self.big.detach(), scales.detach().float().reshape(-1, 1) / TOP)
 
     def back(self, quantized: Quantized) -> torch.Tensor:
         return quantized.data

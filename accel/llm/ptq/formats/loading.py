@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -37,7 +38,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 # What `quantization_config` holds in the layouts of other libraries, and of what kind it is.
-FIELDS = dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), int)
+FIELDS: dict[str, type] = dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), int)
 FIELDS |= dict.fromkeys(("desc_act", "sym", "zero_point"), bool)
 
 
@@ -83,7 +84,7 @@ def _config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
     return config, said
 
 
-def _check_said(file: Path, said: object) -> None:
+def _check_said(file: Path, said: Any) -> None:
     if said is None:
         return
     # bitsandbytes once wrote no method.
@@ -183,6 +184,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 class Held(nn.Module):
     """Takes the parts of a linear as they are in the file."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, parts: dict[str, torch.Tensor], bias: nn.Parameter | None):
         super().__init__()
         for name, tensor in parts.items():
@@ -205,7 +208,7 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
         def is_serializable(self, *args, **kwargs) -> bool:
             return True
 
-        def _process_model_before_weight_loading(self, model: nn.Module, **kwargs) -> None:
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
             head = head_path(model)
             for path, parts in linears.items():
                 _replace(model, path, parts)
@@ -213,7 +216,7 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
                 untie(model.config)
                 model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
-        def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> nn.Module:
+        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> nn.Module:
             self.remove_quantization_config(model)
             _finish(model, said)
             return model
@@ -225,7 +228,7 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
         del AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name]
 
 
-def _replace(model: nn.Module, path: str, parts: dict[str, torch.Tensor]) -> None:
+def _replace(model: PreTrainedModel, path: str, parts: dict[str, torch.Tensor]) -> None:
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -238,8 +241,9 @@ def _replace(model: nn.Module, path: str, parts: dict[str, torch.Tensor]) -> Non
     model.set_submodule(path, Held(parts, module.bias))
 
 
-def _finish(model: nn.Module, said: Said) -> None:
-    pairs, head, ordered = [], model.get_output_embeddings(), []
+def _finish(model: PreTrainedModel, said: Said) -> None:
+    pairs: list[tuple[nn.Module, nn.Linear]] = []
+    head, ordered = model.get_output_embeddings(), []
     for path, module in model.named_modules():
         if type(module) is Held:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
@@ -252,8 +256,9 @@ def _finish(model: nn.Module, said: Said) -> None:
                     ordered.append(path)
                     made = _plain(compressed.by_order(quantized, held[compressed.ORDER], model.dtype), bias)
                 else:
-                    activations = None if module is head else said.group(path).activations
-                    made = _quantized(quantized, bias, model.dtype, held, compressed.rounding_of(activations or {}))
+                    group = None if module is head else said.group(path)
+                    said_of = None if group is None else group.activations
+                    made = _quantized(quantized, bias, model.dtype, held, compressed.rounding_of(said_of or {}))
             pairs.append((module, made))
     exchange(model, pairs)
     if len(pairs) > len(ordered):
@@ -268,7 +273,8 @@ def _finish(model: nn.Module, said: Said) -> None:
 
 def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), bias
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", bias)
     return linear
 
 

@@ -1,6 +1,7 @@
 """Quantized linears that a model arrived with: those of other libraries, known by the tensors they hold."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from accel_kernels import Quantized
@@ -32,8 +33,8 @@ class PrequantizedLinear(ABC):
     note = ""
     input_scale: torch.Tensor | None = None
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, module: Any):
+        self.module = module  # of a class of another package
 
     @abstractmethod
     def read(self) -> Quantized:
@@ -88,7 +89,7 @@ class CompressedTensors(PrequantizedLinear):
         self.note = UNROUNDED if found is not None else ""
         said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
         activations = compressed.rounding_of(said)
-        if is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
+        if activations is not None and is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
             self.input_scale = compressed.input_scale(held)
 
     def read(self) -> Quantized:
@@ -115,7 +116,7 @@ def disagrees(module: nn.Module, quantized: Quantized, bias: torch.Tensor | None
     """Why the module is not a product with this weight: it is called with small numbers, and compared."""
     device = quantized.data.device
     x = torch.randn(4, quantized.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    few = Quantized(*(None if tensor is None else tensor[:PROBED] for tensor in quantized))
+    few = quantized.rows(0, PROBED)
     wanted = x.float() @ few.dequantized(torch.float32).t()
     if bias is not None:
         wanted = wanted + bias[:PROBED].float()

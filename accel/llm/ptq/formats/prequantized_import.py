@@ -3,6 +3,7 @@
 import torch
 from accel_kernels import Quantized
 from torch import nn
+from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.llm.ptq.formats.compressed_tensors import scheme_of
@@ -25,7 +26,7 @@ class PrequantizedImport(QuantizedLinearPatch):
     dequantize the whole model at its first call is taken off once there is nothing left for it.
     """
 
-    def __init__(self, root: nn.Module, activations: str | None = None):
+    def __init__(self, root: PreTrainedModel, activations: str | None = None):
         super().__init__(root, True, guard(root))
         self.activations = activations
         self.found: dict[str, PrequantizedLinear] = {}
@@ -43,7 +44,7 @@ class PrequantizedImport(QuantizedLinearPatch):
                 self.rows.append((path, "skipped", answer))
         self.hooks: dict = {}
 
-    def put(self) -> None:
+    def repack(self) -> None:
         self.there = True
         if self.found and self.guard is not None:
             self.guard.apply()
@@ -61,10 +62,11 @@ class PrequantizedImport(QuantizedLinearPatch):
 
     def _scheme(self, prequantized: PrequantizedLinear, quantized: Quantized) -> Scheme:
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
-        scheme = scheme_of(quantized)
-        exact = self.activations is None or prequantized.module in self.head
-        fixed = prequantized.input_scale is not None and FIXED.get(self.activations) == SCALE
-        rounding = scheme if exact else scheme.rounding(self.activations, fixed)
+        scheme, activations = scheme_of(quantized), self.activations
+        if activations is None or prequantized.module in self.head:
+            return scheme
+        fixed = prequantized.input_scale is not None and FIXED.get(activations) == SCALE
+        rounding = scheme.rounding(activations, fixed)
         return scheme if isinstance(rounding, str) else rounding
 
     def _take_hooks(self) -> None:
@@ -78,7 +80,7 @@ class PrequantizedImport(QuantizedLinearPatch):
             return
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.put()
+                self.repack()
         except BaseException:
             self.undo()
             raise

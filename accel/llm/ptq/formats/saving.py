@@ -5,7 +5,7 @@ import warnings
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
@@ -14,6 +14,7 @@ from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.linears import BASE
 from accel.quantization.module import QuantizedLinear
+from accel.quantization.scheme import Scheme
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
@@ -30,7 +31,7 @@ class SaveOverride:
     numbers stand for, in the model's dtype, which a warning says.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.model = model
 
     def __call__(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
@@ -71,12 +72,12 @@ def untie(config: PretrainedConfig) -> None:
             setattr(one, TIED, False)
 
 
-def guard(model: nn.Module) -> Patch | None:
+def guard(model: PreTrainedModel) -> Patch | None:
     """A patch that has the model saved so; None where it is already."""
     return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
 
 
-def _held(model: nn.Module, names: dict) -> dict[str, QuantizedLinear]:
+def _held(model: PreTrainedModel, names: dict) -> dict[str, QuantizedLinear]:
     """Quantized linears by every path they have among the names."""
     modules = model.named_modules(remove_duplicate=False)
     return {p: m for p, m in modules if type(m) is QuantizedLinear and f"{p}.scales" in names}
@@ -84,7 +85,10 @@ def _held(model: nn.Module, names: dict) -> dict[str, QuantizedLinear]:
 
 def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> tuple[dict[str, torch.Tensor], dict]:
     """What the file is to hold, and the scheme of each linear that stays quantized in it."""
-    written, schemes, whole, seen, unsaid = dict(names), {}, {}, set(), 0
+    written, unsaid = dict(names), 0
+    schemes: dict[str, Scheme] = {}
+    whole: dict[str, list[str]] = {}
+    seen: set[int] = set()
     shifted = {module.scheme for module in held.values() if not (module.transposed or module.scheme.symmetric)}
     for path, module in held.items():
         data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
@@ -122,7 +126,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
     return written, schemes
 
 
-def ignored(model: nn.Module, schemes: dict) -> list[str]:
+def ignored(model: PreTrainedModel, schemes: dict) -> list[str]:
     """What others are not to take for quantized: all linears that are not, and stacks of matrices, as of experts."""
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
