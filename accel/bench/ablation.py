@@ -116,7 +116,8 @@ def ablate(
     at("stock")
     stock = _timed(call, device, budget_s)
     yield {"without": "stock", **stock, "gain_ms": None}
-    whole, sites = None, None
+    whole: dict | None = None
+    sites: set[str] = set()
     for mechanism in (None, *MECHANISMS):
         at(mechanism.name if mechanism else "everything")
         wanted = mechanism and (mechanism.needs or mechanism.rules)
@@ -125,7 +126,7 @@ def ablate(
         plan, context = _plan(model, mechanism or Mechanism("nothing"))
         plan.apply()
         try:
-            if sites is None:
+            if whole is None:
                 sites = {row.rule for row in plan.rows if row.status == "patched"}
             if mechanism is not None:
                 mechanism.after(context)

@@ -160,7 +160,7 @@ def _settle(obj) -> None:
 
     They lie at odd addresses in it, and matrix products on a CPU round by address: stock would not equal itself.
     """
-    for model in models_in(obj).values():
+    for model in (models_in(obj) or {}).values():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu":
                 set_data(tensor, torch.clone)
@@ -177,7 +177,8 @@ def _times(subject: Subject, device: torch.device, budget_s: float) -> list[floa
 def _errors(quality: Quality) -> dict:
     """The worst model's error where it could be measured against full precision."""
     judged = [part for part in (quality, *quality.parts.values()) if part.measure.endswith("full precision")]
-    worst = {"accel_vs_fp32": max(part.error for part in judged)} if judged else {}
+    errors = [part.error for part in judged if part.error is not None]
+    worst = {"accel_vs_fp32": max(errors)} if errors else {}
     return {"measure": "relative RMS from full precision, of the worst model", "max_abs": quality.max_error} | worst
 
 

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ def measure_module(case: Case, device: torch.device, dtype: torch.dtype, variant
         case.call(module, inputs[0])
 
     def later() -> list[float]:
-        return [seconds(lambda kwargs=kwargs: case.call(module, kwargs), device) for kwargs in inputs]
+        return [seconds(partial(case.call, module, kwargs), device) for kwargs in inputs]
 
     with torch.no_grad():
         early = [seconds(first, device), *later()]

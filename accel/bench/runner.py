@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def _step(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], 
     return lambda i: case.call(module, inputs[i % len(inputs)])
 
 
-def _judged(products: dict[str, Quality]) -> dict[str, float]:
+def _judged(products: dict[str, Quality]) -> dict[str, float | None]:
     """Errors of rounded rows and of their products, by what is allowed. Raises WrongResult for one above 1."""
     for name, quality in products.items():
         if not quality.passed:
@@ -75,18 +76,18 @@ def _judged(products: dict[str, Quality]) -> dict[str, float]:
 
 def _check(outputs: list, stock: list, exact: list) -> dict:
     """Errors against full precision; raises WrongResult where accel's is more than LIMIT times stock's."""
-    errors = {
-        "measure": f"relative RMS against {exact[0].dtype}, worst of {len(exact)} calls".replace("torch.", ""),
-        "stock_vs_fp32": accuracy.relative_error(stock, exact),
-        "accel_vs_fp32": accuracy.relative_error(outputs, exact),
-        "accel_vs_stock_max_abs": accuracy.max_abs_error(outputs, stock),
-    }
-    if not errors["accel_vs_fp32"] <= TIMES_STOCK * errors["stock_vs_fp32"]:  # nan fails too
+    stock_error, error = (accuracy.relative_error(found, exact) for found in (stock, outputs))
+    if not error <= TIMES_STOCK * stock_error:  # nan fails too
         raise WrongResult(
-            f"error against full precision {errors['accel_vs_fp32']:.3g}, stock's {errors['stock_vs_fp32']:.3g}: "
+            f"error against full precision {error:.3g}, stock's {stock_error:.3g}: "
             f"more than {TIMES_STOCK:g} times as much, so nothing was timed"
         )
-    return errors
+    return {
+        "measure": f"relative RMS against {exact[0].dtype}, worst of {len(exact)} calls".replace("torch.", ""),
+        "stock_vs_fp32": stock_error,
+        "accel_vs_fp32": error,
+        "accel_vs_stock_max_abs": accuracy.max_abs_error(outputs, stock),
+    }
 
 
 def _sites(report: accel.Report) -> dict[str, int]:
@@ -114,7 +115,7 @@ def run(
     weights, activations: of `Options`, for what is called accel; how exact it is, is then asked over the same rounded
     weights and without rounding rows, whose products are judged apart; how far from stock it is told as `lost`.
     """
-    result = {
+    result: dict[str, Any] = {
         "case": "-".join(filter(None, (case.name, weights, activations and f"activations-{activations}"))),
         "about": case.about,
         "date": now(),
@@ -139,7 +140,7 @@ def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s,
     stage(STAGES[1])
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)
-    result = {"shapes": shapes(inputs[0])}
+    result: dict[str, Any] = {"shapes": shapes(inputs[0])}
 
     def outputs() -> list[torch.Tensor]:
         return [case.call(module, kwargs) for kwargs in inputs]
@@ -152,7 +153,7 @@ def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s,
 
     stage(STAGES[3])
     given = {"weights": weights, "activations": activations}
-    options = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     in_process_s = seconds(lambda: (accel.optimize(module, **options), case.call(module, inputs[0])), device)
     ours = outputs()
     if weights is not None:

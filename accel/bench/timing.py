@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
 def burst(step: Callable[[int], object], calls: int, device: torch.device) -> list[float]:
     """Milliseconds of each of `calls` calls in a row: on a GPU without waiting between them, as in a real loop."""
     if device.type != "cuda":
-        return [seconds(lambda i=i: step(i), device) * 1e3 for i in range(calls)]
+        return [seconds(partial(step, i), device) * 1e3 for i in range(calls)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     torch.cuda.synchronize(device)
     events[0].record()
@@ -57,7 +58,7 @@ def burst(step: Callable[[int], object], calls: int, device: torch.device) -> li
 
 
 def compare_times(
-    variants: dict[str, Callable[[int], object]],
+    variants: Mapping[str, Callable[[int], object]],
     device: torch.device,
     *,
     rounds: int = 5,
@@ -73,7 +74,7 @@ def compare_times(
     for name, step in variants.items():
         for i in range(warmup):
             step(i)
-        each = seconds(lambda step=step: step(0), device)
+        each = seconds(partial(step, 0), device)
         calls[name] = max(1, min(most, int(budget_s / rounds / max(each, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -43,7 +43,7 @@ def bench(
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     folders, chosen = _chosen(cases or [], place)
-    given = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
+    given: dict[str, Any] = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
     if not folders and (without := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
     if weights is not None:
@@ -53,7 +53,7 @@ def bench(
     compiled = place.type == "cuda" if compiled is None else compiled
 
     def run_case(case, stage) -> dict:
-        given = {"compiled": compiled, "ready": ready, "budget_s": seconds}
+        given: dict[str, Any] = {"compiled": compiled, "ready": ready, "budget_s": seconds}
         given |= {"weights": weights, "activations": activations}
         return runner.run(case, place, kind, **given, stage=stage)
 
@@ -63,6 +63,7 @@ def bench(
         except (TypeError, ValueError, OSError) as error:
             raise wrong_folder(error) from None
 
+    jobs: list[tuple[str, tuple[str, ...], Callable[..., dict], Any]]
     jobs = [(path.name, folder.STAGES, run_folder, path) for path in folders]
     jobs += [(case.name, runner.STAGES, run_case, case) for case in chosen]
     quiet()

@@ -38,8 +38,10 @@ def demo(
     console = Console()
     with progress_bar(console) as progress:
         drawn = digits.run(folder, place, kind, steps=steps, seed=seed, progress=progress)
-        work = {"prompt": prompt or continuation.PROMPT, "new_tokens": tokens, "seed": seed}
-        written = continuation.run(language_folder, place, kind, **work, progress=progress)
+        text = prompt or continuation.PROMPT
+        written = continuation.run(
+            language_folder, place, kind, prompt=text, new_tokens=tokens, seed=seed, progress=progress
+        )
     drawn.picture().save(out)
     drawn.show(console)
     console.print(f"Picture: {out}\n", highlight=False)

@@ -60,6 +60,9 @@ def _measured(loaded, at) -> dict[str, list[dict]]:
     from accel.diffusion.inputs import denoiser_inputs
     from accel.planning.objects import models_in
 
+    def without(name: str, mechanism: str) -> None:
+        at(f"{name} without {mechanism}")
+
     found = {}
     for name, model in (models_in(loaded) or {}).items():
         try:
@@ -67,7 +70,7 @@ def _measured(loaded, at) -> dict[str, list[dict]]:
         except TypeError:
             continue  # nothing is known of what it takes
         call = partial(model, **inputs)
-        found[name] = list(ablate(model, call, at=lambda mechanism, name=name: at(f"{name} without {mechanism}")))
+        found[name] = list(ablate(model, call, at=partial(without, name)))
     return found
 
 

@@ -1,6 +1,6 @@
 """One picture of many: labeled rows, named columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -20,7 +20,7 @@ def _tile(image: np.ndarray) -> Image.Image:
     return tile.resize((tile.width * factor, tile.height * factor), Image.Resampling.NEAREST)
 
 
-def contact_sheet(rows: dict[str, Sequence[np.ndarray]], columns: Sequence[str]) -> Image.Image:
+def contact_sheet(rows: Mapping[str, Sequence[np.ndarray]], columns: Sequence[str]) -> Image.Image:
     """Draws every row of images under the column names, its label at the left."""
     tiles = {label: [_tile(image) for image in images] for label, images in rows.items()}
     every = [tile for line in tiles.values() for tile in line]

@@ -160,7 +160,10 @@ def run(
     first_s = seconds(lambda: (accel.optimize(optimized), _draw(optimized, warm, seed, steps)), device)
     optimized_mb = peak.mb()
 
-    stock_s, optimized_s, stock_images, optimized_images = [], [], [], []
+    stock_s: list[float] = []
+    optimized_s: list[float] = []
+    stock_images: list[np.ndarray] = []
+    optimized_images: list[np.ndarray] = []
     for number, word in enumerate(digits):
         progress.update(task, description=f"drawing {word}")
         turns = [(stock, stock_s, stock_images), (optimized, optimized_s, optimized_images)]
@@ -178,7 +181,7 @@ def run(
         stock_s=stock_s,
         optimized_s=optimized_s,
         ready_s=max(0.0, first_s - statistics.median(optimized_s)),
-        peak_mb=(stock_mb, optimized_mb) if stock_mb is not None else None,
+        peak_mb=None if stock_mb is None or optimized_mb is None else (stock_mb, optimized_mb),
         restored_equal=bool(np.array_equal(again, stock_images[0])),
         steps=steps,
         machine=device_line(device),

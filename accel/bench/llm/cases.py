@@ -6,15 +6,19 @@ nothing watches the calls, and what a call costs once is in neither.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from accel.bench.llm.interleaved import TimedCase, Variant
 from accel.bench.llm.models import prompt
 from accel.bench.llm.traffic import Traffic
 from accel.bench.timing import seconds
 from accel.llm.recording.inputs import example_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPTS = (512, 2048, 8192)
 CHUNK = 4096  # tokens of a long prompt computed at once
@@ -35,7 +39,7 @@ MODES = {
 class Work:
     """What all cases know: the model measured (stock), how fast the card copies (bytes a second), sizes asked for."""
 
-    stock: nn.Module
+    stock: "PreTrainedModel"
     traffic: Traffic
     bandwidth: float
     device: torch.device
@@ -61,7 +65,7 @@ class Work:
     def steps(self, variant: Variant, inputs: dict, **options) -> dict[str, float]:
         """Seconds of a call that writes many tokens, and of one decode step."""
         few, many = (
-            seconds(lambda tokens=tokens: variant.generate(inputs, tokens, **options), self.device)
+            seconds(partial(variant.generate, inputs, tokens, **options), self.device)
             for tokens in (self.few, self.many)
         )
         return {"call": many, "step": (many - few) / self.new_tokens}

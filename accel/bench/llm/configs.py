@@ -29,7 +29,7 @@ LLAMA = dict(
 )
 QWEN = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, rope_parameters=_plain_rope(1e6))
 
-CONFIGS = {
+CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", LLAMA),  # Llama 3.1
     "llama-3b": (  # Llama 3.2
         "llama",

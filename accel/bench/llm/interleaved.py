@@ -2,13 +2,16 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from accel.bench.timing import seconds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 7
 
@@ -22,9 +25,9 @@ class Variant:
     """
 
     name: str
-    model: nn.Module
+    model: "PreTrainedModel"
     options: dict = field(default_factory=dict)
-    assistant: Callable[[], nn.Module] | None = None
+    assistant: "Callable[[], PreTrainedModel] | None" = None
     saved: int = 0
     kept: float = 1.0
 
@@ -55,7 +58,12 @@ class TimedCase:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{key} {value}" if key != "mode" else str(value) for key, value in self.about.items())
+        return case_name(self.about)
+
+
+def case_name(about: Mapping) -> str:
+    """Of a case, for a reader."""
+    return ", ".join(f"{key} {value}" if key != "mode" else str(value) for key, value in about.items())
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """Calls of new shapes one after another, as a user makes them: how much longer they take than when they are settled."""
 
 import statistics
+from typing import Any
 
 from accel.bench.llm.cases import Work
 from accel.bench.llm.interleaved import Variant
@@ -26,7 +27,7 @@ UNSETTLED, SETTLED = 2, 2  # a shape's first call may compile, its second captur
 
 def latency_row(work: Work, variant: Variant) -> dict:
     """Seconds of a shape's first two calls and of steady ones; worst_s: what the slowest takes beyond the latter."""
-    found = []
+    found: list[dict[str, Any]] = []
     for batch, tokens, new in CALLS:
         if tokens + new > work.most:
             continue

@@ -2,16 +2,19 @@
 
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from accel.bench.llm.configs import CONFIGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SEED = 0
 
 
-def build(model: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     """The model of this name with random weights made on the device, or the saved one of this folder.
 
     Its end-of-text token is one that it cannot write: generate() looks for it as ever, and never finds it.
@@ -39,7 +42,7 @@ def config_of(name: str):
     return AutoConfig.for_model(kind, **given)
 
 
-def _random(config, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _random(config, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     devices = [device] if device.type == "cuda" else []
@@ -48,7 +51,7 @@ def _random(config, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _endless(model: nn.Module) -> nn.Module:
+def _endless(model: "PreTrainedModel") -> "PreTrainedModel":
     config = model.generation_config
     config.eos_token_id = model.config.get_text_config().vocab_size
     if config.pad_token_id is None:
@@ -56,13 +59,13 @@ def _endless(model: nn.Module) -> nn.Module:
     return model
 
 
-def beside(model: nn.Module) -> nn.Module:
+def beside(model: "PreTrainedModel") -> "PreTrainedModel":
     """A second, stock model over the very same parameters and buffers; to be made before the first is optimized."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
-def assistant(model: nn.Module, layers: int = 2) -> nn.Module:
+def assistant(model: "PreTrainedModel", layers: int = 2) -> "PreTrainedModel":
     """A model of the same make with few layers and random weights, for assisted generation."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
@@ -72,7 +75,7 @@ def assistant(model: nn.Module, layers: int = 2) -> nn.Module:
     return _endless(_random(config, device, dtype).requires_grad_(False))
 
 
-def prompt(model: nn.Module, rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:
+def prompt(model: "PreTrainedModel", rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:
     """Random input_ids and a mask of ones, (rows, tokens), as a tokenizer gives them."""
     from accel.llm.recording.inputs import example_inputs
 

@@ -86,7 +86,8 @@ def profile(model: nn.Module, device: torch.device, rows: int, context: int, *, 
 
 
 def _parts(kernels: list[Kernel], moved: dict[str, int], bandwidth: float) -> list[dict]:
-    spent, launches = defaultdict(float), Counter()
+    spent: dict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
     for kernel in kernels:
         spent[kernel.role or REST] += kernel.us / STEPS / 1e3
         launches[kernel.role or REST] += 1
@@ -104,11 +105,12 @@ def _parts(kernels: list[Kernel], moved: dict[str, int], bandwidth: float) -> li
 
 
 def _by_name(kernels: list[Kernel]) -> list[dict]:
-    spent, launches = defaultdict(float), Counter()
+    spent: dict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
     for kernel in kernels:
         spent[kernel.name] += kernel.us / STEPS
         launches[kernel.name] += 1
-    names = sorted(spent, key=spent.get, reverse=True)[:MOST_KERNELS]
+    names = sorted(spent, key=spent.__getitem__, reverse=True)[:MOST_KERNELS]
     return [{"name": name[:90], "us": round(spent[name], 2), "launches": launches[name] / STEPS} for name in names]
 
 

@@ -4,9 +4,9 @@ import copy
 import re
 import statistics
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 import accel
 from accel.bench.llm.interleaved import Variant
@@ -14,6 +14,9 @@ from accel.bench.llm.models import prompt
 from accel.bench.timing import seconds
 from accel.quantization.activations import kind_of
 from accel.verification.agreement import distributions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT = (2, 256)  # rows and tokens that the loss is told for
 TOKEN = re.compile(r"(\d+) bytes a token instead of (\d+)")  # as the report says it
@@ -37,7 +40,7 @@ def chosen(
 
 
 @torch.no_grad()
-def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.device) -> tuple[Variant, dict]:
+def variant(stock: "PreTrainedModel", name: str, options: dict[str, Any], device: torch.device) -> tuple[Variant, dict]:
     """A copy of the stock model under accel.optimize with these options, and its row of the result.
 
     quantize_s: of that call, kernels compiled for it included; kl and top1: against stock, on random tokens. Of
@@ -45,7 +48,7 @@ def variant(stock: nn.Module, name: str, options: dict[str, str], device: torch.
     cache, token_bytes: what a token takes. Raises ValueError where nothing was quantized.
     """
     model = copy.deepcopy(stock)
-    keep = {"keep_original": False} if "weights" in options else {}
+    keep: dict[str, Any] = {"keep_original": False} if "weights" in options else {}
     taken = seconds(lambda: accel.optimize(model, **options, **keep), device)
     report = accel.report(model)
     inputs = prompt(stock, *PROMPT)

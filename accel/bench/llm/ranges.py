@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accel_kernels import Op
@@ -38,7 +39,7 @@ class Ranges(TorchFunctionMode):
             forward = vars(module).get("forward")
             if isinstance(forward, FastForward):
                 ops = {f.name: getattr(forward.kernels, f.name) for f in dataclasses.fields(forward.kernels)}
-                wrapped = {name: Ranged(op, self) for name, op in ops.items() if isinstance(op, Op)}
+                wrapped: dict[str, Any] = {name: Ranged(op, self) for name, op in ops.items() if isinstance(op, Op)}
                 forward.kernels = dataclasses.replace(forward.kernels, **wrapped)
         return super().__enter__()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from accel.bench.llm.cases import TimedCase
+from accel.bench.llm.interleaved import case_name
 
 HEADINGS = {
     "ms_step": ("ms/token", "{:.2f}"),
@@ -50,7 +50,7 @@ def _in_turns(part: str, rows: list[dict]) -> Table:
         for name in names:
             cells = [HEADINGS[key][1].format(row[name][key]) if key in row[name] else "-" for key in present]
             ratio = f"{row['stock'][main] / row[name][main]:.2f}x" if "stock" in row else "-"
-            label = TimedCase(part, about, None, None).name if name == names[0] else ""
+            label = case_name(about) if name == names[0] else ""
             style = "bold" if name.startswith("accel") else None
             shown.add_row(label, name, *cells, ratio, style=style, end_section=name == names[-1])
     return shown

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 import accel
 from accel.bench.llm import cases, memory, ready
@@ -25,6 +25,9 @@ from accel.bench.runner import WrongResult, fresh_inductor_cache
 from accel.bench.timing import seconds
 from accel.errors import told
 from accel.llm.recording.inputs import example_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IN_TURNS = {"decode": cases.decode, "prefill": cases.prefill, "modes": cases.modes, "long": cases.long}
 # Parts in their order, and the share of the time that is kept for each while those before it are at work.
@@ -75,9 +78,9 @@ class BenchRun:
 
     request: BenchRequest
     clock: Clock
-    keep: Callable[[dict], None] = lambda result: None
+    keep: Callable[[dict], object] = lambda result: None
     about: dict = field(default_factory=dict)
-    rows: dict[str, list | dict] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
     failed: list[dict] = field(default_factory=list)
     skipped: list[dict] = field(default_factory=list)
     interrupted: bool = False
@@ -116,7 +119,7 @@ class BenchRun:
 def bench_language_model(
     request: BenchRequest,
     stage: Callable[[str], None] = lambda name: None,
-    keep: Callable[[dict], None] = lambda result: None,
+    keep: Callable[[dict], object] = lambda result: None,
 ) -> dict:
     """The result as one dict, ready for JSON; of an interrupted run, what it had. keep: is given it as it grows.
 
@@ -150,7 +153,7 @@ def bench_language_model(
 
 
 @torch.no_grad()
-def _in_process(request: BenchRequest, going: BenchRun, model: nn.Module, stage) -> None:
+def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel", stage) -> None:
     device = request.device
     stock = beside(model)
     traffic = Traffic.of(stock)
@@ -207,9 +210,9 @@ def _parts(request: BenchRequest, going: BenchRun, work: cases.Work, variants: l
         _each(going, "stalls", {variant.name: partial(stalls.latency_row, work, variant) for variant in variants})
 
 
-def _correct(model: nn.Module, stock: nn.Module, device: torch.device) -> dict:
+def _correct(model: "PreTrainedModel", stock: "PreTrainedModel", device: torch.device) -> dict:
     """Optimizes the model; raises WrongResult where it computes something else, or is not undone exactly."""
-    inputs = example_inputs(model)
+    inputs: dict[str, Any] = example_inputs(model)
     before, again = model(**inputs).logits, model(**inputs).logits
     optimize_s = seconds(lambda: accel.optimize(model), device)
     quality = accel.verify(model, **inputs)
@@ -238,7 +241,7 @@ def _turns(going: BenchRun, chosen: list[TimedCase], variants: list[Variant]) ->
                 taking_part,
                 going.request.device,
                 going.request.seconds / SHARE,
-                lambda name, error, case=case: going.fail(case.part, case.name, name, error),
+                partial(going.fail, case.part, case.name),
             )
         if len(taking_part) > len(variants):
             del taking_part[-1]

@@ -6,12 +6,17 @@ Divided by the speed at which the same card copies memory this is the least time
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accel.bench.timing import seconds
 from accel.llm.recording.inputs import example_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROLES = ("QKV", "attention", "out", "gate and up", "down", "experts", "head", "norms and rest")
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
@@ -54,7 +59,9 @@ class Traffic:
                 traffic.cached.append((each, getattr(layer, "sliding_window", None)))
         traffic.weights = _weights(stock, roles)
         if "experts" in traffic.weights:
-            many = max(p.shape[0] for m in stock.modules() for p in m._parameters.values() if _stacked(p))
+            many = max(
+                p.shape[0] for m in stock.modules() for p in m._parameters.values() if p is not None and _stacked(p)
+            )
             traffic.experts = (many, getattr(stock.config, "num_experts_per_tok", None) or many)
         return traffic
 
@@ -84,8 +91,9 @@ class Traffic:
 class _Watch:
     """While entered, notes in which order the matrix products inside each decoder layer are called."""
 
-    def __init__(self, model: nn.Module):
-        self.model, self.handles = model, []
+    def __init__(self, model: "PreTrainedModel"):
+        self.model = model
+        self.handles: list[RemovableHandle] = []
         self.orders: list[list[tuple[str, nn.Module]]] = []
 
     def __enter__(self) -> "_Watch":
@@ -107,7 +115,7 @@ class _Watch:
 
     def roles(self) -> dict[int, str]:
         """The part of a layer that is called first is its attention; the last product of a part leads out of it."""
-        found = {}
+        found: dict[int, str] = {}
         for order in self.orders:
             parts = defaultdict(list)
             for part, module in order:
@@ -121,7 +129,7 @@ class _Watch:
         return found | ({} if head is None else {id(head): "head"})
 
 
-def layers_of(model: nn.Module) -> nn.ModuleList:
+def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
     """The decoder layers. Raises ValueError where no list of that length is found."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
@@ -137,7 +145,8 @@ def _stacked(parameter: torch.Tensor | None) -> bool:
 
 def _weights(model: nn.Module, products: dict[int, str]) -> dict[str, int]:
     """Bytes of parameters by role, each once; of tables of embeddings, which are looked up, only what a head shares."""
-    found, counted = defaultdict(int), set()
+    found: dict[str, int] = defaultdict(int)
+    counted: set[int] = set()
     modules = sorted(model.modules(), key=lambda module: id(module) not in products)  # a tied head before its table
     for module in modules:
         for parameter in module._parameters.values():
