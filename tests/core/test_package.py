@@ -204,7 +204,7 @@ SHARED = {
         **dict.fromkeys(("find_model", "run"), "of each part of the demo; run also of the benchmark of a module"),
     },
     KERNELS: {
-        **dict.fromkeys(("reference", "supports", "compile_case"), "of each op, which holds them"),
+        **dict.fromkeys(("reference", "supports"), "of each op, which holds them"),
         **dict.fromkeys(("pays", "instead"), "whether an op gains here, and what takes its place"),
         **dict.fromkeys(("in_passes", "interpreted", "refusal"), "the same question of each kind of product"),
         **dict.fromkeys(("Shape", "Tile", "apply_norm", "factor", "rounded"), "in a kernel and its reference"),

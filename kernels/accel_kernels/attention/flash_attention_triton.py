@@ -137,18 +137,3 @@ def _tile(q, k_length: int, block_d: int) -> Tile:
         blocks = batch * heads * triton.cdiv(q_length, TILES[512].queries)
         return WIDE_FEW_QUERIES if blocks < multiprocessors(q.device) else TILES[512]
     return FEW_KEYS if k_length <= 128 else TILES[block_d]
-
-
-def _compile_case(dtype, dim, tile):
-    types = {f"{name}_ptr": f"*{dtype}" for name in "qkvo"}
-    types |= {f"stride_{name}{axis}": "i32" for name in "qkvo" for axis in "bhs"}
-    types |= {"heads": "i32", "q_length": "i32", "k_length": "i32", "scale": "fp32"}
-    block_d = max(16, power_of_two(dim))
-    constants = {"HEAD_DIM": dim, "BLOCK_D": block_d, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "UPCAST": False}
-    return attention_kernel, types, constants, tile.warps, tile.stages
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps, stages.
-COMPILE_CASES = tuple(
-    _compile_case(dtype, dim, TILES[power_of_two(dim)]) for dtype in ("fp16", "bf16") for dim in (40, 512)
-)

@@ -31,12 +31,3 @@ def gated(gate, up, activation):
     grid = (rows, triton.cdiv(width, BLOCK))
     launch(gated_kernel, grid, gate, up, y, *strides, width, activation, BLOCK, num_warps=WARPS)
     return y
-
-
-def _compile_case(dtype, kind):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("gate", "up", "y")}
-    types |= {"stride_g": "i32", "stride_u": "i32", "width": "i32"}
-    return gated_kernel, types, {"KIND": kind, "BLOCK": BLOCK}, WARPS
-
-
-COMPILE_CASES = tuple(_compile_case("bf16", kind) for kind in ("silu", "gelu", "gelu_tanh", "relu2"))

@@ -29,15 +29,3 @@ def geglu(x):
     grid = (triton.cdiv(rows, BLOCK_R), triton.cdiv(width, BLOCK_D))
     launch(geglu_kernel, grid, x, y, rows, width, BLOCK_R, BLOCK_D, num_warps=WARPS)
     return y
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    (
-        geglu_kernel,
-        {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "rows": "i32", "width": "i32"},
-        {"BLOCK_R": BLOCK_R, "BLOCK_D": BLOCK_D},
-        WARPS,
-    )
-    for dtype in ("fp16", "bf16", "fp32")
-)

@@ -46,16 +46,3 @@ def softmax(x, scale, dtype):
     for whole, block in of_all if warming_up() else ((columns <= TILE, SMALL if columns <= SMALL else TILE),):
         launch(softmax_kernel, (rows,), x, y, columns, scale * LOG2E, whole, block, num_warps=block // 1024)
     return y
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    (
-        softmax_kernel,
-        {"x_ptr": "*fp32", "y_ptr": f"*{dtype}", "columns": "i32", "scale": "fp32"},
-        {"WHOLE": whole, "BLOCK": TILE},
-        16,
-    )
-    for dtype in ("fp16", "bf16")
-    for whole in (True, False)
-)

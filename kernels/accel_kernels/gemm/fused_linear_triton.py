@@ -224,22 +224,3 @@ def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torc
 
 def _types(dtype, names, **numbers):
     return {f"{name}_ptr": f"*{dtype}" for name in names} | numbers
-
-
-def _compile_cases():
-    numbers = {"n": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
-    one = _types("bf16", ("x", "w", "u", "b", "c", "nw", "nb", "r", "y"), **numbers)
-    few = _types("bf16", ("x", "w", "u", "b", "c", "r", "y"), m="i32", n="i32", scale="fp32")
-    for gate in (False, True):
-        flags = {"K": 4096, "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate, "KIND": "silu" if gate else None}
-        shape = gemv_shape(4096, 4096, gate, True)
-        sizes = {"BLOCK_N": shape.rows, "BLOCK_K": shape.columns, "PDL": False}
-        yield gemv_kernel, one, {"NORM": "rms", "HAS_NW": True, "HAS_NB": False} | flags | sizes, shape.warps
-        for rows in (8, 64):
-            shape = skinny_shape(rows, 4096, 4096, gate, gate, torch.device("cpu"))
-            sizes = {"BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "BLOCK_K": shape.columns}
-            constants = flags | sizes | {"EARLY": shape.early, "UPCAST": False, "PDL": False}
-            yield skinny_kernel, few, constants, shape.warps, shape.stages
-
-
-COMPILE_CASES = tuple(_compile_cases())

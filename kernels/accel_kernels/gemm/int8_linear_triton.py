@@ -269,36 +269,3 @@ def chosen(rows: int, n: int, depth: int, gate: bool, residual: bool, outliers: 
     sizes = (rows, n, depth, gate, residual, hopper, multiprocessors(device), shared_memory(device))
     by_hand, shape = choice(*sizes)
     return (launcher(BY_HAND) if by_hand else by_tiles), shape
-
-
-def compile_case(shape: Shape, gate: bool, outliers: bool, residual: bool):
-    """What the compile check builds: kernel, argument types, constants, warps, stages."""
-    types = {f"{name}_desc": f"tensordesc<i8[{shape.columns}, {shape.depth}]>" for name in ("w", "u")}
-    types |= {"x_desc": f"tensordesc<i8[{shape.rows}, {shape.depth}]>", "sx_ptr": "*fp32"}
-    types |= {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
-    types |= {"columns_ptr": "*i64", "count_ptr": "*i32", "w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
-    types |= dict.fromkeys(("rows", "n", "depth", "capacity"), "i32")
-    constants = {
-        "HAS_BIAS": False, "GATE": gate, "RESIDUAL": residual, "KIND": "silu" if gate else None,
-        "OUTLIERS": OUTLIERS if outliers else 0, "BLOCK_M": shape.rows, "BLOCK_N": shape.columns,
-        "BLOCK_K": shape.depth, "GROUP": shape.group, "FLATTEN": shape.flatten, "UPCAST": False, "PDL": False,
-    }  # fmt: skip
-    return int8_linear_kernel, types, constants, shape.warps, shape.stages
-
-
-def after_compile_case():
-    """The pass after a product, with all there is to it."""
-    types = {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y", "o")}
-    types |= {"acc_ptr": "*i32", "acc_u_ptr": "*i32", "sx_ptr": "*fp32", "columns_ptr": "*i64", "count_ptr": "*i32"}
-    types |= {"w_ptr": "*i8", "u_ptr": "*i8", "scale": "fp32"}
-    types |= dict.fromkeys(("rows", "n", "depth", "capacity", "stride"), "i32")
-    constants = {"HAS_BIAS": True, "GATE": True, "RESIDUAL": True, "KIND": "silu", "OUTLIERS": OUTLIERS}
-    return after_product_kernel, types, constants | {"BLOCK_M": 32, "BLOCK_N": 128, "UPCAST": False}, 4
-
-
-COMPILE_CASES = (
-    after_compile_case(),
-    compile_case(Shape(128, 128, 128, 4, 3), False, True, True),
-    compile_case(Shape(64, 64, 128, 4, 4), False, False, False),
-    compile_case(Shape(128, 64, 128, 4, 3), True, True, False),
-)

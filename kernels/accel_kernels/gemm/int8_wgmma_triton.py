@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.gemm.epilogue_triton import epilogue
-from accel_kernels.gemm.int8_linear_triton import Shape
 from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
@@ -162,19 +161,3 @@ def int8_wgmma(x, weight, epilogue, shape):
         num_warps=shape.warps,
     )  # fmt: skip
     return y
-
-
-def compile_case(shape: Shape, gate: bool, residual: bool):
-    """What a compile check builds: kernel, argument types, constants, warps."""
-    types = {}
-    for name, height in (("x", shape.rows), ("w", shape.columns), ("u", shape.columns)):
-        layout = gl.NVMMASharedLayout.get_default_for([height, shape.depth], gl.int8)
-        types[f"{name}_desc"] = f"tensordesc<i8[{height},{shape.depth}],{layout!r}>"
-    types |= {f"{name}_ptr": "*bf16" for name in ("sw", "su", "b", "c", "r", "y")} | {"sx_ptr": "*fp32"}
-    types |= dict.fromkeys(("rows", "n", "depth"), "i32") | {"scale": "fp32"}
-    constants = {
-        "HAS_BIAS": False, "GATE": gate, "RESIDUAL": residual, "KIND": "silu" if gate else None,
-        "BLOCK_M": shape.rows, "BLOCK_N": shape.columns, "BLOCK_K": shape.depth, "GROUP": shape.group,
-        "STAGES": shape.stages, "num_warps": shape.warps,
-    }  # fmt: skip
-    return int8_wgmma_kernel, types, constants, shape.warps

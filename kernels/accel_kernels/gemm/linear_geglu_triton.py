@@ -82,23 +82,3 @@ def linear_geglu(x, weight, bias=None):
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return y
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps, stages.
-COMPILE_CASES = tuple(
-    (
-        linear_geglu_kernel,
-        {
-            "x_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_K}]>",
-            "w_desc": f"tensordesc<{dtype}[{BLOCK_N}, {BLOCK_K}]>",
-            "y_desc": f"tensordesc<{dtype}[{BLOCK_M}, {BLOCK_N}]>",
-            "b_ptr": f"*{dtype}",
-            "has_bias": "i1",
-        }
-        | dict.fromkeys(("rows", "inner", "depth"), "i32"),
-        {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "GROUP": GROUP, "UPCAST": False},
-        WARPS,
-        STAGES,
-    )
-    for dtype in ("fp16", "bf16")
-)

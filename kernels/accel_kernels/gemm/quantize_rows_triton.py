@@ -191,33 +191,3 @@ def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
         **meta, **pdl,
     )  # fmt: skip
     return QuantizedRows(data, scales, x.dtype, taken, columns, count)
-
-
-def compile_case(q: str, outliers: bool, k: int = 4096, given: bool = False):
-    """What the compile check builds: kernel, argument types, constants, warps. q: the type of the numbers."""
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "o")}
-    types |= {"mask_ptr": "*i8", "columns_ptr": "*i64", "count_ptr": "*i32"}
-    types |= {"given_ptr": "*fp32", "q_ptr": f"*{q}", "s_ptr": "*fp32"}
-    types |= {"k": "i32", "capacity": "i32", "eps": "fp32", "offset": "fp32"}
-    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "BLOCK_K": power_of_two(k)}
-    constants |= {"OUTLIERS": AT_ONCE if outliers else 0, "GIVEN": given, "PDL": False}
-    constants |= _numbers(torch.int8 if q == "i8" else torch.float8_e4m3fn)
-    return quantize_rows_kernel, types, constants, min(16, power_of_two(k) // 512)
-
-
-def _search_compile_case():
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb")} | {"mask_ptr": "*i8", "ticket_ptr": "*i32"}
-    types |= {"columns_ptr": "*i64", "count_ptr": "*i32"} | dict.fromkeys(("rows", "k"), "i32")
-    types |= dict.fromkeys(("eps", "offset", "threshold"), "fp32")
-    constants = {"NORM": "rms", "HAS_NW": True, "HAS_NB": False, "ROWS": 4, "BLOCK_K": 4096, "PDL": False}
-    constants["SHARE"] = SHARE
-    return outlier_columns_kernel, types, constants, 8
-
-
-COMPILE_CASES = (
-    compile_case("i8", False),
-    compile_case("i8", False, 14336),
-    compile_case("i8", False, given=True),
-    compile_case("i8", True),
-    _search_compile_case(),
-)

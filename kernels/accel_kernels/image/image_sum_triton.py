@@ -123,18 +123,3 @@ def _pass(x, other, bias, y, split, inverse_scale, concat, with_channel_stats, w
         BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
     )  # fmt: skip
     return (channel_stats, cut.rows) if with_channel_stats else None
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    (
-        image_sum_kernel,
-        {f"{name}_ptr": f"*{dtype}" for name in ("x", "other", "bias", "y")}
-        | {"stats_ptr": "*fp32", "has_bias": "i1", "inverse_scale": "fp32"}
-        | dict.fromkeys(("rows", "channels", "split", "chunks", "chunk_rows"), "i32"),
-        {"OTHER": True, "CONCAT": concat, "CHANNEL_STATS": True, "EVEN": True, "BLOCK_C": 64, "BLOCK_R": 32},
-        WARPS,
-    )
-    for dtype in ("fp16", "bf16", "fp32")
-    for concat in (False, True)
-)

@@ -85,18 +85,3 @@ def upsample_convolve(x, weight, bias=None):
         num_warps=WARPS,
     )  # fmt: skip
     return y
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    (
-        kernel,
-        {"has_bias": "i1"}
-        | dict.fromkeys(("height", "width", "channels"), "i32")
-        | {f"{name}_ptr": f"*{dtype}" for name in ("w", "x", "y", "bias")},
-        constants,
-        WARPS,
-    )
-    for dtype in ("fp16", "bf16", "fp32")
-    for kernel, constants in ((phase_weights_kernel, {"BLOCK_C": 512}), (weave_kernel, {"BLOCK_W": 8, "BLOCK_C": 512}))
-)

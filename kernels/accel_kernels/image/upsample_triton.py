@@ -35,15 +35,3 @@ def upsample(x):
     grid = (n * h, triton.cdiv(w, block_w), triton.cdiv(c, block_c))
     launch(upsample_kernel, grid, x, y, w, c, block_w, block_c, num_warps=WARPS)
     return y
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    (
-        upsample_kernel,
-        {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "width": "i32", "channels": "i32"},
-        {"BLOCK_W": 8, "BLOCK_C": 512},
-        WARPS,
-    )
-    for dtype in ("fp16", "bf16", "fp32")
-)

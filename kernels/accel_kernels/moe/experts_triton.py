@@ -70,14 +70,3 @@ def experts(x, index, weights, gate_up, down, activation):
         K=inner, BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(inner)), num_warps=WARPS,
     )  # fmt: skip
     return y
-
-
-def _compile_cases():
-    sizes = {"K": 4096, "BLOCK_N": ROWS, "BLOCK_K": COLUMNS}
-    pointers = {f"{name}_ptr": "*bf16" for name in ("x", "w", "h", "y", "share")} | {"index_ptr": "*i64"}
-    numbers = {"chosen": "i32", "inner": "i32", "hidden": "i32"}
-    yield experts_up_kernel, pointers | numbers, sizes | {"KIND": "silu"}, WARPS
-    yield experts_down_kernel, pointers | numbers, sizes, WARPS
-
-
-COMPILE_CASES = tuple(_compile_cases())

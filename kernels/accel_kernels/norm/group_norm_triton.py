@@ -217,26 +217,3 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
             AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
         )  # fmt: skip
     return y
-
-
-_POINTERS = ("x", "y", "w", "b", "add", "shift")
-_INTEGERS = ("add_stride", "rows", "channels", "chunks", "chunk_rows", "CPG")
-
-
-def _compile_case(kernel, dtype, warps, **constants):
-    types = {f"{name}_ptr": f"*{dtype}" for name in _POINTERS} | {"stats_ptr": "*fp32", "table_ptr": "*fp32"}
-    types |= dict.fromkeys(("has_add", "has_shift", "silu"), "i1") | dict.fromkeys(_INTEGERS, "i32") | {"eps": "fp32"}
-    return kernel, {name: kind for name, kind in types.items() if name not in constants}, constants, warps
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    compile_case
-    for dtype in ("fp16", "bf16", "fp32")
-    for compile_case in (
-        _compile_case(group_norm_single, dtype, 8, CPG=40, AFFINE=True, BLOCK_C=64, BLOCK_R=256),
-        _compile_case(group_norm_channel_stats, dtype, 4, EVEN=True, BLOCK_C=64, BLOCK_R=64, STAGES=3),
-        _compile_case(group_norm_merge, dtype, 4, AFFINE=True, BLOCK_C=16, BLOCK_K=64),
-        _compile_case(group_norm_apply, dtype, 8, AFFINE=True, EVEN=True, BLOCK_C=64, BLOCK_R=64),
-    )
-)

@@ -69,13 +69,4 @@ def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
     return y if residual is None else (y, total)
 
 
-def _compile_case(dtype, gate, silu):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("x", "residual", "y", "sum", "w", "gate")}
-    numbers = {name: "i32" for name in ("channels", "groups", "gate_stride")}
-    types |= {"has_residual": "i1", **numbers, "eps": "fp32", "offset": "fp32"}
-    constants = {"HAS_WEIGHT": True, "GATE": gate, "SILU": silu, "BLOCK_C": 4096, "PDL": False}
-    return rms_norm_kernel, types, constants, 8
-
-
 GATED = ((None, False), ("first", True), ("last", False))
-COMPILE_CASES = tuple(_compile_case(dtype, *gate) for dtype, gate in zip(("fp16", "bf16", "fp32"), GATED, strict=True))

@@ -1,10 +1,5 @@
 """Keys and values in 8 bits: the rounding itself, and attention over what was rounded against fp32 over the same."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from accel_kernels import KV, paged_attention
@@ -12,6 +7,7 @@ from accel_kernels.attention.paged.kv_quantization import TOPS, restored, rounde
 
 pytest.importorskip("triton")
 from support.kernels.code_kernel import run, ties
+from support.kernels.compiler import in_a_process
 
 KINDS = [pytest.param(dtype, id=str(dtype).split(".")[1]) for dtype in TOPS]
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -110,11 +106,7 @@ def test_the_kernel_rounds_bit_for_bit_as_the_reference(dtype):
 
 
 def test_compiled_it_divides_exactly_and_adds_to_no_unrounded_product(tmp_path):
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1")
-    environment.pop("TRITON_INTERPRET", None)
-    environment["PYTHONPATH"] = os.pathsep.join(["kernels", str(Path(__file__).parents[2])])
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "exact", done.stderr[-2000:]
+    assert in_a_process(COMPILE, tmp_path).strip() == "exact"
 
 
 def over(name: str):

@@ -1,8 +1,5 @@
 """One row times 4-bit weights on the tensor cores: no interpreter runs it, so it is emulated, compiled and read."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +17,7 @@ from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragmen
 from accel_kernels.gemm.quantized.quantized_linear import INT4, INT8, quantized_linear  # noqa: E402
 from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
 
+from support.kernels.compiler import in_a_process  # noqa: E402
 from support.kernels.quantized_words import numbers_of, spread  # noqa: E402
 from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt  # noqa: E402
 
@@ -122,16 +120,20 @@ def test_refusals():
 
 CHECK = """
 import re
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile, compile_case
+import torch
+from accel_kernels import quantized_linear
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
+from accel_kernels.gemm.quantized.quantized_linear import INT4
+from accel_kernels.gemm.quantized_weight import quantize_weight
+from support.kernels.absent_gpu import absent_gpu
 
-kernel, types, constants, warps = compile_case(1024, 64, True, False, False, GemvTile(4, 4, 4))
-signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps}
-ptx = triton.compile(GluonASTSource(kernel, signature, constants, aligned), target, options).asm["ptx"]
+with absent_gpu(90) as launches:
+    weight, up = (quantize_weight(torch.randn(4096, 1024).bfloat16(), INT4, 64) for _ in range(2))
+    x = torch.randn(1, 1024).bfloat16()
+    quantized_linear.triton(x, weight, up=up, activation="silu", shape=GemvTile(4, 4, 4))
+(launch,) = launches
+assert launch.name == "gemv_mma_kernel"
+ptx = launch.compiled().asm["ptx"]
 walk = ptx[ptx.index("mma.sync"):ptx.rindex("mma.sync")]
 assert "m16n8k16" in walk and "shared" not in walk and "bar.sync" not in walk
 # Words by 16 bytes; of the two spans of a warp in a block, and of as many ahead.
@@ -141,8 +143,4 @@ print("registers")
 
 
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
-                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "registers", done.stderr[-2000:]
+    assert in_a_process(CHECK, tmp_path).strip() == "registers"

@@ -1,8 +1,6 @@
 """Products of rows in 8 bits: exact sums, every epilogue, every tile, and what is refused."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,8 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows
 from support.kernels.int8_rows import weight_of
 
 pytest.importorskip("triton")
+from support.kernels.compiler import in_a_process  # noqa: E402
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
 FLAGS = {
@@ -157,47 +157,46 @@ def test_float8_through_torchs_scaled_product(case):
 
 COMPILE = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from accel_kernels.gemm import int8_linear_triton as int8_linear, int8_wgmma_triton as int8_wgmma
-from accel_kernels.gemm import quantize_rows_triton as quantize_rows
+import torch
+from accel_kernels import Quantized, int8_linear, quantize_rows
+from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.int8_linear_triton import Shape
+from accel_kernels.gemm.int8_wgmma_triton import int8_wgmma
+from support.kernels.absent_gpu import GPU, absent_gpu
 
 SHAPE = Shape(128, 256, 128, 8, 3)
 GATED = SHAPE._replace(columns=128)
 BY_HAND = SHAPE._replace(stages=4)
-plain = (int8_linear.compile_case(SHAPE, False, False, True),) if sys.argv[1:] == ["all"] else ()
-for kernel, types, constants, warps, *stages in (
-    *plain, int8_linear.compile_case(SHAPE, False, True, True), int8_linear.compile_case(GATED, True, False, False),
-    quantize_rows.compile_case("fp8e4nv", False),
-    int8_wgmma.compile_case(BY_HAND, False, True), int8_wgmma.compile_case(BY_HAND._replace(columns=128), True, False),
-):
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    constexprs = {name: constants[name] for name in kernel.arg_names if name in constants}
-    options = {"num_warps": warps} | ({"num_stages": stages[0]} if stages else {})
-    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    compiled = triton.compile(source(kernel, signature, constexprs), GPUTarget("cuda", 90, 32), options)
+with absent_gpu(90) as launches:
+    x = torch.randn(2048, 4096).bfloat16()
+    rows, residual = quantize_rows.reference(x), torch.randn(2048, 4096).bfloat16()
+    weight = Quantized(torch.empty(4096, 4096, dtype=torch.int8, device=GPU), torch.randn(4096, 1).bfloat16())
+    gate = {"up": weight, "activation": "silu"}
+    if sys.argv[1:] == ["all"]:
+        int8_linear.triton(rows, weight, residual=residual, shape=SHAPE)
+    int8_linear.triton(quantize_rows.reference(x, outliers=6.0), weight, residual=residual, shape=SHAPE)
+    int8_linear.triton(rows, weight, shape=GATED, **gate)
+    quantize_rows.triton(x, dtype=torch.float8_e4m3fn)
+    int8_wgmma(rows, weight, Epilogue(residual=residual), BY_HAND)
+    int8_wgmma(rows, weight, Epilogue(**gate), BY_HAND._replace(columns=128))
+waits = iter((1, 2))  # products that are not waited for
+for launch in launches:
+    compiled = launch.compiled()
     ptx = compiled.asm["ptx"]
     assert compiled.asm["cubin"] and compiled.metadata.shared <= 232448
-    if kernel is quantize_rows.quantize_rows_kernel:
+    if launch.name == "quantize_rows_kernel":
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     else:
         assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    if kernel is int8_linear.int8_linear_kernel:
+    if launch.name == "int8_linear_kernel":
         assert "mma.sync" not in ptx
-    if source is GluonASTSource:
-        assert f"wgmma.wait_group.sync.aligned {2 if constants['GATE'] else 1};" in ptx
+    if launch.name == "int8_wgmma_kernel":
+        assert f"wgmma.wait_group.sync.aligned {next(waits)};" in ptx
 print("wgmma")
 """
 
 
 def test_hopper_multiplies_bytes_in_its_own_tensor_cores(tmp_path):
     """In the kernel that Triton pipelines, with and without a gate, and in the one written out by hand."""
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
-                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
     many = "all" if os.environ.get("ACCEL_TEST_EVERYTHING") else "some"
-    done = subprocess.run([sys.executable, "-c", COMPILE, many], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "wgmma", done.stderr[-2000:]
+    assert in_a_process(COMPILE, tmp_path, many).strip() == "wgmma"

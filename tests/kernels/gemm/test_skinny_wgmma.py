@@ -1,8 +1,5 @@
 """The product of few rows by warpgroups: no interpreter runs it, so here it is emulated, compiled and read."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +22,7 @@ from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quant
 from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
+from support.kernels.compiler import in_a_process  # noqa: E402
 from support.kernels.quantized_words import FORMATS, numbers_of, spread  # noqa: E402
 from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
 
@@ -208,44 +206,47 @@ def test_refusals():
 
 CHECK = """
 import re
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from accel_kernels.gemm.quantized import skinny_wgmma_triton as quantized_wgmma
-from accel_kernels.gemm.quantized import tile_triton as wide_tile
+import torch
+from accel_kernels import quantized_linear
+from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
+from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
+from accel_kernels.gemm.quantized.tile_triton import post_scale, wgmma_tile
+from accel_kernels.gemm.quantized_weight import quantize_weight
+from support.kernels.absent_gpu import absent_gpu
 
-for format, rows, gate, group, zeros, dtype in (
-    ("int8", 64, False, 0, False, "bf16"), ("int4", 32, True, 128, False, "bf16"), ("fp8", 32, False, 0, False, "fp16"),
-    ("int4", 64, False, 32, True, "bf16"), ("int8", 32, True, 32, True, "bf16"),
+for kind, rows, gate, group, zeros, dtype in (
+    (INT8, 64, False, 0, False, torch.bfloat16), (INT4, 32, True, 128, False, torch.bfloat16),
+    (FP8, 32, False, 0, False, torch.float16), (INT4, 64, False, 32, True, torch.bfloat16),
+    (INT8, 32, True, 32, True, torch.bfloat16),
 ):
-    tile = wide_tile.wgmma_tile(rows, format, gate)
-    kernel, types, constants, warps = quantized_wgmma.compile_case(format, rows, gate, group, zeros, tile, dtype)
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    options = {"num_warps": warps}
-    compiled = triton.compile(GluonASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
+    format = FORMATS[kind]
+    tile = wgmma_tile(rows, format, gate)
+    with absent_gpu(90) as launches:
+        weight, up = (quantize_weight(torch.randn(4096, 4096).to(dtype), kind, group, zeros) for _ in range(2))
+        x = torch.randn(rows, 4096).to(dtype)
+        more = {"up": up, "activation": "silu"} if gate else {"residual": x}
+        quantized_linear.triton(x, weight, shape=tile, **more)
+    launch = launches[-1]
+    assert launch.name == "skinny_wgmma_kernel"
+    compiled = launch.compiled()
     assert compiled.metadata.shared <= 232448, format
     ptx = compiled.asm["ptx"]
     walk = ptx[ptx.index("mbarrier.try_wait"):ptx.rindex("wgmma.mma_async")]
-    each = tile.rows // 16 // warps  # blocks of 64 rows to a warpgroup
+    each = tile.rows // 16 // tile.warps  # blocks of 64 rows to a warpgroup
     # From the ring into registers by 16 bytes, and nothing back; the left factor is in registers.
     assert re.findall("ld.shared[.a-z0-9]*", walk) == ["ld.shared.v4.b32"] * (4 * each), format
     assert "st.shared" not in walk and "stmatrix" not in walk and "shfl" not in walk, format
     products = re.findall(r"wgmma.mma_async[^;]*;", ptx)
     assert len(products) == each * (16 if format == "int4" else 8), format
     assert all(re.search(r"}, *{(%r[0-9]+, *){3}%r[0-9]+}, *%rd", one) for one in products), products[0]
-    scaled = wide_tile.post_scale(4096, 4096 // group if group else 1, format, zeros, rows)
+    scaled = post_scale(4096, 4096 // group if group else 1, format, zeros, rows)
     assert walk.count("wgmma.wait_group.sync.aligned 1;") == (0 if scaled else 1), format
 print("registers")
 """
 
 
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH="kernels", TRITON_DEFAULT_FP_FUSION="1",
-                       TRITON_DISABLE_LINE_INFO="1")  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "registers", done.stderr[-2000:]
+    assert in_a_process(CHECK, tmp_path).strip() == "registers"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

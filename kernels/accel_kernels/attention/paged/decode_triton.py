@@ -240,35 +240,3 @@ def decode(
         num_warps=tile.warps, num_stages=tile.stages, **pdl, **registers,
     )  # fmt: skip
     return out
-
-
-def _compile_case(dtype, dim, code=None, **flags):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn", "sink", "slope")}
-    types |= {"part_ptr": "*fp32", "stat_ptr": "*fp32", "ticket_ptr": "*i32", "where_ptr": "*i64"}
-    types |= {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bh"} | {"stride_cb": "i32", "stride_cp": "i32"}
-    types |= {name: "i32" for name in ("layer", "heads", "kv_heads", "window", "splits", "few_splits")}
-    types |= {name: "fp32" for name in ("scale", "softcap", "q_eps", "q_offset", "k_eps", "k_offset")}
-    tile = tile_of(4, 64, dim, torch.bfloat16)
-    names = ("PADDING_MASK", "WINDOW", "SOFTCAP", "SINKS", "SLOPES")
-    constants = {f"HAS_{name}": flags.get(name, False) for name in names}
-    constants |= {"GROUP": 4, "DIM": dim, "PAIRS": dim // 2, "Q_NORM": True, "K_NORM": True, "STORE_BLOCK": 64}
-    constants |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": tile.channels, "LEAST": LEAST_BLOCKS}
-    constants |= {
-        "MOST_SPLITS": MOST_SPLITS,
-        "COMBINE": 4,
-        "SPLIT": True,
-        "CODE": code,
-        "PACKED": None if code is None else 1,
-        "UPCAST": False,
-        "PDL": False,
-    }
-    return decode_kernel, types, constants, tile.warps, tile.stages
-
-
-COMPILE_CASES = (
-    _compile_case("bf16", 128, PADDING_MASK=True),
-    _compile_case("bf16", 256, WINDOW=True, SOFTCAP=True),
-    _compile_case("bf16", 128, tl.int8, PADDING_MASK=True),
-    _compile_case("fp16", 80, tl.int8),
-)
-FLOAT8_COMPILE_CASES = (_compile_case("bf16", 128, tl.float8e4nv),)

@@ -1,7 +1,6 @@
 """`decode` over keys and values in 8 bits at the speed of the memory: up to 8 heads a group, 64 or 128 channels."""
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from accel_kernels.attention.paged.kv8_decode_kernel_triton import kv8_decode_kernel
 from accel_kernels.attention.paged.kv_quantization_triton import code_of
@@ -60,32 +59,3 @@ def kv8_decode(
         CODE=code_of(kv.key_scales, kv.keys), PDL=bool(pdl), num_warps=WARPS, maxnreg=CODES_REGISTERS, **pdl,
     )  # fmt: skip
     return out
-
-
-def _compile_case(dtype, dim, code, group=4, **flags):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn", "sink", "slope")}
-    types |= {"part_ptr": "*fp32", "stat_ptr": "*fp32", "ticket_ptr": "*i32", "where_ptr": "*i64"}
-    types |= {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bh"} | {"stride_cb": "i32", "stride_cp": "i32"}
-    types |= {name: "i32" for name in ("layer", "heads", "kv_heads", "window", "splits", "few_splits")}
-    types |= {name: "fp32" for name in ("scale", "softcap", "q_eps", "q_offset", "k_eps", "k_offset")}
-    names = ("PADDING_MASK", "WINDOW", "SOFTCAP", "SINKS", "SLOPES")
-    constants = {f"HAS_{name}": flags.get(name, False) for name in names}
-    constants |= {"GROUP": group, "DIM": dim, "PAIRS": dim // 2, "Q_NORM": True, "K_NORM": True, "BLOCK": BLOCK}
-    constants |= {
-        "AHEAD": AHEAD,
-        "LEAST": KV8_BLOCKS,
-        "MOST": MOST_SPLITS,
-        "COMBINED": COMBINED,
-        "SPLIT": True,
-        "CODE": code,
-    }
-    constants |= {"PDL": False, "num_warps": WARPS}
-    return kv8_decode_kernel, types, constants, WARPS
-
-
-COMPILE_CASES = (
-    _compile_case("bf16", 128, gl.int8, PADDING_MASK=True),
-    _compile_case("fp16", 64, gl.int8, group=7, WINDOW=True, SINKS=True),
-    _compile_case("bf16", 128, gl.int8, group=1, SOFTCAP=True, SLOPES=True),
-)
-FLOAT8_COMPILE_CASES = (_compile_case("bf16", 128, gl.float8e4nv),)

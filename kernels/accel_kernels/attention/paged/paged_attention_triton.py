@@ -186,29 +186,3 @@ def _fresh(q, k, v, kv, scale: float, dense, *turning):
         q, keys, values = rotary_store(q, k, v, kv, *turning, shown=True)
     out = dense(*(t.transpose(1, 2) for t in (q, keys, values)), scale, kv.layer == 0, again=kv.by_address)
     return out.transpose(1, 2).reshape(rows, new, -1)
-
-
-def _compile_case(dtype, queries, dim, code=None, **flags):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "o", "sink", "slope")}
-    types |= {"part_ptr": "*fp32", "stat_ptr": "*fp32", "ticket_ptr": "*i32", "where_ptr": "*i64"}
-    types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads", "window", "splits")}
-    types |= {"scale": "fp32", "softcap": "fp32"}
-    tile = tile_of(queries, 64, dim, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    constants = {
-        f"HAS_{name}": flags.get(name, False) for name in ("PADDING_MASK", "WINDOW", "SOFTCAP", "SINKS", "SLOPES")
-    }
-    constants |= {"GROUP": 4, "DIM": dim, "STORE_BLOCK": 64, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
-    constants |= {"BLOCK_D": tile.channels, "LEAST": LEAST_BLOCKS, "MOST_SPLITS": MOST_SPLITS, "COMBINE": 4}
-    constants |= {"SPLIT": queries <= 32, "CODE": code, "UPCAST": False, "PDL": False}
-    return paged_attention_kernel, types, constants, tile.warps, tile.stages
-
-
-COMPILE_CASES = (
-    _compile_case("bf16", 20, 128, PADDING_MASK=True),
-    _compile_case("bf16", 128, 128, PADDING_MASK=True, SINKS=True),
-    _compile_case("bf16", 128, 256, WINDOW=True, SOFTCAP=True),
-    _compile_case("fp32", 4, 80, SLOPES=True),
-    _compile_case("bf16", 20, 128, tl.int8, PADDING_MASK=True),
-    _compile_case("bf16", 128, 128, tl.int8),
-)
-FLOAT8_COMPILE_CASES = (_compile_case("bf16", 20, 128, tl.float8e4nv),)

@@ -185,19 +185,3 @@ def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None
         **pdl,
     )  # fmt: skip
     return (out, keys, values) if shown else out
-
-
-def _compile_case(dtype, interleaved, code=None):
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "o", "cos", "sin", "qn", "kn")}
-    types |= {"where_ptr": "*i64", "last_ptr": "*i64"} | {f"stride_{t}{axis}": "i32" for t in "qkv" for axis in "bsh"}
-    types |= {f"shown_{t}_ptr": f"*{dtype}" for t in "kv"} | {f"stride_c{axis}": "i32" for axis in "bsp"}
-    types |= {name: "i32" for name in ("layer", "new", "heads", "kv_heads")}
-    types |= {name: "fp32" for name in ("q_eps", "q_offset", "k_eps", "k_offset")}
-    sizes = {"DIM": 128, "PAIRS": 64, "INTERLEAVED": interleaved, "Q_NORM": True, "K_NORM": True}
-    sizes |= {"STORE_BLOCK": 64, "BLOCK_H": 32, "BLOCK_D": 128, "CODE": code, "SHOWN": code is not None}
-    sizes |= {"HAS_LAST": interleaved, "PDL": False}
-    return rotary_store_kernel, types, sizes, 4
-
-
-COMPILE_CASES = (_compile_case("bf16", False), _compile_case("bf16", True), _compile_case("bf16", False, tl.int8))
-FLOAT8_COMPILE_CASES = (_compile_case("bf16", False, tl.float8e4nv),)

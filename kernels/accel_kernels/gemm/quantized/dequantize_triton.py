@@ -57,22 +57,3 @@ def dequantize(weight, dtype):
         num_warps=WARPS,
     )  # fmt: skip
     return y
-
-
-def _compile_case(format, dtype, groups, zeros):
-    types = {"w_ptr": "*i32", "s_ptr": f"*{dtype}", "z_ptr": "*i8", "y_ptr": f"*{dtype}", "n": "i32", "words": "i32"}
-    per_word = 8 if format == "int4" else 4
-    constants = {
-        "GROUPS": groups, "WORDS": 4096 // per_word // groups, "PER_WORD": per_word, "FORMAT": format, "ZEROS": zeros,
-        "UNPACK_MODE": "exact", "BLOCK_N": BLOCK_N, "BLOCK_W": BYTES // 4,
-    }  # fmt: skip
-    return dequantize_kernel, types, constants, WARPS
-
-
-# What the compile check builds without a GPU: kernel, argument types, constants, warps.
-COMPILE_CASES = tuple(
-    _compile_case(*given)
-    for given in (("int8", "fp16", 1, False), ("int8", "bf16", 1, True), ("int4", "fp16", 32, False),
-                  ("int4", "bf16", 32, True))
-)  # fmt: skip
-FLOAT8_COMPILE_CASES = (_compile_case("fp8", "bf16", 1, False),)

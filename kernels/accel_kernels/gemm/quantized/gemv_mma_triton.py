@@ -265,19 +265,3 @@ def gemv_mma(x, weight, norm, epilogue, tile, y):
         NORM=inside, HAS_NW=inside and norm.weight is not None,
         DEPTH=tile.depth, PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip
-
-
-def compile_case(k: int, group: int, gate: bool, norm: bool, zeros: bool, tile: GemvTile, dtype: str = "bf16"):
-    """What a compile check builds: kernel, argument types, constants, warps."""
-    types = {f"{name}_ptr": f"*{dtype}" for name in "x s us b c nw r y".split()}
-    types |= {"w_ptr": "*i32", "u_ptr": "*i32", "z_ptr": "*i8", "uz_ptr": "*i8", "n": "i32"}
-    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {
-        "K": k, "GROUPS": k // group, "ZEROS": zeros, "HAS_BIAS": False, "GATE": gate, "NORM": norm, "HAS_NW": norm,
-        "RESIDUAL": not gate, "KIND": "silu" if gate else None, "DEPTH": tile.depth,
-        "PDL": False, "num_warps": tile.warps,
-    }  # fmt: skip
-    return gemv_mma_kernel, types, constants, tile.warps
-
-
-COMPILE_CASES = (compile_case(1024, 128, True, True, True, GemvTile(4, 4, 4), "fp16"),)

@@ -181,29 +181,3 @@ def quantized_skinny_shape(rows: int, n: int, format: str, gate: bool) -> Shape:
 
 def _types(**groups):
     return {f"{name}_ptr": f"*{dtype}" for dtype, names in groups.items() for name in names.split()}
-
-
-def _compile_cases(formats=("int8", "int4")):
-    vectors = "s us b c r y"
-    numbers = {"n": "i32", "two16": "i32", "eps": "fp32", "offset": "fp32", "scale": "fp32"}
-    one = _types(i64="x nw nb", i32="w u", bf16=vectors, i8="z uz") | numbers
-    few = _types(i32="w u", bf16="x " + vectors, i8="z uz") | numbers | {"m": "i32"}
-    for format in formats:
-        for gate in (False, True):
-            flags = {
-                "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format,
-                "ZEROS": gate and format == "int4", "HAS_BIAS": False, "GATE": gate, "RESIDUAL": not gate,
-                "KIND": "silu" if gate else None, "UNPACK_MODE": "rough", "PDL": False,
-            }  # fmt: skip
-            shape = quantized_gemv_shape(4096, 4096, format, gate)
-            names = {"DTYPE": tl.bfloat16, "NORM_DTYPE": tl.bfloat16, "NORM": "rms", "HAS_NW": True, "HAS_NB": False}
-            sizes = {"BLOCK_N": shape.rows, "BLOCK_Q": shape.columns // (32 if format == "int4" else 16)}
-            yield quantized_gemv_kernel, one, flags | names | sizes, shape.warps
-            for rows in (8, 64):
-                shape = quantized_skinny_shape(rows, 4096, format, gate)
-                sizes = {"SHARES": shape.warps, "BLOCK_M": max(16, rows), "BLOCK_N": shape.rows, "UPCAST": False}
-                sizes["BLOCK_K"] = shape.columns
-                yield quantized_skinny_kernel, few, flags | sizes, shape.warps, shape.stages
-
-
-COMPILE_CASES = tuple(_compile_cases())

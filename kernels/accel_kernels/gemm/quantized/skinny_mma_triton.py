@@ -225,17 +225,3 @@ def skinny_mma(x, weight, norm, epilogue, format, tile, y):
         BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows), J=words(format, rows),
         PDL=bool(pdl), num_warps=tile.warps, **pdl,
     )  # fmt: skip
-
-
-def compile_case(format: str, rows: int, gate: bool, norm: bool, tile: Tile):
-    """What a compile check builds: kernel, argument types, constants, warps."""
-    types = {f"{name}_ptr": "*bf16" for name in "x s us b c nw r y".split()}
-    types |= {"w_ptr": "*i32", "u_ptr": "*i32", "z_ptr": "*i8", "uz_ptr": "*i8", "m": "i32", "n": "i32"}
-    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {
-        "K": 4096, "GROUPS": 32 if format == "int4" else 1, "FORMAT": format, "ZEROS": gate and format == "int4",
-        "HAS_BIAS": False, "GATE": gate, "NORM": norm, "HAS_NW": norm, "RESIDUAL": not gate,
-        "KIND": "silu" if gate else None, "BLOCK_M": max(8, rows), "BLOCK_N": tile.rows, "J": words(format, rows),
-        "DEPTH": tile.depth, "X_DEPTH": x_depth(rows), "PDL": False, "num_warps": tile.warps,
-    }  # fmt: skip
-    return skinny_mma_kernel, types, constants, tile.warps

@@ -43,7 +43,7 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
     scales_and_zeros,
 )
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
-from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, at_once, post_scale, steps_of_a_program
+from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.launch import power_of_two
 from accel_kernels.op import multiprocessors
@@ -290,28 +290,3 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
         ZEROS=zeros, **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages,
         X_STAGES=tile.x_stages, AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip
-
-
-def compile_case(format: str, rows: int, gate: bool, group: int, zeros: bool, tile: WgmmaTile, dtype: str = "bf16"):
-    """What a compile check builds: kernel, argument types, constants, warps."""
-    boxed = {"x": (dtype, rows, box_columns(format) // 2), "w": ("i32", tile.rows // 2, WORDS)}
-    boxed["u"] = boxed["w"]
-    types = {f"{a}_desc": f"tensordesc<{t}[{h},{w}],{_layout(a != 'x')!r}>" for a, (t, h, w) in boxed.items()}
-    types |= {f"{name}_ptr": f"*{dtype}" for name in "s us b c r y".split()}
-    types |= {
-        "z_ptr": "*i8",
-        "uz_ptr": "*i8",
-        "part_ptr": "*fp32",
-        "sum_ptr": "*fp32",
-        "ticket_ptr": "*i32",
-        "scale": "fp32",
-    }
-    types |= dict.fromkeys(("m", "n", "total", "share"), "i32")
-    constants = {
-        "K": 4096, "GROUPS": 4096 // group if group else 1, "FORMAT": format,
-        "DTYPE": gl.bfloat16 if dtype == "bf16" else gl.float16, "ZEROS": zeros, "HAS_BIAS": False, "GATE": gate,
-        "RESIDUAL": not gate, "KIND": "silu" if gate else None, "BLOCK_M": rows, "BLOCK_N": tile.rows,
-        "STAGES": tile.stages, "X_STAGES": tile.x_stages, "AT_ONCE": at_once(tile, rows), "PDL": True,
-        "num_warps": tile.warps,
-    }  # fmt: skip
-    return skinny_wgmma_kernel, types, constants, tile.warps

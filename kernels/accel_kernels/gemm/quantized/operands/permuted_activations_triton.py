@@ -108,19 +108,3 @@ def permute_activations(x, norm, format: str, padded: int, split_counters: int, 
         num_warps=min(16, max(4, block // 512)), **pdl,
     )  # fmt: skip
     return y, counts, sums
-
-
-def _compile_case(norm: str, int4: bool):
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "nw", "nb", "y")} | {"sum_ptr": "*fp32", "ticket_ptr": "*i32"}
-    types |= dict.fromkeys(("split_counters", "columns", "padded", "block_m"), "i32") | {
-        "eps": "fp32",
-        "offset": "fp32",
-    }
-    constants = {
-        "NORM": norm, "HAS_NW": norm != "none", "HAS_NB": norm == "layer", "INT4": int4, "NEIGHBORS": False,
-        "SUMS": int4, "BLOCK_C": BLOCK if norm == "none" else 4096, "PDL": False,
-    }  # fmt: skip
-    return permute_activations_kernel, types, constants, 8
-
-
-COMPILE_CASES = tuple(_compile_case(norm, int4) for norm, int4 in (("none", False), ("rms", True), ("layer", False)))
