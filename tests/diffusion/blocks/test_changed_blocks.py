@@ -16,6 +16,7 @@ from torch import nn
 
 import accel
 from accel.cuda_graphs.rule import own_code
+from support.diffusion.outputs import run
 
 
 def find(model, kind):
@@ -98,11 +99,6 @@ def changed(owner, name, value):
         yield
     finally:
         setattr(owner, name, before) if own else delattr(owner, name)
-
-
-def run(model, inputs):
-    with torch.no_grad():
-        return model(**inputs).sample
 
 
 def fallbacks(model):

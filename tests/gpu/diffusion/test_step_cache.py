@@ -10,14 +10,11 @@ from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_map
 
 import accel
+from support.diffusion.gpu import graphs
+from support.diffusion.outputs import run
 from support.diffusion.step_oracle import Oracle, reasons
 
 STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
-
-
-def run(model, inputs):
-    with torch.no_grad():
-        return model(**inputs).sample
 
 
 def close(got, wanted, share=4e-3):
@@ -37,10 +34,6 @@ def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
 def agree(model, oracle, calls, share=4e-3):
     for call in calls:
         close(run(model, call), run(oracle.unet, call), share)
-
-
-def graphs(model):
-    return [row for row in accel.report(model).graphs if row["status"] == "graph"]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 import accel
 from support.device_memory import allocated
 from support.llm.families import make, padded, prompt
+from support.llm.gpu import on_gpu
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, rounded
@@ -19,10 +20,6 @@ USED = ("greedy", "greedy-padded", "sample-top", "beam", "assisted", "continued-
 
 
 pytestmark = pytest.mark.usefixtures("exact")
-
-
-def on_gpu(*tensors):
-    return tuple(None if tensor is None else tensor.cuda() for tensor in tensors)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.name in USED], ids=str)
