@@ -9,7 +9,7 @@
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel import errors
@@ -40,7 +40,7 @@ HOMES = {"Options": "options", "Quality": "verification.metrics", "register_op":
 MODULES = ("errors",)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """What `import accel` gives, loaded with torch when it is first asked for: the command's help needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -59,7 +59,7 @@ class Package(ModuleType):
     """This package. Some functions are called as the module they stand in, such as `report`: Python sets a module it
     has loaded as an attribute of the package, and the function's name stays the function's."""
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in MODULES or not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -3,11 +3,11 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from accel.planning.stages import Row
 from accel.report import Report
 from accel.verification.metrics import Quality
 from accel.verification.verify import against_stock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 VALID = "a diffusers pipeline, a diffusers model, a transformers model, or a transformers pipeline"
@@ -105,15 +108,15 @@ def optimize(
 
 
 def quantize(
-    model,
+    model: T,
     scheme: str,
-    calibration=None,
-    tokenizer=None,
+    calibration: Iterable[Any] | None = None,
+    tokenizer: Any = None,
     method: str | None = None,
-    out=None,
-    activations=None,
-    device=None,
-):
+    out: str | os.PathLike[str] | None = None,
+    activations: str | None = None,
+    device: str | torch.device | None = None,
+) -> T:
     """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
 
     scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" look at
@@ -144,7 +147,9 @@ def quantize(
     return model
 
 
-def load(folder, dtype="auto", device=None):
+def load(
+    folder: str | os.PathLike[str], dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+) -> "PreTrainedModel":
     """The causal language model saved in this folder; quantized layers are loaded as they are stored, never whole.
 
     folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
@@ -157,7 +162,7 @@ def load(folder, dtype="auto", device=None):
     return loaded(Path(folder), dtype, device)
 
 
-def restore(obj):
+def restore(obj: T) -> T:
     """Undoes `optimize` exactly: attributes, strides, outputs; returns obj. Does nothing to an object never optimized.
 
     Models that a pipeline held when it was optimized, and has replaced since, are restored too. One stays optimized
@@ -192,7 +197,7 @@ def restore(obj):
     return obj
 
 
-def report(obj) -> Report:
+def report(obj: object) -> Report:
     """What `optimize` did to obj and how calls have gone since. Of an object that is not optimized it says so."""
     return Report.of(_plans(obj))
 
@@ -228,7 +233,7 @@ def optimized(
         restore(obj)
 
 
-def verify(obj, *args, seed: int = 0, **kwargs) -> Quality:
+def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:
     """Runs obj(*args, **kwargs) optimized and stock, from the same seed, and compares the outputs.
 
     For a pipeline give what you call it with (verify(pipe, "a prompt", num_inference_steps=20)); without arguments a
@@ -289,7 +294,7 @@ def _takes_weights(part: object) -> bool:
     return _is_language_model(part) or denoises(part)
 
 
-def _settle_step_cache(obj, wanted: int | str, context: Context) -> None:
+def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None:
     """Finds the interval; a model whose images keep the quality with none is planned anew, without a step cache."""
     from accel.diffusion.step_cache.budget import settle
     from accel.diffusion.step_cache.cache import NAME
@@ -307,14 +312,14 @@ def _settle_step_cache(obj, wanted: int | str, context: Context) -> None:
         on_cpu.decide(whole)
 
 
-def _models(obj) -> dict[str, nn.Module]:
+def _models(obj: object) -> dict[str, nn.Module]:
     found = models_in(obj)
     if found is None:
         raise TypeError(f"accel cannot optimize a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
     return _unique(found)
 
 
-def _parts(obj) -> dict[str, object]:
+def _parts(obj: object) -> dict[str, object]:
     return _unique({**_models(obj), **parts_in(obj)})
 
 
@@ -324,11 +329,11 @@ def _unique(parts: dict[str, T]) -> dict[str, T]:
     return {name: part for name, part in parts.items() if first[id(part)] == name}
 
 
-def _plans(obj) -> dict[str, Plan]:
+def _plans(obj: object) -> dict[str, Plan]:
     return {name: vars(part)[PLAN] for name, part in _parts(obj).items() if PLAN in vars(part)}
 
 
-def _example_call(obj) -> dict:
+def _example_call(obj: object) -> dict:
     from accel.diffusion.inputs import denoiser_inputs, example_call
 
     return denoiser_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
@@ -21,15 +23,15 @@ class Stages(Progress):
     """A bar that is gone when all is done, on a terminal. Elsewhere each new description of a task is a line on the
     error stream, at once: what a program prints stays its own."""
 
-    def __init__(self, *columns, console: Console):
+    def __init__(self, *columns: ProgressColumn, console: Console):
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.last = ""
 
-    def add_task(self, description: str, *args, **kwargs) -> TaskID:
+    def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
         self._tell(description)
         return super().add_task(description, *args, **kwargs)
 
-    def update(self, task_id: TaskID, *, description: str | None = None, **kwargs) -> None:
+    def update(self, task_id: TaskID, *, description: str | None = None, **kwargs: Any) -> None:
         self._tell(description)
         super().update(task_id, description=description, **kwargs)
 

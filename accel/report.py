@@ -1,12 +1,17 @@
 """What was patched, what was skipped and why, which graphs exist, which calls fell back."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accel.planning.on_cpu import RULE as ON_CPU
 from accel.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FALLBACK_LINES = 12
 WHOLE = "(whole model)"
@@ -67,7 +72,7 @@ class Report:
             f"{'; what is patched is for a GPU, on this CPU it runs stock' if waits else ''}"
         )
 
-    def __rich_console__(self, console, options):
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.table import Table
 
         if not self.optimized:
@@ -114,7 +119,7 @@ def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str
     return groups
 
 
-def weights_table(weights: list[dict]):
+def weights_table(weights: list[dict]) -> "Table":
     """Rows as of `Report.weights` as a table, one line for all of a place and scheme."""
     from rich.table import Table
 

@@ -17,7 +17,7 @@ PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transfo
 NAMED = 3  # weights in a message
 
 
-def load_saved(folder: Path, dtype: torch.dtype, device: torch.device):
+def load_saved(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The object of this folder, on the device. Raises ValueError where the folder holds none, pickles alone, or
     weights that are not those of the model; see `check_keys`.
     """
@@ -48,7 +48,7 @@ def load_saved(folder: Path, dtype: torch.dtype, device: torch.device):
     return whole(model, folder, dtype=dtype).to(device).eval()
 
 
-def whole(kind: Any, folder: Path, **given) -> nn.Module:
+def whole(kind: Any, folder: Path, **given: Any) -> nn.Module:
     """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model."""
     given |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, found = kind.from_pretrained(folder, **given)

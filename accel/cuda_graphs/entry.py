@@ -91,7 +91,7 @@ class Replayed(NamedTuple):
         return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def key_of(leaves: list, spec, variant: tuple) -> tuple | None:
+def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     """What a graph depends on besides the module: shapes, dtypes, plain values, and torch's numeric switches."""
     shapes: list[str] = []
     parts: list[tuple] = []

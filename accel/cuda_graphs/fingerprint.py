@@ -1,6 +1,6 @@
 """Whether a model is still the one a CUDA graph was captured from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -78,7 +78,7 @@ class Fingerprint:
                 self._objects[id(value)] = value
                 self._watch(attributes.values())
 
-    def _watch(self, view) -> None:
+    def _watch(self, view: Iterable) -> None:
         tensors = any(isinstance(value, torch.Tensor) for value in view)
         (self._exact if tensors else self._views).append(view)
 
@@ -112,7 +112,7 @@ class _Others:
     def __init__(self, attributes: dict, names: set[str]):
         self.attributes, self.names = attributes, names
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator:
         return (value for name, value in self.attributes.items() if name not in self.names)
 
 

@@ -1,7 +1,7 @@
 """Memory that all CUDA graphs of one optimized object share, and the order in which they run."""
 
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,13 +34,13 @@ class GraphPool:
         self.done: dict[torch.device, torch.cuda.Event] = {}
         self.sides: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"limit_gb": self.limit_gb}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         GraphPool.__init__(self, **state)
 
-    def handle(self, device: torch.device):
+    def handle(self, device: torch.device) -> object:
         with torch.cuda.device(device):
             # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
             if device not in self.handles or not self._occupied(device):

@@ -1,6 +1,7 @@
 """Whole forwards as CUDA graphs: which modules, and what forbids it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class GraphForward(FastForward):
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
         device = next(self.module.parameters()).device
@@ -47,17 +48,17 @@ class GraphForward(FastForward):
             self.layout.follow(device)
         return super().__call__(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
 
-    def stock(self, *args, **kwargs):
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self.passes.begin()
         return super().stock(*args, **kwargs)
 
-    def unfit(self, *args, **kwargs) -> str | None:
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "global module hooks would not run in a graph"
         return None
 
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
         return self.runner(self.stock, args, kwargs, variant, self._constant(args, kwargs))

@@ -8,7 +8,7 @@ What cannot be captured, or gains nothing, runs eagerly and says why.
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accel_kernels.capture import capture
@@ -53,11 +53,11 @@ class GraphRunner:
         self.obstacle, self.keep = obstacle, keep
         self.__setstate__({})
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside")
         return {name: getattr(self, name) for name in names}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.entries: dict[tuple, Entry] = {}
         self.fingerprint: Fingerprint | None = None
@@ -76,7 +76,7 @@ class GraphRunner:
         constant: Constant | None = None,
         pending: Replayed | None = None,
         instead: Callable | None = None,
-    ):
+    ) -> Any:
         """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
 
         begun: what `begin` has launched with equal arguments; the current stream waits for it already.
@@ -173,7 +173,7 @@ class GraphRunner:
             outputs = self._replay(entry.graph, leaves, entry.graph.device, None)
             return Replayed(key, fingerprint, versions, outputs)
 
-    def _warm_up(self, eager: Callable, leaves: list, spec) -> bool:
+    def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
         """Before the first call: compiles its kernels side by side, and says so. An error shows again in the call.
 
         Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
@@ -208,7 +208,16 @@ class GraphRunner:
         self.entries[key] = Entry()
         return self.entries[key]
 
-    def _capture(self, entry: Entry, eager, leaves: list, spec, device: torch.device, constant, instead) -> None:
+    def _capture(
+        self,
+        entry: Entry,
+        eager: Callable,
+        leaves: list,
+        spec: pytree.TreeSpec,
+        device: torch.device,
+        constant: Constant | None,
+        instead: Callable | None,
+    ) -> None:
         try:
             with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), self.trials.noting():
                 self._capture_on_device(entry, eager, leaves, spec, device, constant, None if self.keep else instead)
@@ -221,12 +230,21 @@ class GraphRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _capture_on_device(self, entry: Entry, eager, leaves: list, spec, device, constant, instead) -> None:
+    def _capture_on_device(
+        self,
+        entry: Entry,
+        eager: Callable,
+        leaves: list,
+        spec: pytree.TreeSpec,
+        device: torch.device,
+        constant: Constant | None,
+        instead: Callable | None,
+    ) -> None:
         inputs = Inputs(leaves, device, constant)
         inputs.fill(leaves, constant)
         leaves = inputs.instead(leaves)
 
-        def run():
+        def run() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
             return eager(*args, **kwargs)
 
@@ -255,7 +273,7 @@ class GraphRunner:
         if entry.reason is not None:
             entry.graph = None
 
-    def _replay(self, captured: Captured, leaves: list, device: torch.device, constant: Constant | None):
+    def _replay(self, captured: Captured, leaves: list, device: torch.device, constant: Constant | None) -> Any:
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)

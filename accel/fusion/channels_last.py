@@ -1,12 +1,14 @@
 """Channels-last helpers: the layout in which convolutions, norms and transformer blocks agree without copies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.tensor_notes import TensorNotes
+from accel.patching.fast_forward import Kernels
 from accel.patching.patch import set_data
 from accel.patching.structure import pointwise
 from accel.quantization.product import product
@@ -49,7 +51,7 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
     return image
 
 
-def normalize(kernels, x: torch.Tensor, norm: nn.GroupNorm, **more) -> torch.Tensor:
+def normalize(kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, **more: Any) -> torch.Tensor:
     """The fused group norm with the module's settings, and the moments of x where they are known."""
     notes = TensorNotes.valid(x)
     if notes is not None and notes.channel_stats is not None:
@@ -68,14 +70,16 @@ def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tens
     return y, conv.bias if x.is_cuda else None
 
 
-def project(rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear=F.linear) -> torch.Tensor:
+def project(
+    rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear: Callable = F.linear
+) -> torch.Tensor:
     """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
     if isinstance(layer, nn.Conv2d):
         return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
     return product(layer, rows, bias, linear)
 
 
-def project_image(x: torch.Tensor, conv: nn.Conv2d, linear=F.linear) -> torch.Tensor:
+def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product."""
     if not pointwise(conv) or not channels_last(x):
         return conv.forward(x)

@@ -12,7 +12,7 @@ class Loop(PerThread):
     What lives for one loop, such as features kept from step to step, compares it with the number it saw last.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(1)
 

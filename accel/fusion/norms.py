@@ -1,6 +1,7 @@
 """Single norms, where the block around them is not understood: GroupNorm over images, Layer- and RMSNorm over rows."""
 
 import inspect
+from typing import Any
 
 import torch
 from accel_kernels.norm.rms_norm import Gate
@@ -9,7 +10,8 @@ from torch import nn
 from accel.fusion.channels_last import normalize
 from accel.fusion.norm_kind import NormKind, rms_norm_kinds
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.reads import Parts
 from accel.patching.rule import Match
 from accel.patching.settings import settings
@@ -20,7 +22,7 @@ UNKNOWN = "arguments the fast forward does not know"
 PROMOTED = "dtypes of which stock promotes one to another"
 
 
-def _unfit(x, weight: torch.Tensor | None) -> str | None:
+def _unfit(x: Any, weight: torch.Tensor | None) -> str | None:
     if type(x) is not torch.Tensor:
         return f"input of type {type(x).__name__}"
     return None if weight is None or weight.dtype is x.dtype else PROMOTED
@@ -29,26 +31,26 @@ def _unfit(x, weight: torch.Tensor | None) -> str | None:
 class GroupNormForward(FastForward):
     """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
 
-    def unfit(self, input) -> str | None:
+    def unfit(self, input: Any) -> str | None:
         return _unfit(input, self.module.weight)
 
     def parts(self) -> Parts:
         return Parts(live=(self.module,))
 
-    def fast(self, input):
+    def fast(self, input: torch.Tensor) -> torch.Tensor:
         return normalize(self.kernels, input, self.module)
 
 
 class LayerNormForward(FastForward):
     """nn.LayerNorm over the last dimension through the fused kernel."""
 
-    def unfit(self, input) -> str | None:
+    def unfit(self, input: Any) -> str | None:
         return _unfit(input, self.module.weight)
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))
 
-    def fast(self, input):
+    def fast(self, input: torch.Tensor) -> torch.Tensor:
         m = self.module
         return self.kernels.layer_norm(input, m.weight, m.bias, m.eps)
 
@@ -74,7 +76,14 @@ class RmsNormForward(FastForward):
     kinds: the formula without a gate and the one with, either None where it is not known.
     """
 
-    def __init__(self, module, path, kernels, ledger, kinds: tuple[NormKind | None, NormKind | None]):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        kinds: tuple[NormKind | None, NormKind | None],
+    ):
         super().__init__(module, path, kernels, ledger)
         self.kinds = {gated: kind for gated, kind in zip((False, True), kinds, strict=True) if kind is not None}
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
@@ -96,7 +105,7 @@ class RmsNormForward(FastForward):
             raise TypeError(UNKNOWN)
         return given[self.names[0]], gate
 
-    def unfit(self, *args, **kwargs) -> str | None:
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         try:
             x, gate = self._given(args, kwargs)
         except TypeError:
@@ -112,7 +121,7 @@ class RmsNormForward(FastForward):
             return "input of another shape"
         return None if kind.keeps_dtype(x, weight, gate) else PROMOTED
 
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         x, gate = self._given(args, kwargs)
         kind = self.kinds[gate is not None]
         norm = kind.of(self.module)

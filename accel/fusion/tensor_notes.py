@@ -26,7 +26,7 @@ class TensorNotes:
     def __init__(self, version: int | None):
         self.version = version
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple]:
         """A copy or a file of the tensor has no notes, and `torch.load(weights_only=True)` reads it."""
         return OrderedDict, ()
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -17,10 +18,10 @@ class Ledger:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"stock_on_cpu": self.stock_on_cpu}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         Ledger.__init__(self, **state)
 
     def rests(self, args: tuple, kwargs: dict) -> bool:

@@ -111,7 +111,7 @@ def foreign_forward(module: nn.Module) -> str | None:
     return f"its forward was replaced ({own_forward(module)})"
 
 
-def set_data(parameter: torch.Tensor, change) -> None:
+def set_data(parameter: torch.Tensor, change: Callable[..., torch.Tensor]) -> None:
     """parameter.data = change(parameter.data): an ordinary tensor stays one under inference mode, as an inference
     tensor does outside of it. One with the data of the other kind would have no version, and not say so.
     """

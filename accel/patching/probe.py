@@ -5,6 +5,7 @@ weights, and draws from a generator of its own.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +20,12 @@ from accel.tolerances import BLOCK, bound
 class Probe:
     """Compares candidates with stock; remembers the verdict per kind, since blocks of one kind come in dozens."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.verdicts: dict[tuple, str | None] = {}
 
-    def disagreement(self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None):
+    def disagreement(
+        self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None
+    ) -> str | None:
         """None where candidate(*args) equals the module's stock forward, else how far they are apart."""
         reason = side_effects(module)
         if reason is not None:
@@ -74,7 +77,7 @@ def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) 
     return None
 
 
-def _first(output) -> torch.Tensor:
+def _first(output: Any) -> torch.Tensor:
     while not isinstance(output, torch.Tensor):
         output = output[0]
     return output

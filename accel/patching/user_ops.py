@@ -7,6 +7,7 @@ one thread's experiments do not reach another's models.
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from typing import Any
 
 from accel_kernels import Op
 from accel_kernels.accuracy import Wrong, check
@@ -21,7 +22,7 @@ class UserOp:
     op: Op
     function: Callable
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
         return self.op(*args, **kwargs) if result is NotImplemented else result
 
@@ -59,7 +60,7 @@ class Registration:
     def __enter__(self) -> "Registration":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -18,10 +19,10 @@ class WeakList:
         for one in objects:
             self.add(one)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         WeakList.__init__(self)
 
     def __iter__(self) -> Iterator:
@@ -39,11 +40,11 @@ class ModelParts:
     def __init__(self, owner: object | None, models: Iterable[nn.Module]):
         self.owner, self.models = WeakList([] if owner is None else [owner]), WeakList(models)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         owner = next(iter(self.owner), None)
         return {"owner": owner, "models": [model for model in self.models if _holds(owner, model)]}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         ModelParts.__init__(self, state["owner"], state["models"])
 
 

@@ -1,7 +1,8 @@
 """A linear layer that holds its weight in fewer bits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,11 +112,11 @@ class QuantizedLinear(nn.Linear):
         self.values = {name: tuple(t.tolist()) for name, t in held.items()}
         self.columns = KnownColumns.of(held[COLUMNS], self.in_features) if COLUMNS in held else None
 
-    def _load_from_state_dict(self, *args) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._fix()
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedLinear":
         held = [tensor for tensor in self._buffers.values() if tensor is not None]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
 
@@ -167,7 +168,7 @@ def unrounded(root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def setting(root: nn.Module, **attributes) -> Iterator[None]:
+def setting(root: nn.Module, **attributes: Any) -> Iterator[None]:
     """Inside, the quantized linears have these attributes."""
     before = [
         (module, {name: vars(module)[name] for name in attributes})

@@ -1,6 +1,7 @@
 """Products with a linear's weight, plain or quantized, for forwards that do its work without calling it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ def product(
 
 
 def rounded_product(
-    linear: QuantizedLinear, activations: str, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after
+    linear: QuantizedLinear, activations: str, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after: Any
 ) -> torch.Tensor:
     """x W^T + b of rows in 8 bits, for a linear that rounds them, or others like it whose weights lie in one with its.
 

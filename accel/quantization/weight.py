@@ -1,5 +1,7 @@
 """What code sees that asks a quantized linear for its weight: the values, and an error where it would change them."""
 
+from typing import Any
+
 import torch
 
 SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
@@ -11,7 +13,7 @@ class Reading(torch.Tensor):
     """A dequantized weight. It is made anew whenever it is asked for, so what is written into it would be lost."""
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
         written = next(iter((*args, *kwargs.values())), None)
         inplace = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in WRITES

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,12 +12,12 @@ from torch.utils import _pytree as pytree
 class SeededCall:
     """obj(*args, **kwargs), each time from the same seed and with generators in the state they came in."""
 
-    def __init__(self, obj, args: tuple, kwargs: dict, seed: int):
+    def __init__(self, obj: Any, args: tuple, kwargs: dict, seed: int):
         self.obj, self.args, self.kwargs, self.seed = obj, args, kwargs, seed
         given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
         self.generators = [(generator, generator.get_state()) for generator in given]
 
-    def __call__(self):
+    def __call__(self) -> Any:
         try:
             with seeded(self.seed):
                 return self.obj(*self.args, **self.kwargs)
@@ -34,7 +35,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def as_tensors(obj, args: tuple, kwargs: dict) -> dict:
+def as_tensors(obj: Any, args: tuple, kwargs: dict) -> dict:
     """Asks a pipeline that would give PIL images for tensors: eight bits hide small errors, and turn NaN into black."""
     try:
         signature = inspect.signature(obj)

@@ -1,8 +1,9 @@
 """How far two results of the same call are apart, and whether rounding explains it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +104,7 @@ class Quality:
             console.print(self)
         return captured.get().rstrip()
 
-    def __rich_console__(self, console, options):
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.table import Table
         from rich.text import Text
 
@@ -139,7 +140,7 @@ class Quality:
         )
 
 
-def compare(stock, ours) -> Quality:
+def compare(stock: Any, ours: Any) -> Quality:
     """Quality of `ours` against `stock`, not judged: outputs of a pipeline or a model, nested tensors and PIL images.
 
     Raises ValueError where there is nothing to compare, or shapes differ.
@@ -172,7 +173,7 @@ def compare(stock, ours) -> Quality:
     )
 
 
-def relative_rms(wanted, got) -> float:
+def relative_rms(wanted: Iterable[torch.Tensor], got: Iterable[torch.Tensor]) -> float:
     """Root mean square of the error by that of `wanted`, in the worst of several pairs of tensors; nan where one is."""
     errors = [
         (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30) for a, b in zip(got, wanted, strict=True)
@@ -206,7 +207,7 @@ def ssim(image: torch.Tensor, other: torch.Tensor) -> float:
     return float((luminance * structure).mean())
 
 
-def tensors(output) -> list[torch.Tensor]:
+def tensors(output: Any) -> list[torch.Tensor]:
     """Every tensor, array or image in an output, as float64 on the CPU; images in 0..1."""
     found = []
     for leaf in pytree.tree_leaves(output):
@@ -219,7 +220,7 @@ def tensors(output) -> list[torch.Tensor]:
     return found
 
 
-def images_in(output) -> list[torch.Tensor]:
+def images_in(output: Any) -> list[torch.Tensor]:
     """The images of a pipeline's output as (N, C, H, W), latents with three channels among them."""
     found = []
     for leaf in pytree.tree_leaves(getattr(output, "images", output)):
@@ -232,7 +233,7 @@ def images_in(output) -> list[torch.Tensor]:
     return [batch for batch in found if batch.shape[1] in (1, 3)]
 
 
-def _pixels(image) -> torch.Tensor:
+def _pixels(image: Any) -> torch.Tensor:
     """A PIL image as (H, W, 3) in 0..1."""
     import numpy
 

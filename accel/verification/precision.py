@@ -28,7 +28,7 @@ def finer(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
-def in_dtype(value, dtype: torch.dtype):
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """A floating-point tensor cast to dtype; anything else as it is."""
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -49,7 +49,7 @@ def upcast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return _twin(module, dtype, {})
 
 
-def _twin(module: nn.Module, dtype: torch.dtype, made: dict[int, Any]):
+def _twin(module: nn.Module, dtype: torch.dtype, made: dict[int, Any]) -> Any:
     """made: what has been copied already, by id, so that what is tied stays tied."""
     if id(module) not in made:
         twin = made[id(module)] = type(module).__new__(type(module))

@@ -7,6 +7,7 @@ does. Each is therefore compared by itself, with the formula on the very input t
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accel_kernels import Norm, QuantizedRows
@@ -43,7 +44,7 @@ class Judged(RowProducts):
     def product(self, activations: str) -> Callable:
         kernel, reference = KERNELS.product(activations), REFERENCES.product(activations)
 
-        def judged(x: QuantizedRows, *given, **more) -> torch.Tensor:
+        def judged(x: QuantizedRows, *given: Any, **more: Any) -> torch.Tensor:
             found, own = kernel(x, *given, **more), reference(x, *given, **more)
             exact = reference(x._replace(scales=x.scales.double()), *given, **more)
             meant = exact.isfinite()

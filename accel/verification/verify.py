@@ -6,8 +6,9 @@ rounding error. Each model is therefore also given the very inputs it had in the
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ CALLS_ON_GPU = 3
 SAME_WEIGHTS = "over the same weights"  # the part that is judged of a single model whose weights are quantized
 
 
-def against_stock(obj, plans: Mapping[str, Plan], args: tuple, kwargs: dict, seed: int) -> Quality:
+def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict, seed: int) -> Quality:
     """Quality of obj(*args, **kwargs), judged; obj is optimized by `plans`, before and after.
 
     Where weights are quantized the whole is compared with the original weights and told as lossy; what is judged, of
@@ -222,7 +223,7 @@ class ModelRecorder:
             self.handles += [handle, record.module.register_forward_hook(after)]
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
 
@@ -236,7 +237,7 @@ class ModelRecorder:
         else:
             self.inputs = _cloned((args, kwargs))
 
-    def _after(self, name: str, module: nn.Module, args: tuple, output) -> None:
+    def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         if self.inside != name:
             return
         outputs = [tensor.detach().clone() for tensor in _tensors(output)]
@@ -257,7 +258,7 @@ class ModelRecorder:
         return f"not compared by themselves: {', '.join(left_out)}" if left_out else ""
 
 
-def _judged_by_drift(whole: Quality, stock, call: SeededCall, records: dict[str, ModelRecord]) -> Quality:
+def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict[str, ModelRecord]) -> Quality:
     """A whole output may be as far from stock as rounding can move stock itself.
 
     Measured where the difference can be seen at all: stock once more, each model's output moved by noise as large as
@@ -283,10 +284,10 @@ class _Noise:
     def __init__(self, record: ModelRecord):
         self.size = record.own_error if 0 < record.own_error < 1 else record.unit
 
-    def __call__(self, module: nn.Module, args: tuple, output):
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return pytree.tree_map(self._moved, output)
 
-    def _moved(self, value):
+    def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
@@ -295,7 +296,7 @@ class _Noise:
 
 
 @contextlib.contextmanager
-def stock_models(plans) -> Iterator[None]:
+def stock_models(plans: Iterable[Plan]) -> Iterator[None]:
     """The stock models inside, optimized again afterwards, also after an error."""
     undone = []
     try:
@@ -308,13 +309,13 @@ def stock_models(plans) -> Iterator[None]:
             plan.apply()
 
 
-def _plain(leaf) -> bool:
+def _plain(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) or leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
 
 
-def _cloned(values):
+def _cloned(values: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
-def _tensors(output) -> list[torch.Tensor]:
+def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
