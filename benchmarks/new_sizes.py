@@ -109,9 +109,10 @@ def measure(case: str, variant: str, device: torch.device, outputs: Path) -> lis
 
         accel.optimize(model)
     for shape, call in calls:
-        first = []
-        for _ in range(OF_STOCK if variant == "stock" else UNSETTLED):
-            first.append({"s": round(seconds(lambda call=call: call(model), device), 4)} | phases.taken())
+        first = [
+            {"s": round(seconds(lambda call=call: call(model), device), 4)} | phases.taken()
+            for _ in range(OF_STOCK if variant == "stock" else UNSETTLED)
+        ]
         steady = statistics.median(seconds(lambda call=call: call(model), device) for _ in range(SETTLED))
         found.append(call(model))
         rows.append({"shape": shape, "steady_s": round(steady, 5), "calls": first})

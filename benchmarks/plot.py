@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import plot_quantized  # noqa: E402 (the backend comes first)
-from matplotlib import pyplot as plt  # noqa: E402
+import plot_quantized
+from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from accel.bench.machine import commit, machine, now
 
 sys.path.insert(0, str(ROOT / "examples" / "models"))
-import train_tiny_lm as tiny  # noqa: E402 (the folder comes first)
+import train_tiny_lm as tiny
 
 CHOOSING = 9  # this chapter of each novel chooses between models
 SIZES = {"hidden_size": 768, "intermediate_size": 2816, "num_hidden_layers": 12}

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -54,7 +55,7 @@ def burst(step: Callable[[int], object], calls: int, device: torch.device) -> li
         step(i)
         events[i + 1].record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def compare_times(

@@ -10,7 +10,7 @@ from accel.quantization.module import QuantizedLinear
 class Rows:
     """norm(x) for all that multiply it; x: (..., K). Rounded rows take the norm in before anything is rounded."""
 
-    __slots__ = ("norm", "x", "_normed", "_rounded")
+    __slots__ = ("_normed", "_rounded", "norm", "x")
 
     def __init__(self, x: torch.Tensor, norm: Norm | None = None):
         self.x, self.norm = x, norm

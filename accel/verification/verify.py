@@ -6,6 +6,7 @@ rounding error. Each model is therefore also given the very inputs it had in the
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -165,7 +166,7 @@ class ModelRecord:
             self.note = f"no reference in full precision ({reason}); judged by units of rounding"
 
     def _distance(self, outputs: list[list[torch.Tensor]]) -> float:
-        return self.apart(sum(self.exact or [], []), sum(outputs, []))
+        return self.apart(_joined(self.exact or []), _joined(outputs))
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
         return relative_rms(wanted, got)
@@ -185,7 +186,7 @@ class ModelRecord:
                 runs.append([self.run(self.module, args, kwargs) for args, kwargs in map(_cloned, self.inputs)])
         self.ours = runs[-1]
         quality = replace(compare([self.outputs] * times, runs), note=self.note)
-        if self.exact is None or not all(tensor.isfinite().all() for tensor in sum(self.exact or [], [])):
+        if self.exact is None or not all(tensor.isfinite().all() for tensor in _joined(self.exact)):
             measure = "relative RMS from stock"
             return replace(quality, error=quality.relative_rms, allowed=self.allowance, measure=measure)
         allowed = TIMES_STOCK * self.own_error + max(FLOOR, torch.finfo(placement(self.module)[1]).eps / 2)
@@ -319,3 +320,8 @@ def _cloned(values: Any) -> Any:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _joined(calls: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors of several calls."""
+    return list(itertools.chain.from_iterable(calls))

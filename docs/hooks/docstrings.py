@@ -1,6 +1,7 @@
 """Docstrings here say `name: what it is` in running text. On the site each of these becomes an item of a list."""
 
 import re
+from itertools import pairwise
 
 from griffe import Extension
 
@@ -36,7 +37,7 @@ def split(line: str, known: set[str]) -> list[str]:
         return [line]
     cuts = [found.start() for found in SENTENCE.finditer(line) if all(n in known for n in found[1].split(", "))]
     edges = [0, *(cut + 1 for cut in cuts), len(line)]
-    return [line[a:b].rstrip() for a, b in zip(edges, edges[1:], strict=False)]
+    return [line[a:b].rstrip() for a, b in pairwise(edges)]
 
 
 def listed(lines: list[str], known: set[str]) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,7 +171,7 @@ def race(runs: Sequence[Callable[[], object]]) -> list[float]:
                 run()
             mark.record()
         marks[-1].synchronize()
-        times = [a.elapsed_time(b) / repeats for a, b in zip(marks, marks[1:], strict=False)]
+        times = [a.elapsed_time(b) / repeats for a, b in pairwise(marks)]
         least = list(map(min, least, times))
     return least
 

@@ -84,7 +84,7 @@ def test_strict_raises_for_a_skipped_site_and_changes_nothing(tiny):
 
 
 def test_restore_refuses_when_someone_patched_on_top_and_names_them(pair):
-    model, _, inputs = pair
+    model, _, _inputs = pair
     accel.optimize(model)
     module = fast_forwards(model)[3]
     ours = module.forward
@@ -125,7 +125,7 @@ def test_verify_sees_a_wrong_answer(pair, monkeypatch):
 
 
 def test_report_tells_every_site_and_prints(pair):
-    model, _, inputs = pair
+    model, _, _inputs = pair
     assert accel.report(model).sites == []
     accel.optimize(model)
     report = accel.report(model)

@@ -140,7 +140,7 @@ def test_a_copy_or_a_file_of_a_tensor_has_no_notes(joint, tmp_path):
 
 
 def test_what_is_kept_outlives_a_change_and_what_waits_does_not(joint):
-    group, (first, second, _) = joint
+    group, (first, _second, _) = joint
     x = torch.randn(2, 6)
     group.keep(x)
     kept = group.of(first, x)

@@ -9,7 +9,7 @@ class SmallStore:
 
     def __init__(self, like: torch.Tensor):
         """like: keys, (rows, tokens, heads, D)."""
-        rows, tokens = like.shape[:2]
+        rows = like.shape[0]
         keys, values = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for _ in range(2))
         table = torch.arange(rows, dtype=torch.int32, device=like.device).view(rows, 1)
         metadata = torch.zeros(1, dtype=torch.int64, device=like.device)

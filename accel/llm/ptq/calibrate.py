@@ -58,7 +58,7 @@ def quantize_layers(
     scheme: Scheme,
     method: str,
     batches: Sequence[dict[str, Tensor]],
-    known: Mapping[str, LayerResult] = {},  # noqa: B006, nobody writes into it
+    known: Mapping[str, LayerResult] = {},
     device: torch.device | None = None,
 ) -> Iterator[LayerResult]:
     """Quantizes the linears inside the decoder layers (see `linears`), one layer after the other; yields each result.

@@ -12,7 +12,7 @@ from accel.patching.per_thread import PerThread
 class Step:
     """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
 
-    __slots__ = ("kvs", "_angles")
+    __slots__ = ("_angles", "kvs")
 
     def __init__(self, kvs: Sequence[KV] | Mapping[int, KV]):
         self.kvs = kvs

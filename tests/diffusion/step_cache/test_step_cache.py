@@ -55,7 +55,7 @@ def test_unets_of_other_families(tiny, step_oracle):
 
 
 def test_whole_calls_are_those_of_accel_without_it(cached, tiny):
-    model, oracle = cached()
+    model, _oracle = cached()
     calls = loop(tiny, model)
     with_cache = [run(model, call) for call in calls]
     accel.optimize(model)

@@ -60,7 +60,7 @@ def random_calls(count: int, seed: int = 0):
 
 
 def test_a_thousand_calls_of_random_lengths_hold_nothing():
-    ours, stock = new_pair("llama", torch.bfloat16)
+    ours, _stock = new_pair("llama", torch.bfloat16)
     for ids, mask, call in random_calls(400):  # each length of prompts twice, for its graph
         generate(ours, ids, mask, **call)
     gc.collect()

@@ -8,18 +8,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm  # noqa: E402
+from accel_kernels import Norm
 from accel_kernels.gemm import epilogue_triton as epilogue
 from accel_kernels.gemm.quantized import gemv_mma_triton as gemv_mma
 from accel_kernels.gemm.quantized import write_triton as quantized_write
-from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile  # noqa: E402
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
-from accel_kernels.gemm.quantized.quantized_linear import INT4, INT8, quantized_linear  # noqa: E402
-from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
+from accel_kernels.gemm.quantized.quantized_linear import INT4, INT8, quantized_linear
+from accel_kernels.gemm.quantized_weight import quantize_weight
 
-from support.kernels.compiler import in_a_process  # noqa: E402
-from support.kernels.quantized_words import numbers_of, spread  # noqa: E402
-from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt  # noqa: E402
+from support.kernels.compiler import in_a_process
+from support.kernels.quantized_words import numbers_of, spread
+from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
 
 
 def device():

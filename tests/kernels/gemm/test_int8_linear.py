@@ -11,7 +11,7 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows
 from support.kernels.int8_rows import weight_of
 
 pytest.importorskip("triton")
-from support.kernels.compiler import in_a_process  # noqa: E402
+from support.kernels.compiler import in_a_process
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from support.kernels.compiler import in_a_process  # noqa: E402
+from support.kernels.compiler import in_a_process
 
 CHECK = """
 import re

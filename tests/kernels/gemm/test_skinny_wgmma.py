@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm, Quantized  # noqa: E402
+from accel_kernels import Norm, Quantized
 from accel_kernels.gemm import epilogue_triton as epilogue
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantized import skinny_wgmma_triton as skinny_wgmma
@@ -18,13 +18,13 @@ from accel_kernels.gemm.quantized import write_triton as quantized_write
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
-from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear  # noqa: E402
-from accel_kernels.gemm.quantized_weight import quantize_weight  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear
+from accel_kernels.gemm.quantized_weight import quantize_weight
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from support.kernels.compiler import in_a_process  # noqa: E402
-from support.kernels.quantized_words import FORMATS, numbers_of, spread  # noqa: E402
-from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt  # noqa: E402
+from support.kernels.compiler import in_a_process
+from support.kernels.quantized_words import FORMATS, numbers_of, spread
+from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt
 
 
 def words(weight):

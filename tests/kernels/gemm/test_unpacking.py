@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from accel_kernels import quantized_linear  # noqa: E402
+import triton.language as tl
+from accel_kernels import quantized_linear
 from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
 from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
-from accel_kernels.gemm.quantized_weight import unpack  # noqa: E402
-from triton.runtime.interpreter import TensorHandle  # noqa: E402
+from accel_kernels.gemm.quantized_weight import unpack
+from triton.runtime.interpreter import TensorHandle
 
 HALF = {"bf16": torch.bfloat16, "f16": torch.float16}
 TWO16 = np.uint32(1 << 16)

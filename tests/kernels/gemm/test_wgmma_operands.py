@@ -6,12 +6,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm  # noqa: E402
+from accel_kernels import Norm
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
-from accel_kernels.norm.norm import reference  # noqa: E402
+from accel_kernels.norm.norm import reference
 
-from support.kernels.warpgroups import Array, Gluon, rebuilt  # noqa: E402
+from support.kernels.warpgroups import Array, Gluon, rebuilt
 
 
 def test_no_bank_conflict():

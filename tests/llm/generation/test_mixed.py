@@ -61,7 +61,7 @@ def test_the_cache_has_layers_of_ours_where_layers_are_fused(both):
 
 
 def test_a_call_that_runs_stock_goes_on_over_the_same_cache_and_back(both):
-    ours, stock = both
+    ours, _stock = both
     caches = [DynamicCache(config=model.config) for model in both]
     for more in ({}, {"output_hidden_states": True}, {}):
         got, wanted = (logits(model, cache, **more) for model, cache in zip(both, caches, strict=True))

@@ -366,7 +366,7 @@ def test_the_kernels_are_told_the_real_length(pair_of):
 
 
 def test_other_calls_are_as_they_were(pair_of):
-    ours, stock = pair_of("llama")
+    ours, _stock = pair_of("llama")
     cache = cache_of(ours)
     ours(prompt(1, 10))  # all logits
     ours(prompt(1, 10), logits_to_keep=3)

@@ -99,7 +99,7 @@ def test_gradients_reach_an_adapter_over_quantized_weights():
     stock, ours = make("llama"), make("llama")
     accel.optimize(ours, weights="int8")
     theirs = rounded(stock, ours)
-    ids, mask = padded((9, 9))
+    ids, _mask = padded((9, 9))
     found = []
     for model in (ours, theirs):
         lora("style")(model)

@@ -151,7 +151,7 @@ class LayerWork:
 def outputs(
     layer: nn.Module,
     calls: Iterable[LayerCall],
-    rounding: Mapping[str, nn.Module] = {},  # noqa: B006, nobody writes into it
+    rounding: Mapping[str, nn.Module] = {},
     scales: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, by path; scales: by

@@ -166,12 +166,12 @@ CASES = (
         bias=True,
         activation="gelu",
         small=True,
-    ),  # fmt: skip
+    ),
     _case("int4-rows-2", 2, 72, 33, norm="rms", small=True),
     _case("int4-rows-5-32-zeros", 5, 160, 35, INT4, 32, zeros=True, residual=True, small=True),
     _case(
         "int4-rows-17-64-gate", 17, 192, 33, INT4, 64, norm="layer", gate=True, bias=True, activation="silu", small=True
-    ),  # fmt: skip
+    ),
     _case("int4-rows-33-128-gate-zeros", 33, 384, 21, INT4, 128, zeros=True, gate=True, activation="relu", small=True),
     # As above with columns enough for products in registers, every way of scales.
     _case("int4-64-residual", 1, 256, 35, INT4, 64, residual=True, small=True),

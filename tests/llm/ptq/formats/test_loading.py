@@ -126,7 +126,7 @@ def test_numbers_are_never_held_twice(scheme, activations, saved):
 
 
 def test_it_can_be_saved_again(saved, tmp_path):
-    model, folder = saved("llama-biases", "int4-g32-asym")
+    _model, folder = saved("llama-biases", "int4-g32-asym")
     accel.load(folder).save_pretrained(tmp_path / "again")
     one, other = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -172,7 +172,7 @@ def test_other_layouts_are_repacked(kind, name):
     same(generate(model, ids, mask), generate(twin, ids, mask))
     ran_fast(model)
     assert accel.verify(model).passed
-    status, reason = sites(model)["model.layers.0.mlp.up_proj"]
+    _status, reason = sites(model)["model.layers.0.mlp.up_proj"]
     assert ("activations keep their dtype" in reason) == (kind == "bitsandbytes")
     accel.restore(model)
     assert {path: id(module) for path, module in model.named_modules()} == modules
