@@ -9,7 +9,7 @@ from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
 from support.llm.families import layers, make
-from support.llm.prequantized_models import prequantized
+from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by
 
 

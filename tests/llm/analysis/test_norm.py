@@ -17,7 +17,7 @@ from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Rule
 from accel.patching.site import Site
 from accel.planning.plan import create_context
-from support.llm.families import SIZES, TOKENS, available, padded, randomize
+from support.llm.families import SIZES, TOKENS, available, make, padded, randomize
 
 SSM = {"expand": 2, "chunk_size": 8, "n_groups": 2}
 HYBRID = {
@@ -196,3 +196,42 @@ def test_dtypes_are_promoted_as_stock_does(name):
         assert error <= 8 * max(torch.finfo(dtype).eps for dtype in (held, given))  # numbers up to 4, rounded twice
         assert not reasons() or given != held
         assert bool(reasons()) or theirs.dtype == given
+
+
+class Rms(nn.Module):
+    def __init__(self, size, offset=0.0, eps=1e-6):
+        super().__init__()
+        self.weight, self.offset, self.variance_epsilon = nn.Parameter(torch.ones(size)), offset, eps
+
+    def forward(self, x):
+        return (self.weight + self.offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Twice(Rms):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class Halved(Rms):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+def test_norms_are_told_by_what_they_compute():
+    plain, gemma = norm_kind(Rms(12)), norm_kind(Rms(12, offset=1.0))
+    assert (plain.centred, plain.offset, plain.bias, plain.eps) == (False, 0.0, None, "variance_epsilon")
+    assert (gemma.centred, gemma.offset) == (False, 1.0)
+    layer = norm_kind(nn.LayerNorm(12))
+    assert (layer.centred, layer.weight, layer.bias) == (True, "weight", "bias")
+    assert norm_kind(nn.LayerNorm(12, bias=False)).bias is None
+    assert norm_kind(nn.LayerNorm(12, elementwise_affine=False), 12).weight is None
+
+
+@pytest.mark.parametrize("module", [Twice(12), Halved(12), nn.Linear(12, 12), nn.ReLU(), nn.GroupNorm(2, 12)], ids=repr)
+def test_what_is_no_norm_is_not_taken_for_one(module):
+    assert norm_kind(module, 12) is None
+
+
+def test_single_rms_norms_are_fused_where_the_layer_is_not():
+    sites = accel.report(accel.optimize(make("deepseek-v3"))).sites
+    assert sum(rule == "RMS norm" and status == "patched" for _, rule, status, _ in sites) >= 5

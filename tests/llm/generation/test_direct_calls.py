@@ -1,31 +1,14 @@
 """The model called directly, as generate does and as users do: every logit, in every way of giving cache and mask."""
 
-import copy
-import inspect
-
 import pytest
 import torch
 
-import accel
-from support.llm.families import BY_NAME, FAMILIES, VOCAB, every, padded, prompt
+from support.llm.direct_calls import both, cache_of, shown
+from support.llm.families import BY_NAME, FAMILIES, every, padded, prompt
 from support.llm.outputs import flat, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
-
-
-def cache_of(model):
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
-def both(pair, call):
-    ours, stock = pair
-    theirs = call(stock)
-    for _ in range(2):
-        same(call(ours), theirs)
-    return theirs
 
 
 def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
@@ -46,13 +29,6 @@ def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
     found["bool"] = found["left"].bool()
     found["float"] = found["left"].float()
     return found
-
-
-def shown(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Where a position may see something: what stock gives for one that sees nothing is of no use to anybody."""
-    if mask is None:
-        return logits
-    return torch.where((mask.cumsum(1) > 0)[..., None], logits, 0)
 
 
 @pytest.mark.parametrize(("name",), every(2, FAST))
@@ -138,181 +114,6 @@ def test_several_words_a_step(name, pair_of):
         both(pair_of(name), call)
         if not given:
             same(call(pair_of(name)[0]), {"logits": whole[False]})
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_ways_of_asking(name, pair_of):
-    ids = prompt(2, 9)
-    words = {"inputs_embeds": pair_of(name)[1].get_input_embeddings()(ids)}
-    for call in (
-        {"logits_to_keep": 1},
-        {"logits_to_keep": 3},
-        {"logits_to_keep": torch.tensor([0, 4])},
-        {"return_dict": False},
-        {"use_cache": False},
-        {"use_cache": False, "return_dict": False},
-        {"output_hidden_states": True},
-        {"position_ids": torch.arange(2, 11)[None].expand(2, -1)},
-        {"position_ids": torch.arange(2, 11)[None]},
-        {"labels": ids},
-        {"labels": ids, "return_dict": False},
-    ):
-        both(pair_of(name), lambda model, call=call: flat(model(ids, **call)))
-        both(pair_of(name), lambda model, call=call: flat(model(**words, **call)))
-
-
-def second(model) -> str:
-    """What a model takes as its second argument: most a mask, some a cache before it."""
-    return list(inspect.signature(type(model).forward).parameters)[2]
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_forms_of_the_same_inputs(name, pair_of):
-    """Positional, of other whole numbers, not contiguous, made under inference mode, past what is patched."""
-    ids, mask = padded((9, 5))
-    twice = ids.repeat_interleave(2, 1)
-    with torch.inference_mode():
-        made = ids.clone()
-    for call in (
-        lambda model: model(ids, *([] if second(model) == "attention_mask" else [None]), mask),
-        lambda model: model.forward(ids, attention_mask=mask),
-        lambda model: type(model).forward(model, ids, attention_mask=mask),
-        lambda model: model(ids.int(), attention_mask=mask.int()),
-        lambda model: model(twice[:, ::2], attention_mask=mask.repeat_interleave(2, 1)[:, ::2]),
-        lambda model: model(made, attention_mask=mask.bool()),
-        lambda model: model(ids[:1].expand(3, -1)),
-    ):
-
-        def logits(model, call=call):
-            found = call(model).logits
-            return {"logits": shown(found, mask if len(found) == len(mask) else None)}
-
-        both(pair_of(name), logits)
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_a_cache_of_stock_goes_on_with_ours_and_the_other_way(name, pair_of):
-    ids, mask = padded((9, 6))
-    ours, stock = pair_of(name)
-
-    def run(first, second):
-        cache = cache_of(stock)
-        found = {"first": first(ids, attention_mask=mask, past_key_values=cache).logits[mask.bool()]}
-        grown = mask
-        for step in range(4):
-            grown = torch.cat([grown, grown.new_ones(2, 1)], 1)
-            model = second if step % 2 == 0 else first
-            found |= flat(model(prompt(2, 1, step), attention_mask=grown, past_key_values=cache).logits, str(step))
-        return found
-
-    wanted = run(stock, stock)
-    for pair in ((ours, ours), (ours, stock), (stock, ours)):
-        same(run(*pair), wanted)
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_a_cache_made_fast_is_good_after_restore(name, pair):
-    ours, stock = pair(name)
-    ids = prompt(2, 8)
-
-    def talk(model, between=lambda model: model):
-        cache, found = cache_of(model), {}
-        for step, words in enumerate((ids[:, :6], ids[:, 6:7], ids[:, 7:8])):
-            found[f"{step}"] = model(words, past_key_values=cache).logits
-        between(model)
-        for step in range(3):
-            found[f"then {step}"] = model(prompt(2, 1, step), past_key_values=cache).logits
-        copied = copy.deepcopy(cache)
-        if getattr(model.config, "sliding_window", None) is None:  # stock's forget what a cut brings back
-            cache.crop(-1)
-        for kind, each in (("cropped", cache), ("copied", copied)):
-            found[kind] = model(prompt(2, 1, 7), past_key_values=each).logits
-        return found
-
-    wanted = talk(stock)
-    same(talk(ours, accel.restore), wanted)
-    same(talk(ours, accel.optimize), wanted)
-
-
-def test_two_caches_of_one_model_in_turn(pair_of):
-    """Two conversations, a step of one and a step of the other; then one of them is dropped."""
-
-    def call(model):
-        caches, found = [cache_of(model), cache_of(model)], {}
-        for number, cache in enumerate(caches):
-            found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
-        for step in range(8):
-            if step == 5:
-                caches[0] = cache_of(model)
-            number = step % 2
-            found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
-        return found
-
-    both(pair_of("llama"), call)
-
-
-def test_outputs_are_not_written_to_later(pair_of):
-    ours, _ = pair_of("llama")
-    kept, output = [], None
-    for step in range(6):
-        output = ours(
-            prompt(1, 5 if step == 0 else 1, step), past_key_values=output.past_key_values if output else None
-        )
-        kept.append((output.logits, output.logits.clone()))
-    assert all(torch.equal(*pair) for pair in kept)
-
-
-@pytest.mark.parametrize("call", ["prompt", "step"])
-@pytest.mark.parametrize("wrong", [VOCAB, -1, 10**6])
-def test_ids_that_are_none_raise_what_stock_raises(wrong, call, pair_of):
-    """And the model is as good as before."""
-
-    def attempt(model):
-        cache = cache_of(model)
-        model(prompt(1, 5), past_key_values=cache)
-        ids = prompt(1, 4 if call == "prompt" else 1).clone()
-        ids[0, -1] = wrong
-        with pytest.raises(IndexError) as error:
-            model(ids, past_key_values=cache_of(model) if call == "prompt" else cache)
-        return str(error.value), model(prompt(1, 1), past_key_values=cache).logits
-
-    (mine, logits), (theirs, wanted) = map(attempt, pair_of("llama"))
-    assert mine == theirs
-    same({"after": logits}, {"after": wanted})
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {},
-        {"input_ids": prompt(), "inputs_embeds": torch.zeros(1, 9, 64)},
-        {"input_ids": prompt(), "attention_mask": torch.ones(2, 9)},
-        {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)},
-        {"input_ids": prompt(), "attention_mask": torch.ones(1, 12)},
-        {"input_ids": prompt(), "attention_mask": torch.zeros(1, 9, dtype=torch.long)},
-        {"input_ids": prompt(), "position_ids": torch.zeros(1, 5, dtype=torch.long)},
-        {"input_ids": prompt()[0]},
-        {"input_ids": prompt().float()},
-        {"inputs_embeds": torch.zeros(1, 9, 32)},
-        {"inputs_embeds": torch.zeros(1, 9, 64, dtype=torch.float64)},
-        {"input_ids": prompt(1, 0)},
-    ],
-    ids=lambda call: "-".join(f"{k}{tuple(v.shape)}" for k, v in call.items()) or "nothing",
-)
-def test_what_stock_makes_of_odd_arguments(call, pair_of):
-    """Mostly an error, and the same one."""
-
-    def attempt(model):
-        try:
-            return flat(model(**call).logits)
-        except Exception as error:
-            return type(error), str(error)
-
-    ours, stock = map(attempt, pair_of("llama"))
-    if isinstance(stock, tuple):
-        assert ours == stock
-    else:
-        same(ours, stock)
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -1,4 +1,4 @@
-"""Before kernels are compiled side by side, layers that launch the same ones are told apart from those that do not."""
+"""The self-test of a whole model: what it runs before kernels are compiled, and what is near enough to stock."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from accel_kernels.attention.paged.paged_attention_triton import SHORT
 
 from accel.llm.generation import self_test as check
 from accel.llm.generation.prefill import bucket_for
+from accel.llm.generation.self_test import _off
 from support.llm.families import prompt
 
 
@@ -29,3 +30,14 @@ def test_prompts_of_both_kinds_are_read_by_torch():
     """Else the user's first such prompt would wait for cuDNN's kernels, which takes up to a second."""
     read = [bucket_for(1, length) for length in check.PADDED if bucket_for(1, length) > SHORT]
     assert {length % 128 == 0 for length in read} == {True, False}
+
+
+@pytest.mark.parametrize("chooses", [False, True], ids=["every token", "the median token"])
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_logits_that_are_no_numbers_are_never_near_enough(token, chooses):
+    wanted = torch.randn(2, 3, 8)
+    got = wanted.clone()
+    got[1, token] = torch.nan
+    if chooses:
+        got[1, (token + 1) % 3] = torch.nan
+    assert _off(wanted, wanted, chooses) == 0 and _off(got, wanted, chooses) == float("inf")

@@ -11,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from accel.llm.kv_cache.blocks import BLOCK, Shape
+from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
-
-CPU = torch.device("cpu")
-SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, CPU), Shape(2, 4, torch.float32, CPU))
+from support.llm.kv_cache.cache_pairs import CPU, SHAPES, feed, feed_fast, fresh, pair, same
 
 
 @pytest.fixture(autouse=True)
@@ -41,50 +39,6 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
-
-
-def fresh(rows: int, tokens: int, shapes=SHAPES) -> list[torch.Tensor]:
-    """One a layer: (keys and values, rows, heads, tokens, dim)."""
-    return [torch.randn(2, rows, s.heads, tokens, s.dim, dtype=s.dtype) for s in shapes]
-
-
-def pair() -> tuple[DynamicCache, DynamicCache]:
-    """Ours and stock, empty."""
-    ours = DynamicCache()
-    assert not isinstance(adopt(ours, SHAPES), str)
-    return ours, DynamicCache()
-
-
-def feed(ours: DynamicCache, stock: DynamicCache, rows: int, tokens: int) -> None:
-    """A stock forward on both: what update returns is what attention sees."""
-    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
-        mine, theirs = ours.update(keys, values, layer), stock.update(keys, values, layer)
-        for a, b in zip(mine, theirs, strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def feed_fast(ours: DynamicCache, stock: DynamicCache, rows: int, tokens: int) -> None:
-    """The fused layers write ours without its knowing."""
-    store = adopt(ours, SHAPES)
-    start = store.length
-    store.reserve(rows, start + tokens)
-    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
-        kv = store.kv(layer)
-        where = kv.slots(start, start + tokens)
-        kv.keys[where], kv.values[where] = keys.transpose(1, 2), values.transpose(1, 2)
-        stock.update(keys, values, layer)
-    store.advance(tokens)
-
-
-def same(ours: DynamicCache, stock: DynamicCache) -> None:
-    assert ours.get_seq_length() == stock.get_seq_length()
-    for layer in range(len(stock.layers)):
-        assert ours.get_mask_sizes(3, layer) == stock.get_mask_sizes(3, layer)
-        assert ours.get_seq_length(layer) == stock.get_seq_length(layer)
-    if not stock.get_seq_length():
-        return
-    for (keys, values, *_), (k, v, *_) in zip(ours, stock, strict=True):
-        assert torch.equal(keys, k) and torch.equal(values, v)
 
 
 number = st.integers(0, 2**16)
@@ -162,109 +116,6 @@ def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps)
         same(ours, stock)
     for ours, stock in forked:
         same(ours, stock)
-
-
-def test_an_empty_cache_is_taken_over_in_place_and_allocates_nothing():
-    cache = DynamicCache()
-    layers = cache.layers
-    store = adopt(cache, SHAPES, wanted=500)
-    assert type(cache) is DynamicCache and cache.layers is layers and len(cache) == 3
-    assert store.wanted == 500 and store.blocks is None and is_ours(cache) and store_of(cache) is store
-    assert adopt(cache, SHAPES) is store and store.wanted == 500
-    assert cache.get_seq_length() == 0 and not cache.is_initialized and not cache.is_compileable
-    assert cache.layers[0].keys is None and cache.get_mask_sizes(7, 1) == (7, 0) and cache.get_max_length() == -1
-    assert cache.is_sliding == [False] * 3 and cache.is_croppable
-
-
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_filled_cache_is_taken_over_with_what_it_holds(window):
-    make = DynamicLayer if window is None else lambda: DynamicSlidingWindowLayer(window)
-    stock = DynamicCache()
-    stock.layers = [make() for _ in SHAPES]
-    for layer, (keys, values) in enumerate(fresh(2, 15)):
-        stock.update(keys, values, layer)
-    ours = copy.deepcopy(stock)
-    assert not isinstance(adopt(ours, SHAPES), str) and is_ours(ours)
-    same(ours, stock)
-    feed(ours, stock, 2, 3)
-
-
-def filled(rows: int = 2, tokens: int = 15, layers=None) -> DynamicCache:
-    cache = DynamicCache()
-    cache.layers = [DynamicLayer() for _ in SHAPES] if layers is None else layers
-    for layer, (keys, values) in enumerate(fresh(rows, tokens)):
-        cache.update(keys, values, layer)
-    return cache
-
-
-class Subclass(DynamicCache):
-    pass
-
-
-class OtherLayer(DynamicLayer):
-    pass
-
-
-def ragged() -> DynamicCache:
-    cache = filled()
-    cache.layers[1].crop(-2)
-    return cache
-
-
-def offloaded() -> DynamicCache:
-    cache = DynamicCache()
-    cache.offloading = True
-    return cache
-
-
-def with_gradients() -> DynamicCache:
-    cache = filled()
-    cache.layers[1].values.requires_grad_()
-    return cache
-
-
-def another_batch() -> DynamicCache:
-    cache = filled()
-    cache.layers[2].batch_select_indices(torch.tensor([0]))
-    return cache
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: None, "another kind: NoneType"),
-        (lambda: ((torch.ones(1), torch.ones(1)),), "another kind: tuple"),
-        (lambda: StaticCache(LlamaConfig(num_hidden_layers=3), max_cache_len=20), "another kind: StaticCache"),
-        (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "another kind: EncoderDecoderCache"),
-        (Subclass, "another kind: Subclass"),
-        (offloaded, "offloaded"),
-        (lambda: filled(layers=[OtherLayer() for _ in SHAPES]), "a cache layer of another kind: OtherLayer"),
-        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=4)), "another number of layers"),
-        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=2)), "another number of layers"),
-        (ragged, "different lengths"),
-        (another_batch, "different batch sizes"),
-        (lambda: filled(layers=[DynamicSlidingWindowLayer(10) for _ in SHAPES]), "sliding window has dropped tokens"),
-        (lambda: DynamicCache([(k.float(), v.float()) for k, v in fresh(1, 2)]), "another dtype"),
-        (with_gradients, "gradients"),
-    ],
-)
-def test_what_is_not_taken_over_says_why_and_stays_as_it_is(make, reason):
-    cache = make()
-    layers = list(getattr(cache, "layers", ()))
-    assert reason in adopt(cache, SHAPES)
-    assert not is_ours(cache) and list(getattr(cache, "layers", ())) == layers
-
-
-def test_a_cache_stays_as_it_is_where_there_is_no_memory_to_take_it_over(monkeypatch):
-    cache = filled()
-    kept = [layer.keys for layer in cache.layers]
-
-    def full(*size, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(torch, "empty", full)
-    assert adopt(cache, SHAPES) == "no memory to take the cache over"
-    assert all(layer.keys is keys for layer, keys in zip(cache.layers, kept, strict=True))
 
 
 def test_one_reorder_of_the_cache_is_one_of_the_store_and_the_same_again_is_another():

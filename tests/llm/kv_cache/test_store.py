@@ -1,120 +1,17 @@
 """The store of keys and values against the plainest thing it could be: a list of tensors, one a row."""
 
 import copy
-import gc
 import pickle
-import weakref
 
 import pytest
 import torch
 from accel_kernels import paged_attention
-from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
-from accel.llm.kv_cache.store import AHEAD, Store
-
-CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, as far as torch is concerned
-SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, OTHER), Shape(2, 4, torch.float32, CPU))
-STORED = {
-    "exact": SHAPES,
-    "int8": tuple(shape._replace(codes=torch.int8) for shape in SHAPES),
-    "fp8": tuple(shape._replace(codes=torch.float8_e4m3fn, dtype=torch.bfloat16) for shape in SHAPES),
-    "some": (SHAPES[0]._replace(codes=torch.int8), SHAPES[1], SHAPES[2]),
-}
-
-
-class Lists:
-    """rows[r][layer]: keys and values of row r, each (tokens, heads, dim). seen[r]: bools of its first tokens."""
-
-    def __init__(self, rows: int, shapes=SHAPES):
-        empty = [[torch.empty(2, 0, s.heads, s.dim, dtype=s.dtype) for s in shapes] for _ in range(rows)]
-        self.rows, self.seen = empty, [torch.ones(0, dtype=torch.bool) for _ in range(rows)]
-        self.shapes = shapes
-
-    @property
-    def length(self) -> int:
-        return self.rows[0][0].shape[1]
-
-    def append(self, new: list[torch.Tensor]) -> None:
-        """new: one a layer, (2, rows, tokens, heads, dim), rounded as the layer says."""
-        pairs = zip(new, self.shapes, strict=True)
-        new = [t if s.codes is None else restored(*rounded(t, s.codes), s.dtype) for t, s in pairs]
-        for r, row in enumerate(self.rows):
-            self.rows[r] = [torch.cat([held, more[:, r]], 1) for held, more in zip(row, new, strict=True)]
-
-    def choose(self, index: list[int]) -> None:
-        self.rows, self.seen = [list(self.rows[r]) for r in index], [self.seen[r] for r in index]
-
-    def crop(self, length: int) -> None:
-        self.rows = [[held[:, :length] for held in row] for row in self.rows]
-        self.seen = [seen[:length] for seen in self.seen]
-
-    def stacked(self, layer: int) -> torch.Tensor:
-        """(2, rows, tokens, heads, dim)."""
-        return torch.stack([row[layer] for row in self.rows], 1)
-
-    def padding_mask(self, tokens: int) -> torch.Tensor:
-        return torch.stack([torch.cat([seen, torch.ones(tokens - len(seen)).bool()]) for seen in self.seen])
-
-
-def fresh(rows: int, tokens: int, shapes=SHAPES) -> list[torch.Tensor]:
-    return [torch.randn(2, rows, tokens, s.heads, s.dim, dtype=s.dtype) for s in shapes]
-
-
-def append(store: Store, new: list[torch.Tensor]) -> None:
-    """As the fused layers do: through the table, all layers, then on."""
-    rows, tokens = new[0].shape[1:3]
-    start = store.length
-    store.reserve(rows, start + tokens)
-    for layer, (keys, values) in enumerate(new):
-        kv = store.kv(layer)
-        assert kv.is_prefill == (start == 0) and kv.layer == layer
-        kv.write(start, keys, values)
-    store.advance(tokens)
-
-
-def append_as_stock(store: Store, new: list[torch.Tensor]) -> None:
-    """Layer by layer, from the last."""
-    for layer in reversed(range(len(new))):
-        store.write(layer, *new[layer].transpose(2, 3))
-
-
-def check(store: Store, lists: Lists) -> None:
-    length, rows = lists.length, len(lists.rows)
-    assert store.length == length and store.whole
-    if not store.blocks:
-        assert not length
-        return
-    store.reserve(store.rows, length + 1)
-    own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
-    assert torch.equal(store.table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
-    head = [
-        length,
-        store.table.data_ptr(),
-        0 if store.padding_mask is None else store.padding_mask.data_ptr(),
-        store.blocks.columns,
-    ]
-    kvs = [store.kv(layer) for layer in range(len(store.shapes))]
-    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales)]
-    assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
-    alike = store.shapes[0] == store.shapes[2]
-    assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base
-    if not length:
-        return
-    assert store.rows == rows
-    for layer, kv in enumerate(kvs):
-        assert kv.stored() == length
-        stored = torch.stack(kv.read(length, store.shapes[layer].dtype))
-        assert torch.equal(stored, lists.stacked(layer))
-        if kv.key_scales is not None:  # as kernels find them
-            assert kv.key_scales.stride() == kv.value_scales.stride() == (BLOCK * kv.keys.shape[2], 1, BLOCK)
-    if store.padding_mask is None:
-        assert lists.padding_mask(store.capacity).all()
-    else:
-        assert torch.equal(store.padding_mask, lists.padding_mask(store.capacity))
-
+from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.store import Store
+from support.llm.kv_cache.row_lists import SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 
 number = st.integers(0, 2**16)
 step = st.one_of(
@@ -183,13 +80,6 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
         check(store, lists)
 
 
-def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, wanted: int = 0) -> tuple[Store, Lists]:
-    store, lists, new = Store(SHAPES, wanted), Lists(rows), fresh(rows, tokens)
-    append(store, new)
-    lists.append(new)
-    return store, lists
-
-
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
     before = store.kv(0).keys.clone()
@@ -251,86 +141,6 @@ def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     check(store, lists)
 
 
-def test_room_is_what_was_asked_for_then_half_as_much_again():
-    store = Store(SHAPES)
-    store.reserve(1, 100)
-    assert store.capacity == 2 * BLOCK
-    store.reserve(1, 129)
-    assert store.capacity == 3 * BLOCK
-    store.reserve(1, 900)
-    assert store.capacity == 15 * BLOCK
-
-
-def test_a_request_has_room_at_once_but_not_for_all_it_might_come_to():
-    store = Store(SHAPES, wanted=1000)
-    store.reserve(1, 100)
-    assert 1000 <= store.capacity <= 1000 + 2 * BLOCK
-    store = Store(SHAPES, wanted=10**6)
-    store.reserve(1, 100)
-    assert AHEAD + 100 <= store.capacity <= AHEAD + 100 + BLOCK
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    """An allocator that has only so many bytes for one tensor; memory(bytes) sets it."""
-    limit, make = [None], torch.empty
-
-    def empty(*size, **kwargs):
-        tensor = make(*size, **kwargs)
-        if limit[0] is not None and tensor.nbytes > limit[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", empty)
-    return lambda limit_of_one: limit.__setitem__(0, limit_of_one)
-
-
-def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
-    store, lists = filled(tokens=100)
-    memory(store.blocks.kept[SHAPES[1]][0].nbytes * 2)  # the larger shape fails second
-    store.reorder(torch.tensor([1, 1, 0, 2]))
-    lists.choose([1, 1, 0, 2])
-    with pytest.raises(torch.OutOfMemoryError, match=r"10000 tokens in 4 rows: .* GiB wanted; the 100 stored are kept"):
-        store.reserve(4, 10000)
-    check(store, lists)
-    append(store, new := fresh(4, 3))
-    lists.append(new)
-    check(store, lists)
-    memory(None)
-    append(store, new := fresh(4, 1000))
-    lists.append(new)
-    check(store, lists)
-
-
-def test_no_memory_for_what_a_request_may_come_to_is_no_error(memory):
-    memory(SHAPES[1].size * 1024)
-    store = Store(SHAPES[1:2], wanted=16000)
-    store.reserve(1, 100)
-    assert 100 <= store.capacity <= 1024
-
-
-def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_the_error_is_handled(memory, monkeypatch):
-    alive, original = [], Blocks.__init__
-
-    def watched(self, *args):
-        assert not any(one() is not None for one in alive)
-        alive.append(weakref.ref(self))
-        original(self, *args)
-
-    monkeypatch.setattr(Blocks, "__init__", watched)
-    memory(SHAPES[1].size * 1024)
-    gc.disable()
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            try:
-                Store(SHAPES, wanted=16000).reserve(1, 2000)
-            except torch.OutOfMemoryError:
-                assert len(alive) > 2 and not any(one() is not None for one in alive)
-                raise
-    finally:
-        gc.enable()
-
-
 def test_another_number_of_rows_is_refused_until_the_store_is_empty():
     store, _ = filled(rows=2)
     with pytest.raises(ValueError, match="a cache of 2 rows, used with 3"):
@@ -361,32 +171,6 @@ def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
                 check(store, lists)
 
 
-def test_a_copy_is_no_larger_than_what_it_holds():
-    store, _ = filled(rows=1, tokens=100, wanted=10000)
-    assert len(pickle.dumps(store)) < 4 * sum(shape.size for shape in SHAPES) * 2 * BLOCK
-    assert copy.deepcopy(store).capacity == 2 * BLOCK
-
-
-def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
-    shape = Shape(8, 128, torch.bfloat16, CPU, torch.int8)
-    assert shape.size == 2 * 8 * (128 + 4) and shape.exact.size == 2 * 8 * 128 * 2
-    store = Store((shape,) * 3)
-    store.reserve(2, 2 * BLOCK)
-    assert sum(kept.nbytes for kept in store.blocks.kept[shape]) == 3 * shape.size * 2 * 2 * BLOCK
-
-
-def test_a_dropped_store_is_gone_at_once():
-    gc.disable()
-    try:
-        store, _ = filled()
-        store.reorder(torch.tensor([1, 1, 3, 0]))
-        held = [weakref.ref(tensor) for tensor in store.tensors()]
-        del store
-        assert all(one() is None for one in held)
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("more", [{}, {"window": 50}, {"softcap": 3.0}])
 def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more):
     store, lists = filled(tokens=BLOCK + 9)
@@ -412,20 +196,3 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         store.advance(60)
         lists.append(new)
         check(store, lists)
-
-
-def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):
-    """Nobody says how long the text will be: each time it is full, the store takes half as much again."""
-    sizes, lay_out = [], Store._lay_out
-
-    def counted(self, rows, tokens, chosen=None):
-        sizes.append(tokens)
-        lay_out(self, rows, tokens, chosen)
-
-    monkeypatch.setattr(Store, "_lay_out", counted)
-    store = Store(SHAPES)
-    for tokens in range(1, 40 * BLOCK):
-        store.reserve(1, tokens)
-        store.advance(1)
-    assert store.capacity >= 40 * BLOCK - 1
-    assert 3 < len(sizes) < 12, sizes  # one for every block would be 40

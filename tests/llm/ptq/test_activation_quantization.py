@@ -16,6 +16,7 @@ from support.llm.edits.adapters import lora
 from support.llm.families import layers, make, padded, prompt
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by, logits
+from support.llm.rounded_activations import off
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")
@@ -40,23 +41,6 @@ def pair(name: str, kind: str, planted: bool = False):
                 module.weight.data[5] *= 40.0
     ours = accel.optimize(copy.deepcopy(stock), weights=kind.partition("-")[0], activations=kind)
     return ours, oracle(stock, ours, kind), stock
-
-
-@pytest.fixture
-def double(monkeypatch):
-    """double(): from now on everything is float64; stock norms and rotary tables are float32 else, and numbers next to
-    a half fall to the other side.
-    """
-
-    def enter():
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    return enter
-
-
-def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,3 +130,17 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up():
     for name in ("data", "scales", "zeros", "bias"):
         storages = {getattr(held.get_submodule(p), name).untyped_storage().data_ptr() for p in ("q_proj", "v_proj")}
         assert len(storages) == 1
+
+
+def test_a_text_pipeline():
+    from transformers import pipeline
+
+    from support.llm.calls import tokenizer
+
+    pipe = pipeline("text-generation", model=make("llama"), tokenizer=tokenizer())
+    before = pipe("abcdef", max_new_tokens=6, do_sample=False)
+    with accel.optimized(pipe, weights="int8"):
+        assert [row["path"].partition(".")[0] for row in accel.report(pipe).weights] == ["model"] * 14
+        assert accel.verify(pipe, "abcdefgh").agreement.perplexity > 1
+        assert pipe("abcdef", max_new_tokens=6)
+    assert pipe("abcdef", max_new_tokens=6, do_sample=False) == before

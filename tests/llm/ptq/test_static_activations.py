@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 import accel
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import quantize_layers
-from accel.quantization.activations import RowProducts, kind_of
+from accel.quantization.activations import kind_of
 from accel.quantization.module import QuantizedLinear, dequantizing
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, ran_fast
-from support.llm.quantized import by_token, held_by
+from support.llm.quantized import held_by
+from support.llm.rounded_activations import Counting, off
 
 KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}
@@ -47,21 +48,6 @@ def oracle(stock, ours, kind: str):
         theirs.weight.data = (weight.t() if module.transposed else weight).contiguous()
         theirs.register_forward_pre_hook(lambda _, args, scale=scale: (by_scale(args[0], kind, scale), *args[1:]))
     return twin
-
-
-@pytest.fixture
-def double(monkeypatch):
-    """double(): from now on everything is float64, or numbers next to a half fall to the other side."""
-
-    def enter():
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    return enter
-
-
-def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,18 +86,6 @@ def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
     assert len(found) == len(held_by(model))
     for path, scale in largest.items():
         torch.testing.assert_close(found[path], scale.view(1), rtol=1e-5, atol=0)
-
-
-class Counting(RowProducts):
-    """The kernels, and how often rows were rounded."""
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "calls", [])
-
-    def rounded(self, x, activations, norm=None, fixed=None):
-        self.calls.append((tuple(x.shape), norm is not None, fixed is not None))
-        return super().rounded(x, activations, norm, fixed)
 
 
 @torch.no_grad()
@@ -304,100 +278,3 @@ def test_a_linear_rounds_many_rows_and_its_scale_goes_with_it(kind):
     x[9, 3, 0] = torch.nan
     y = module(x)
     assert y[9, 3].isnan().all() and y.isnan().sum() == 32
-
-
-# -- columns -----------------------------------------------------------------------------------------------------------
-
-
-COLUMNS = {"method": "rtn", "activations": "int8-outliers-static"}
-
-
-def planted(dtype=torch.float32):
-    """One channel behind every norm is larger by 30, the weights that read it smaller."""
-    model = make("llama-biases", dtype)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers in (
-                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-            ):
-                norm.weight[5] *= 30.0
-                for reader in readers:
-                    reader.weight[:, 5] /= 30.0
-    return model
-
-
-def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """x in float64, rounded by token but for these columns, by definition; up to 64 rows as they are."""
-    if x.shape[:-1].numel() <= 64:
-        return x
-    rest = x.index_fill(-1, columns, 0)
-    return by_token(rest, "int8") + (x - rest)
-
-
-@torch.no_grad()
-def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(double):
-    stock = planted(torch.float64)
-    model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **COLUMNS)
-    twin = oracle_of_columns(stock, model)
-    first = model.model.layers[0]
-    for module in (first.self_attn.q_proj, first.self_attn.v_proj, first.mlp.gate_proj):
-        assert 5 in module.input_columns.tolist() and module.input_columns.dtype == torch.int64
-    assert first.self_attn.q_proj.rounding == first.self_attn.k_proj.rounding
-    assert min(len(module.input_columns) for module in held_by(model)) == 0
-    accel.optimize(model)
-    counting = Counting()
-    for module in held_by(model):
-        module.products = counting
-    double()
-    for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
-        assert off(model(ids).logits, twin(ids).logits) < 1e-9
-    assert len(counting.calls) == 2 * 8 and all(fixed for *_, fixed in counting.calls)
-
-
-def oracle_of_columns(stock, ours):
-    twin = copy.deepcopy(stock)
-    for path, module in ours.named_modules():
-        if type(module) is QuantizedLinear:
-            theirs, columns = twin.get_submodule(path), module.input_columns
-            theirs.weight.data = module.quantized.numbers().double() * module.quantized.scales.double()
-            theirs.register_forward_pre_hook(lambda _, args, columns=columns: (without(args[0], columns), *args[1:]))
-    return twin
-
-
-@torch.no_grad()
-def test_columns_are_verified_told_of_and_not_saved(tmp_path):
-    model, ids = accel.quantize(planted(), "int8", DATA, **COLUMNS), prompt(1, 80)
-    other = accel.quantize(planted(), "int8", DATA, **COLUMNS)
-    other.load_state_dict(model.state_dict())
-    wanted = model(ids).logits
-    assert torch.equal(other(ids).logits, wanted)
-    loss = off(wanted, planted()(ids).logits)
-    dynamic = accel.quantize(planted(), "int8", DATA, method="rtn", activations="int8")
-    assert loss < 0.5 * off(dynamic(ids).logits, planted()(ids).logits)
-    accel.optimize(model)
-    quality = accel.verify(model, input_ids=ids)
-    assert quality.passed and quality.lossy == "activations='int8-outliers-static'"
-    (told,) = [reason for path, rule, _, reason in accel.report(model).sites if rule == "activations" and not path]
-    assert told.startswith("14 linear layers keep fixed columns in 16 bits, 0 to ")
-    with pytest.warns(UserWarning, match="fixed in the inputs of 14 linear layers are not saved"):
-        model.save_pretrained(tmp_path)
-    loaded = accel.load(tmp_path)
-    assert {module.activations for module in held_by(loaded)} == {None}
-    with pytest.raises(ValueError, match=r"holds what it needs; its columns of inputs are fixed by calibration: accel"):
-        accel.optimize(loaded, activations="int8-outliers-static")
-
-
-class Overlooking(RowProducts):
-    """Columns are forgotten."""
-
-    def rounded(self, x, activations, norm=None, fixed=None):
-        return super().rounded(x, "int8", norm)
-
-
-@torch.no_grad()
-def test_columns_that_are_forgotten_do_not_pass(monkeypatch):
-    model = accel.optimize(accel.quantize(planted(), "int8", DATA, **COLUMNS))
-    monkeypatch.setattr("accel.verification.rounded_products.KERNELS", Overlooking())
-    assert not accel.verify(model, input_ids=prompt(1, 80)).passed

@@ -5,11 +5,15 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 import accel
+from accel.llm.analysis.analyze import formulas
+from accel.llm.runtime.attention_kinds import KINDS
+from support.llm.edits.modules import llama_with
 from support.llm.families import BY_NAME, available, make, prompt
 
 
@@ -191,3 +195,12 @@ def test_embeddings_of_another_dtype_are_promoted_as_stock_does(dtype):
     assert torch.equal(model(inputs_embeds=embeds).logits, stock(inputs_embeds=embeds).logits)
     ((path, reason, _),) = accel.report(model).fallbacks
     assert (path, reason) == ("", "embeddings of another dtype than the model's")
+
+
+def test_a_module_that_is_run_to_be_understood_is_not_recorded():
+    """A layer is understood while the hooks of the recording are still on what is inside its modules."""
+
+    def contained(layer):
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn)
+
+    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}, KINDS))

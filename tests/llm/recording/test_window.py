@@ -1,8 +1,11 @@
-"""A mask function is asked about every key, one block of them after the other."""
+"""A mask function is asked about every key, one block of them after the other; of several masks all must be alike."""
 
 import pytest
+import torch
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import Record
 from accel.llm.recording.window import BLOCK, window
 
 
@@ -34,3 +37,13 @@ def test_how_many_keys_are_seen(size):
 def test_any_other_view_is_not_understood(other):
     with pytest.raises(NotUnderstood):
         window(other)
+
+
+def test_a_model_that_keeps_its_attention_is_judged_by_all_masks_it_makes():
+    """It may have added something to its mask: which one a layer was given cannot be told, and all must be alike."""
+    zeros, sliding = torch.zeros(1), sliding_window_causal_mask_function(5)
+    alike = [(zeros, causal_mask_function), (None, causal_mask_function)]
+    assert Record([], own=True, masks=alike).window(zeros + 1) is None
+    with pytest.raises(NotUnderstood, match="in a way of its own"):
+        Record([], own=True, masks=[*alike, (zeros, sliding)]).window(zeros)
+    assert Record([], masks=[*alike, (None, sliding)]).window(zeros) is None

@@ -1,10 +1,15 @@
 """Stock transformers over a cache that rounds what it is given: what kv_cache="int8" and "fp8" must compute."""
 
+import copy
 from contextlib import contextmanager
 
+import pytest
 import torch
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from transformers import DynamicCache
+
+import accel
+from support.llm.families import BY_NAME, available, make, prompt
 
 
 @contextmanager
@@ -25,3 +30,19 @@ def rounding(codes: torch.dtype, except_layer: int | None = None):
         yield
     finally:
         DynamicCache.update, DynamicCache.__init__ = update, init
+
+
+def pair(name: str, kind: str, **changes):
+    """(optimized, stock)."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    stock = make(name, **changes)
+    return accel.optimize(copy.deepcopy(stock), kv_cache=kind), stock
+
+
+def held(kind: str = "int8", rows: int = 2, tokens: int = 9):
+    """An optimized model, a cache that it has filled, and its tokens."""
+    ours, stock = pair("llama", kind)
+    ids, cache = prompt(rows, tokens), DynamicCache()
+    ours(ids, past_key_values=cache)
+    return ours, stock, ids, cache

@@ -12,6 +12,7 @@ from accel.llm.ptq.calibration.linears import linears
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, prompt
 from support.llm.quantized import held_by
+from support.llm.rounded_activations import off
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them
@@ -35,10 +36,6 @@ def planted(name: str, dtype: torch.dtype):
 
 def of_layers(model) -> dict:
     return linears(model, Scheme("int8"))[0]
-
-
-def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("kind", INPUTS)

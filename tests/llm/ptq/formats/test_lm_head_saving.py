@@ -13,8 +13,8 @@ from accel.quantization.module import dequantizing
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import every, make, padded
-from support.llm.foreign import GptqLinear
 from support.llm.outputs import generate, same
+from support.llm.prequantized.linears import GptqLinear
 from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 APART = Scheme("int8")

@@ -170,3 +170,10 @@ def setting(find: Callable, name: str, value: object) -> Callable:
 
 def config(name: str, value: object) -> Callable:
     return lambda model: setattr(model.config, name, value)
+
+
+def llama_with(change):
+    """A llama whose second layer is changed."""
+    model = make("llama")
+    change(model.model.layers[1])
+    return model

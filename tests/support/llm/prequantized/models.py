@@ -8,7 +8,7 @@ from torch import nn
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make
-from support.llm.foreign import AwqLinear, BitsandbytesLinear, GptqLinear
+from support.llm.prequantized.linears import AwqLinear, BitsandbytesLinear, GptqLinear
 
 
 def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):

@@ -1,0 +1,106 @@
+"""A DynamicCache is taken over by the store, with what it holds; what is not says why."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from accel.llm.kv_cache.cache import adopt, is_ours, store_of
+from support.llm.kv_cache.cache_pairs import SHAPES, feed, filled, fresh, same
+
+
+def test_an_empty_cache_is_taken_over_in_place_and_allocates_nothing():
+    cache = DynamicCache()
+    layers = cache.layers
+    store = adopt(cache, SHAPES, wanted=500)
+    assert type(cache) is DynamicCache and cache.layers is layers and len(cache) == 3
+    assert store.wanted == 500 and store.blocks is None and is_ours(cache) and store_of(cache) is store
+    assert adopt(cache, SHAPES) is store and store.wanted == 500
+    assert cache.get_seq_length() == 0 and not cache.is_initialized and not cache.is_compileable
+    assert cache.layers[0].keys is None and cache.get_mask_sizes(7, 1) == (7, 0) and cache.get_max_length() == -1
+    assert cache.is_sliding == [False] * 3 and cache.is_croppable
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_filled_cache_is_taken_over_with_what_it_holds(window):
+    make = DynamicLayer if window is None else lambda: DynamicSlidingWindowLayer(window)
+    stock = DynamicCache()
+    stock.layers = [make() for _ in SHAPES]
+    for layer, (keys, values) in enumerate(fresh(2, 15)):
+        stock.update(keys, values, layer)
+    ours = copy.deepcopy(stock)
+    assert not isinstance(adopt(ours, SHAPES), str) and is_ours(ours)
+    same(ours, stock)
+    feed(ours, stock, 2, 3)
+
+
+class Subclass(DynamicCache):
+    pass
+
+
+class OtherLayer(DynamicLayer):
+    pass
+
+
+def ragged() -> DynamicCache:
+    cache = filled()
+    cache.layers[1].crop(-2)
+    return cache
+
+
+def offloaded() -> DynamicCache:
+    cache = DynamicCache()
+    cache.offloading = True
+    return cache
+
+
+def with_gradients() -> DynamicCache:
+    cache = filled()
+    cache.layers[1].values.requires_grad_()
+    return cache
+
+
+def another_batch() -> DynamicCache:
+    cache = filled()
+    cache.layers[2].batch_select_indices(torch.tensor([0]))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: None, "another kind: NoneType"),
+        (lambda: ((torch.ones(1), torch.ones(1)),), "another kind: tuple"),
+        (lambda: StaticCache(LlamaConfig(num_hidden_layers=3), max_cache_len=20), "another kind: StaticCache"),
+        (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "another kind: EncoderDecoderCache"),
+        (Subclass, "another kind: Subclass"),
+        (offloaded, "offloaded"),
+        (lambda: filled(layers=[OtherLayer() for _ in SHAPES]), "a cache layer of another kind: OtherLayer"),
+        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=4)), "another number of layers"),
+        (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=2)), "another number of layers"),
+        (ragged, "different lengths"),
+        (another_batch, "different batch sizes"),
+        (lambda: filled(layers=[DynamicSlidingWindowLayer(10) for _ in SHAPES]), "sliding window has dropped tokens"),
+        (lambda: DynamicCache([(k.float(), v.float()) for k, v in fresh(1, 2)]), "another dtype"),
+        (with_gradients, "gradients"),
+    ],
+)
+def test_what_is_not_taken_over_says_why_and_stays_as_it_is(make, reason):
+    cache = make()
+    layers = list(getattr(cache, "layers", ()))
+    assert reason in adopt(cache, SHAPES)
+    assert not is_ours(cache) and list(getattr(cache, "layers", ())) == layers
+
+
+def test_a_cache_stays_as_it_is_where_there_is_no_memory_to_take_it_over(monkeypatch):
+    cache = filled()
+    kept = [layer.keys for layer in cache.layers]
+
+    def full(*size, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert adopt(cache, SHAPES) == "no memory to take the cache over"
+    assert all(layer.keys is keys for layer, keys in zip(cache.layers, kept, strict=True))

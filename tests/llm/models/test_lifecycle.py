@@ -1,0 +1,186 @@
+"""A model optimized, copied, saved, compiled, hooked and restored: it computes what stock does throughout."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import accel
+from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
+from support.llm.outputs import generate, same
+
+CORE = [family.name for family in FAMILIES if family.core]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", CORE)
+def test_a_copy_is_a_model_of_its_own(name, way, pair):
+    """Made while a cache is in use; it keeps its own weights, is fast, and is restored by itself."""
+    ours, stock = pair(name)
+    ids, mask = padded()
+    wanted = generate(stock, ids, mask)
+    same(generate(ours, ids, mask), wanted)
+    copied = copy.deepcopy(ours) if way == "deepcopy" else pickle.loads(pickle.dumps(ours))
+    with torch.no_grad():
+        for weight in ours.parameters():
+            weight.mul_(-0.7)
+    same(generate(copied, ids, mask), wanted)
+    assert accel.report(copied).sites == accel.report(ours).sites
+    accel.restore(ours)
+    same(generate(copied, ids, mask), wanted)
+    accel.restore(copied)
+    assert torch.equal(copied(ids).logits, stock(ids).logits)
+
+
+def test_saving_and_loading(pair, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ours, stock = pair("llama-tied")
+    ids, mask = padded()
+    generate(ours, ids, mask)
+    ours.save_pretrained(tmp_path / "ours")
+    stock.save_pretrained(tmp_path / "stock")
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    same(generate(accel.optimize(loaded), ids, mask), generate(stock, ids, mask))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_where_it_was_optimized_does_not_matter(mode):
+    stock = make("llama")
+    ids, mask = padded()
+    ours = copy.deepcopy(stock)
+    with mode():
+        accel.optimize(ours)
+    for each in (torch.inference_mode, torch.no_grad):
+        with each():
+            same(generate(ours, ids, mask), generate(stock, ids, mask))
+    with torch.enable_grad():
+        ours(ids, labels=ids).loss.backward()
+    assert all(weight.grad is not None for weight in ours.parameters())
+
+
+def test_weights_made_under_inference_mode_count_no_changes():
+    with torch.inference_mode():
+        stock = make("llama")
+        ours = accel.optimize(copy.deepcopy(stock))
+        ids, mask = padded()
+        for _ in range(2):
+            same(generate(ours, ids, mask), generate(stock, ids, mask))
+            for model in (ours, stock):
+                for weight in model.parameters():
+                    weight.mul_(1.1)
+
+
+def test_options_and_blocks(pair):
+    ours, stock = pair("llama")
+    ids, mask = padded()
+    wanted = generate(stock, ids, mask)
+    sites = accel.report(ours).sites
+    for options in ({"graphs": False}, {"graphs": True}, {}):
+        same(generate(accel.optimize(ours, **options), ids, mask), wanted)
+    assert accel.report(ours).sites == sites
+    accel.restore(ours)
+    with accel.optimized(ours):
+        same(generate(ours, ids, mask), wanted)
+        assert accel.report(ours).sites == sites
+    assert accel.report(ours).sites == [] and accel.restore(ours) is ours
+
+
+def test_strict_names_what_is_not_understood(tiny):
+    model = make("deepseek-v3")
+    before = tiny.snapshot(model)
+    with pytest.raises(ValueError):
+        accel.optimize(model, strict=True)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_verify_says_that_it_is_the_same(pair):
+    ours, stock = pair("llama")
+    ids, mask = padded()
+    assert accel.verify(ours, input_ids=ids, attention_mask=mask).passed
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def test_a_model_without_weights():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS)).eval()
+    accel.optimize(model)
+    assert model(torch.zeros(1, 4, dtype=torch.long, device="meta")).logits.shape == (1, 4, SIZES["vocab_size"])
+    accel.restore(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CORE)
+@pytest.mark.share(2)
+def test_half_precision_is_as_near_to_the_truth_as_stock(name, dtype):
+    """A prompt and steps after it; at most twice stock's own error, and a part of a rounding of the largest logit."""
+    stock = make(name).to(dtype)
+    exact = copy.deepcopy(stock).float()
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids, mask = padded((9, 6))
+
+    def logits(model):
+        output, found, grown = model(ids, attention_mask=mask), [], mask
+        found.append(output.logits[mask.bool()])
+        for step in range(4):
+            grown = torch.cat([grown, grown.new_ones(2, 1)], 1)
+            output = model(prompt(2, 1, step), attention_mask=grown, past_key_values=output.past_key_values)
+            found.append(output.logits[:, 0])
+        return torch.cat(found).double()
+
+    truth = logits(exact)
+    error, allowed = (float((logits(model) - truth).pow(2).mean().sqrt()) for model in (ours, stock))
+    assert error <= 2 * allowed + torch.finfo(dtype).eps * float(truth.abs().max()) / 8
+
+
+def test_compiled_on_top(pair):
+    torch._dynamo.reset()
+    ours, stock = pair("llama")
+    ids = prompt(2, 6)
+    compiled = torch.compile(ours, backend="eager")
+    try:
+        same({"x": compiled(ids).logits}, {"x": stock(ids).logits})
+        same({"x": compiled(ids).logits}, {"x": stock(ids).logits})
+        same(generate(ours, ids, None), generate(stock, ids, None))
+    finally:
+        torch._dynamo.reset()
+
+
+def test_hooks_of_accelerate(pair):
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Louder(ModelHook):
+        def post_forward(self, module, output):
+            return (output[0] * 1.4, *output[1:]) if isinstance(output, tuple) else output * 1.4
+
+    ours, stock = pair("llama")
+    ids, mask = padded()
+    plain = generate(stock, ids, mask)
+    for at in (lambda m: next(iter(layers(m).values())), lambda m: next(iter(layers(m).values())).mlp.down_proj):
+        for model in (ours, stock):
+            add_hook_to_module(at(model), Louder())
+        theirs = generate(stock, ids, mask)
+        same(generate(ours, ids, mask), theirs)
+        assert not torch.equal(theirs["sequences"], plain["sequences"])
+        for model in (ours, stock):
+            remove_hook_from_module(at(model))
+        same(generate(ours, ids, mask), plain)
+    accel.restore(ours)
+    same(generate(ours, ids, mask), plain)
+
+
+def test_optimized_after_hooks_came(pair):
+    from accelerate import dispatch_model
+
+    stock = make("llama")
+    ours = dispatch_model(copy.deepcopy(stock), {"": "cpu"}, force_hooks=True)
+    ids, mask = padded()
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    accel.restore(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))

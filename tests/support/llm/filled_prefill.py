@@ -1,0 +1,70 @@
+"""Models whose short prompts are filled up to the lengths of graphs, run eagerly on a CPU."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from accel.llm.generation.prefill import Prompts
+from support.llm.families import BY_NAME, available, make, prompt
+
+
+class Eager:
+    """Takes the place of the graphs: runs what would be captured, on buffers of its own."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, eager, args, kwargs, variant=(), instead=None):
+        self.shapes.append((tuple(args[0].shape[:2]), variant))
+        return eager(*(each.clone() for each in args), **kwargs)
+
+
+class Anywhere(Prompts):
+    """On a CPU too."""
+
+    @staticmethod
+    def captures(tokens):
+        return True
+
+
+def new_pair(name: str, **changes):
+    """(optimized, and every short prompt of it filled up; stock)."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    stock = make(name, **changes)
+    ours = accel.optimize(copy.deepcopy(stock))
+    if vars(ours)["forward"].prompts is not None:
+        vars(ours)["forward"].prompts = Anywhere(Eager())
+    return ours, stock
+
+
+def shapes(model) -> list:
+    """((rows, tokens), variant) of every prompt that was filled up."""
+    prompts = vars(model)["forward"].prompts
+    return [] if prompts is None else prompts.runner.shapes
+
+
+def cache_of(model):
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def talk(model, ids, mask=None, steps: int = 4, **given) -> dict:
+    """Logits of a prompt's last token and of given words after it, and what the cache holds in the end."""
+    cache, found = cache_of(model), {}
+    if mask is not None:
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **given)
+    found["prompt"] = output.logits
+    for step in range(steps):
+        more = {}
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            more = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+        output = model(prompt(len(ids), 1, 40 + step), past_key_values=cache, logits_to_keep=1, **more)
+        found[f"step {step}"] = output.logits
+    found["length"] = torch.tensor(cache.get_seq_length())
+    return found

@@ -1,0 +1,1 @@
+"""What caches of keys and values are compared with."""

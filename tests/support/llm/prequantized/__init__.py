@@ -1,0 +1,1 @@
+"""Models that arrive quantized, as other libraries make and save them."""
