@@ -36,7 +36,7 @@ class Parking:
     def __enter__(self) -> "Parking":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.thread is not None:
             self.jobs.put(None)
             self.thread.join()
