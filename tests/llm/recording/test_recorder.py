@@ -145,6 +145,15 @@ def test_an_error_that_says_nothing_about_the_model_is_raised(error, tiny):
     tiny.assert_same_state(before, tiny.snapshot(model))
 
 
+def test_a_module_that_is_run_to_be_understood_is_not_recorded():
+    """A layer is understood while the hooks of the recording are still on what is inside its modules."""
+
+    def contained(layer):
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn)
+
+    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}, KINDS))
+
+
 # -- few positions -----------------------------------------------------------------------------------------------------
 
 TABLES = {"gpt2": "n_positions", "opt": "max_position_embeddings", "biogpt": "max_position_embeddings"}
@@ -195,12 +204,3 @@ def test_embeddings_of_another_dtype_are_promoted_as_stock_does(dtype):
     assert torch.equal(model(inputs_embeds=embeds).logits, stock(inputs_embeds=embeds).logits)
     ((path, reason, _),) = accel.report(model).fallbacks
     assert (path, reason) == ("", "embeddings of another dtype than the model's")
-
-
-def test_a_module_that_is_run_to_be_understood_is_not_recorded():
-    """A layer is understood while the hooks of the recording are still on what is inside its modules."""
-
-    def contained(layer):
-        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn)
-
-    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}, KINDS))
