@@ -12,7 +12,7 @@ from accel.fusion.norm_kind import NormKind, rms_norm_kinds
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
-from accel.patching.reads import Parts
+from accel.patching.relied import Parts
 from accel.patching.rule import Match
 from accel.patching.settings import settings
 from accel.patching.site import Site

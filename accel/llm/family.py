@@ -85,7 +85,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
     try:
         try_mixed(forward)
-        forward.relied, _ = relied_on(forward, forward.write)  # hooks are shown what stock would show them
+        forward.relied_model = relied_on(forward, forward.write)
     except NotUnderstood as reason:
         return Skip(str(reason))
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
@@ -107,7 +107,7 @@ def _bind(
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.convention = find_convention(forward)
-    forward.relied, forward.around = relied_on(forward)
+    forward.relied_model = relied_on(forward)
     note = ""
     if context.options.kv_cache is not None:
         note = _round(forward, specs, context.options)
@@ -122,7 +122,7 @@ def _bind(
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[1])
         for runner in runners:
-            runner.passed, runner.beside = forward.convention.passed, forward.relied
+            runner.passed, runner.beside = forward.convention.passed, forward.relied_model
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     return forward, (*patches, *generate_hooks(model, forward)), note
@@ -148,7 +148,8 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     if not isinstance(found, LayerForward):
         return Skip(found)
     inside = (Site(f"{site.path}.{name}", module) for name, module in site.module.named_modules() if name)
-    answers = ((one, match_experts(one, context)) for one in inside)
+    rule = Rule("experts", match_experts)
+    answers = ((one, rule.answer(one, context)) for one in inside)
     experts = [ForwardPatch(one.module, answer.forward) for one, answer in answers if isinstance(answer, Match)]
     return Match(found, patches=tuple(experts), covers=None)
 

@@ -1,68 +1,144 @@
-"""The code that calling a module runs, as a list of the places it is looked up in: methods of classes, names of files.
+"""The code that calling a module runs, as tables of the places it is looked up in: classes, files, registries.
 
 Somebody may put other code there at any time: `type(module).forward = other`, `modeling_x.apply_rotary = other`,
 `functional.linear = other`. Whoever computes in place of the stock code asks whether it is still what it was.
 """
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
 from torch import nn
+
+from accel.patching.structure import own_classes, torch_functions, written_in
 
 CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")  # by whoever calls a module
 OWN = __name__.partition(".")[0]  # whose modules stand in for stock's: what they run is not stock's code
 TABLES = ("_local_mapping", "_global_mapping")  # of a registry of transformers
 
 
-class CodePlace(NamedTuple):
-    """One place, and what lies there, None for nothing. label: for a reader; owner: the same for all places of one
-    class, file or table.
+class CodeTable(NamedTuple):
+    """One class, file or registry. before: what lay under its names, None for nothing.
+
+    names: those that are looked up in it; None for a class of which any name may be.
     """
 
     label: str
-    owner: object
     mapping: Mapping
-    name: str
-    value: object
+    names: tuple[str, ...] | None
+    before: dict[str, object]
 
-    @property
-    def changed(self) -> bool:
-        return self.mapping.get(self.name) is not self.value
+    def replaced(self) -> str | None:
+        """The first name under which something else lies now."""
+        now = written_in(self.mapping) if self.names is None else {name: self.mapping.get(name) for name in self.names}
+        names = (name for name in self.before | now if now.get(name) is not self.before.get(name))
+        return next((f"{self.label}.{name}" for name in names), None)
 
 
-class Code:
-    """Follows functions to those they name, within some packages: those of the classes, and of transformers' own code.
+class Code(ABC):
+    """The code of some classes as it was when this was made. A copy takes the code as it is when the copy is made.
 
-    places: what was found. chosen: the names under which functions are looked up in registries, of attention functions
-    for one.
+    Functions cannot be pickled. So a copy keeps what was replaced by then, and looks the places up at once, not at its
+    first call.
+    """
+
+    def __init__(self, kinds: Iterable[type]):
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.stale: str | None = None
+        self.tables = tuple(self.find())
+
+    def __getstate__(self):
+        state = {name: value for name, value in vars(self).items() if name != "tables"}
+        return state | {"stale": self.changed()}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.tables = tuple(self.find())
+
+    @abstractmethod
+    def find(self) -> Iterable[CodeTable]:
+        """The tables as they are now."""
+
+    def changed(self) -> str | None:
+        """What was replaced."""
+        return self.stale or next(filter(None, map(CodeTable.replaced, self.tables)), None)
+
+    def views(self) -> Iterator[Iterable]:
+        """All that lies there, as it is whenever a view is iterated over."""
+        yield from (table.mapping.values() for table in self.tables if table.names is None)
+        named = [(table.mapping, table.names) for table in self.tables if table.names is not None]
+        if named:
+            yield NamedValues(named)
+
+
+class NamedValues:
+    """What lies under names in several mappings, whenever it is asked."""
+
+    def __init__(self, named: Iterable[tuple[Mapping, Sequence[str]]]):
+        pairs = list(named)
+        self.getters = [mapping.get for mapping, _ in pairs]
+        self.names = [names for _, names in pairs]
+
+    def __iter__(self) -> Iterator:
+        return chain.from_iterable(map(map, self.getters, self.names))
+
+
+class ClassCode(Code):
+    """All that is written in these classes and their bases, and the functions of torch that it names."""
+
+    def find(self) -> Iterator[CodeTable]:
+        for base in dict.fromkeys(chain.from_iterable(map(own_classes, self.kinds))):
+            yield CodeTable(base.__name__, vars(base), None, written_in(vars(base)))
+        named: dict[ModuleType, list[str]] = {}
+        for module, name in dict.fromkeys(chain.from_iterable(map(torch_functions, self.kinds))):
+            named.setdefault(module, []).append(name)
+        for module, names in named.items():
+            yield CodeTable(
+                module.__name__, vars(module), tuple(names), {name: vars(module).get(name) for name in names}
+            )
+
+
+class CalledCode(Code):
+    """What a call of these classes runs: functions followed to those they name, within some packages, those of the
+    classes and of transformers' own code.
+
+    chosen: names under which functions are looked up in registries, of attention functions for one.
     """
 
     def __init__(self, kinds: Iterable[type], chosen: Iterable[str] = ()):
-        kinds = [kind for kind in dict.fromkeys(kinds) if _package(kind.__module__) != OWN]
         self.chosen = tuple(chosen)
+        super().__init__(kind for kind in kinds if _package(kind.__module__) != OWN)
+
+    def find(self) -> list[CodeTable]:
+        return _Followed(self.kinds, self.chosen).tables()
+
+
+class _Followed:
+    """A walk from the methods that a call runs."""
+
+    def __init__(self, kinds: Iterable[type], chosen: tuple[str, ...]):
+        self.chosen = chosen
         self.packages = {_package(kind.__module__) for kind in kinds} - {"torch"}
-        self._places: dict[tuple[object, str], CodePlace] = {}
+        self._found: dict[object, tuple[str, Mapping, dict[str, object]]] = {}  # by class, file or registry
         self._visited: set[tuple] = set()
         for kind in kinds:
             for name in CALLED:
                 self._method(kind, name)
 
-    @property
-    def places(self) -> list[CodePlace]:
-        return list(self._places.values())
+    def tables(self) -> list[CodeTable]:
+        return [CodeTable(label, mapping, tuple(found), found) for label, mapping, found in self._found.values()]
 
     def _note(self, owner: object, label: str, mapping: Mapping, name: str) -> object:
-        owner = id(mapping) if owner is None else owner
-        key = owner, name
-        if key not in self._places:
-            self._places[key] = CodePlace(f"{label}.{name}", owner, mapping, name, mapping.get(name))
-        return self._places[key].value
+        """What lies under a name. owner: of the mapping, where that is another object whenever it is asked for."""
+        _, _, found = self._found.setdefault(id(mapping) if owner is None else owner, (label, mapping, {}))
+        return found.setdefault(name, mapping.get(name))
 
     def _method(self, kind: type, name: str) -> None:
         """What a class has under this name, and the places before it where another would be found first."""
         for base in kind.__mro__[:-1]:
-            found = self._note(base, base.__qualname__, vars(base), name)
+            found = self._note(base, base.__name__, vars(base), name)
             if found is not None:
                 return None if base is nn.Module else self._follow(found, kind)
 

@@ -29,7 +29,7 @@ from torch import nn
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.ledger import Ledger
-from accel.patching.reads import Parts, Reads
+from accel.patching.relied import Parts, Relied, another_class, changed_since
 from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
 
@@ -75,12 +75,12 @@ class FastForward(ABC):
     kernels: Kernels
     ledger: Ledger
     kind: type[nn.Module]
-    reads: Reads | None
+    relied: Relied | None
     stale: str | None
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
         given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
-        self.__setstate__(given | {"kind": type(module), "reads": None, "stale": None})
+        self.__setstate__(given | {"kind": type(module), "relied": None, "stale": None})
 
     def __getstate__(self):
         # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
@@ -146,23 +146,23 @@ class FastForward(ABC):
     def remember(self) -> str | None:
         """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
         parts = self.parts()
-        self.reads = Reads(self.module, parts) if any(parts) else None
+        self.relied = Relied(self.module, parts) if any(parts) else None
         return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
 
     def changed(self) -> str | None:
-        """Why the module is not the one that was matched: its class, the forward found there, a part is another."""
+        """Why the module is not what was matched: its class, its forward, or a part is another. See `relied.py`."""
         if self.stale is not None:
             return self.stale
-        if self.reads is not None:
-            return self.reads.changed(self.module, self.parts)
+        if self.relied is not None:
+            return self.relied.changed(self.module, self.parts)
         return self._another_class()
 
     def _another_class(self) -> str | None:
         kind = type(self.module)
         if kind is not self.kind:
-            return f"its class was changed from {self.kind.__name__} to {kind.__name__} after accel.optimize"
+            return changed_since(another_class(self.kind, kind))
         if kind.forward is not self.function:
-            return f"{kind.__name__}.forward was replaced after accel.optimize"
+            return changed_since(f"{kind.__name__}.forward")
         return None
 
     def mode(self) -> str | None:

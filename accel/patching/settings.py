@@ -2,11 +2,18 @@
 
 from torch import nn
 
+from accel.patching.structure import tampered
+
 
 def settings(module: nn.Module) -> tuple:
     """The module's type and its numbers, strings and switches, by name; not whether it is in training mode."""
     named = ((name, value) for name, value in vars(module).items() if name != "training" and plain_value(value))
     return type(module), *sorted(named)
+
+
+def as_understood(module: nn.Module, known: tuple) -> bool:
+    """Whether a module may be computed from its weights still: these were its settings, and nothing hangs on it."""
+    return settings(module) == known and tampered(module) is None
 
 
 def plain_value(value: object) -> bool:

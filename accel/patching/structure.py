@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from types import CodeType, MethodType, ModuleType
@@ -87,12 +87,12 @@ def own_classes(kind: type) -> list[type]:
 
 def methods(kind: type) -> dict[str, object]:
     """What code of this class finds on it: methods and class attributes, those of torch's own base class left out."""
-    return {
-        name: value
-        for base in reversed(own_classes(kind))
-        for name, value in vars(base).items()
-        if name == "__call__" or not name.startswith("__")
-    }
+    return {name: value for base in reversed(own_classes(kind)) for name, value in written_in(vars(base)).items()}
+
+
+def written_in(attributes: Mapping[str, object]) -> dict[str, object]:
+    """Of the attributes of one class what its code may find there."""
+    return {name: value for name, value in attributes.items() if name == "__call__" or not name.startswith("__")}
 
 
 def foreign(part: object) -> str | None:
@@ -157,8 +157,9 @@ def stock_method(part: object, value: object, name: str = "forward") -> bool:
 
     Hooks do so, and people who take back what they replaced.
     """
-    found = getattr(type(part), name, None)
-    return getattr(value, "__self__", None) is part and getattr(value, "__func__", value) is found
+    if getattr(value, "__self__", None) is not part:
+        return False
+    return getattr(value, "__func__", value) is getattr(type(part), name, None)
 
 
 def plain(module: nn.Module | None, *kinds: type) -> str | None:

@@ -19,13 +19,13 @@ from accel.diffusion.schedulers import LinearUpdate
 from accel.errors import fatal, out_of_memory, reason_of, told
 from accel.fusion.norm_kind import norm_kind
 from accel.llm.analysis.mlp import activation_name
-from accel.llm.generation import relied
 from accel.llm.ptq.formats.prequantized import disagrees
 from accel.llm.ptq.model import _failure
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import _last_to_run, record
 from accel.llm.runtime.linear import _multiplies
-from accel.patching.reads import Parts, Seen
+from accel.patching.code import ClassCode
+from accel.patching.relied import Parts, Snapshot, same
 from accel.patching.rule import Rule
 from accel.patching.site import Site
 
@@ -82,9 +82,9 @@ def raising(error: Exception):
 def looked_at(error: Exception) -> bool:
     module = nn.Module()
     module.held = Incomparable(error)
-    seen = Seen(None, Parts((module,)))
+    snapshot = Snapshot(None, Parts((module,)), ClassCode([]))
     module.held = Incomparable(error)
-    return seen.holds()
+    return snapshot.holds()
 
 
 class Updating(UniPCMultistepScheduler):
@@ -147,7 +147,7 @@ SITES = {
     "activation": (lambda e: activation_name(Raising(e)), None),
     "linear": (lambda e: _multiplies(RaisingLinear(e)), False),
     "attributes": (lambda e: _equal_lists([Incomparable(e)], [1]), False),
-    "settings": (lambda e: relied._equal(Incomparable(e), Incomparable(e)), False),
+    "settings": (lambda e: same(Incomparable(e), Incomparable(e)), False),
     "parts": (looked_at, False),
     "scheduler": (linear_update, False),
     "warm-up": (warmed_up, True),

@@ -7,7 +7,7 @@ from torch import nn
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
-from accel.patching.reads import Parts
+from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.structure import holds, meta_weights, plain
 

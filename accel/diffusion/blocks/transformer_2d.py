@@ -15,7 +15,7 @@ from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_ch
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
-from accel.patching.reads import Parts, Reads
+from accel.patching.relied import Parts, Relied
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
@@ -59,7 +59,7 @@ class TransformerBlockForward(FastForward):
 
     def __init__(self, module, path, kernels, ledger):
         super().__init__(module, path, kernels, ledger)
-        self.feed_forward = Reads(None, self.feed_forward_parts())
+        self.feed_forward = Relied(None, self.feed_forward_parts())
 
     def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:

@@ -15,7 +15,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.relied import Relied
+from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
@@ -23,7 +23,6 @@ from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fast_forward import FastForward
-from accel.patching.structure import foreign_hooks
 
 # What a fast call understands; of anything else the call runs stock.
 UNDERSTOOD = {
@@ -45,8 +44,7 @@ class DecoderForward(FastForward):
     def __init__(self, module, path, kernels, ledger, stack: str, layers: list[LayerForward], steps: ForwardContext):
         super().__init__(module, path, kernels, ledger)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.relied: Relied | None = None  # once the model has been tried
-        self.around: frozenset[str] = frozenset()  # paths of the modules around the layers that a text goes through
+        self.relied_model: ModelRelied | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
@@ -254,13 +252,13 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
-                beside = None if self.relied is None else self.relied.views()
+                beside = None if self.relied_model is None else self.relied_model.views()
                 self.seen = Fingerprint(self.module, self.convention.passed, beside)
         if self.reason is not None:
             raise Unfit(self.reason)
 
     def _bind(self, stack: bool) -> str | None:
-        reason = (self.relied and self.relied.changed()) or self._shown()
+        reason = None if self.relied_model is None else self.relied_model.changed()
         if reason is not None:
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
@@ -276,20 +274,6 @@ class DecoderForward(FastForward):
     def _stack(self) -> Iterable[nn.Module]:
         """The model's layers now, in place of those that were understood."""
         return self.module.get_submodule(self.stack)
-
-    def _shown(self) -> str | None:
-        """Why a hook would be shown what only we have: an empty cache, a mask made up. Those of transformers look at
-        neither; and whoever takes one tensor and no more is not given them.
-        """
-        for path, module in self.module.named_modules():
-            if path and path in self.around and foreign_hooks(module) and not _takes_one(module):
-                return f"forward hooks on {path}, which would be shown an empty cache"
-        return None
-
-
-def _takes_one(module: nn.Module) -> bool:
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _capturing() -> bool:

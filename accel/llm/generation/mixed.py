@@ -91,7 +91,7 @@ class MixedForward(DecoderForward):
             seen = self.seen if len(mine) == len(self.layers) else None
             if seen is None or not (seen.reachable() and seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
-                beside = None if self.relied is None else self.relied.views()
+                beside = None if self.relied_model is None else self.relied_model.views()
                 self.seen = Fingerprint(nn.ModuleList(mine), beside=beside)
         if self.reason is not None:
             raise Unfit(self.reason)

@@ -1,5 +1,6 @@
 """What the fused forward of a language model stands in for without asking at every call: fields of configurations that
-stock code reads in a call, and that code itself, registries of attention functions included.
+stock code reads in a call, that code itself, registries of attention functions included, and the modules around the
+layers, which are shown an empty cache and a mask made up. See `accel/patching/relied.py`.
 """
 
 import copy
@@ -14,9 +15,11 @@ from types import FunctionType
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.errors import reason_of
 from accel.llm.recording.implementation import EXPERTS, foreign_experts, lent_configs
-from accel.patching.code import Code
+from accel.llm.runtime.layer_parts import replaced_forward
+from accel.patching.code import CalledCode, NamedValues
+from accel.patching.relied import another_class, changed_since, same
+from accel.patching.structure import foreign_hooks
 
 ATTENTION = "_attn_implementation"
 CHOICES = {EXPERTS, EXPERTS.removesuffix("_internal")}  # among functions of equal results, or of the user's
@@ -24,81 +27,91 @@ ABSENT = "absent"
 TOKEN = re.compile(r"_token_(id|index)$")
 
 
-class Relied:
+class ModelRelied:
     """The state of all that when it was made; `changed` tells what is another since.
 
-    read: configurations, and the names of their fields that matter, see `relevant`.
+    read: configurations, and the names of their fields that matter, see `relevant`. shown: paths of modules that are
+    called with what only the fused forward has.
     """
 
-    def __init__(self, model: nn.Module, read: Iterable[tuple[PreTrainedConfig, set[str]]]):
-        self.model, self.stale = model, None
+    def __init__(self, model: nn.Module, read: Iterable[tuple[PreTrainedConfig, set[str]]], shown: Iterable[str] = ()):
+        self.model = model
+        self.stale: str | None = None
         self.held = {path: vars(module)["config"] for path, module in model.named_modules() if _configured(module)}
         self.fields = [
             (config, name, _kept(getattr(config, name, ABSENT))) for config, names in read for name in sorted(names)
         ]
         self.configurations = configurations(model)
         self.experts = foreign_experts(self.configurations)
-        self._code = self._found()  # now: what is replaced before the first call is another already
+        chosen = {getattr(config, ATTENTION, None) for config in self.configurations} - {None}
+        self.code = CalledCode(map(type, model.modules()), chosen)  # now: before the first call it may be another
+        found = ((path, model.get_submodule(path)) for path in sorted(shown))
+        self.shown = {path: (type(one), replaced_forward(one) is None) for path, one in found if not _takes_one(one)}
 
     def __getstate__(self):
-        # The code cannot be pickled; whether it is another by now is what a copy has to know.
-        return vars(self) | {"_code": None, "stale": self.changed()}
-
-    @property
-    def code(self) -> Code:
-        if self._code is None:  # of a copy
-            self._code = self._found()
-        return self._code
-
-    def _found(self) -> Code:
-        chosen = {getattr(config, ATTENTION, None) for config in configurations(self.model)} - {None}
-        return Code(map(type, self.model.modules()), chosen)
+        return vars(self) | {"stale": self.changed()}
 
     def changed(self) -> str | None:
         """What is another than when the model was optimized."""
         if self.stale is not None:
             return self.stale
+        modules = dict(self.model.named_modules())
+        what = self._another(modules)
+        return self._hung(modules) if what is None else changed_since(what)
+
+    def _another(self, modules: dict[str, nn.Module]) -> str | None:
+        gone = next((path for path in chain(self.held, self.shown) if path not in modules), None)
+        if gone is not None:
+            return f"{gone}, which is gone,"
         for path, config in self.held.items():
-            if vars(self.model.get_submodule(path)).get("config") is not config:
-                return f"the configuration of {path or 'the model'} was replaced after accel.optimize"
+            if vars(modules[path]).get("config") is not config:
+                return f"the configuration of {path or 'the model'}"
         for config, name, value in self.fields:
-            if not _equal(getattr(config, name, ABSENT), value):
-                return f"config.{name} was changed after accel.optimize"
-        place = next((place for place in self.code.places if place.changed), None)
-        if place is not None:
-            return f"{place.label} was replaced after accel.optimize"
+            if not same(getattr(config, name, ABSENT), value):
+                return f"config.{name}"
+        replaced = self.code.changed()
+        if replaced is not None:
+            return replaced
         if foreign_experts(self.configurations) != self.experts:
-            return "the implementation of experts was changed after accel.optimize"
+            return "the implementation of experts"
+        for path, (kind, _) in self.shown.items():
+            if type(modules[path]) is not kind:
+                return f"{path}: {another_class(kind, type(modules[path]))}"
+        return None
+
+    def _hung(self, modules: dict[str, nn.Module]) -> str | None:
+        """Why code of the user's would be shown what only we have. Hooks of transformers look at neither."""
+        for path, (_, plain) in self.shown.items():
+            reason = "forward hooks" if foreign_hooks(modules[path]) else None
+            reason = reason or (replaced_forward(modules[path]) if plain else None)
+            if reason is not None:
+                return f"{path} has {reason}, which would be shown an empty cache"
         return None
 
     def views(self) -> Iterator[Iterable]:
         """All of it as it is whenever it is asked, for a `Fingerprint`."""
-        mappings: dict[object, tuple] = {}
-        for place in self.code.places:
-            mappings.setdefault(place.owner, (place.mapping, []))[1].append(place.name)
+        yield from self.code.views()
+        mappings = []
         for config in self.configurations:
             fields = vars(config)
-            mappings[id(config)] = fields, [name for name in fields if name not in CHOICES]
+            mappings.append((fields, [name for name in fields if name not in CHOICES]))
             yield from map(_live, filter(_several, fields.values()))
             yield from (_live(v) for value in fields.values() if _several(value) for v in _live(value) if _several(v))
-        yield _Names(self, list(mappings.values()))
-        yield _Held([vars(self.model.get_submodule(path)) for path in self.held])
+        yield NamedValues(mappings)
+        yield _Experts(self)
+        modules = dict(self.model.named_modules())
+        yield _Held([vars(modules[path]) for path in self.held if path in modules])
 
 
-class _Names:
-    """What lies under names in several mappings, how many fields each configuration has, and the user's experts."""
+class _Experts:
+    """How many fields each configuration has, and the user's experts."""
 
-    def __init__(self, relied: Relied, mappings: list[tuple]):
-        self.relied, self.mappings = relied, [(mapping.get, names) for mapping, names in mappings]
+    def __init__(self, relied: ModelRelied):
+        self.relied = relied
 
     def __iter__(self):
-        relied = self.relied
-        named = (map(get, names) for get, names in self.mappings)
-        return chain(
-            map(len, map(vars, relied.configurations)),
-            foreign_experts(relied.configurations),
-            chain.from_iterable(named),
-        )
+        found = self.relied.configurations
+        return chain(map(len, map(vars, found)), foreign_experts(found))
 
 
 class _Held:
@@ -184,11 +197,7 @@ def _kept(value: object) -> object:
     return value if isinstance(value, PreTrainedConfig) else copy.deepcopy(value)
 
 
-def _equal(value: object, before: object) -> bool:
-    if isinstance(value, PreTrainedConfig) or isinstance(before, PreTrainedConfig):
-        return value is before
-    try:
-        return type(value) is type(before) and bool(value == before)
-    except Exception as error:  # what cannot say whether it equals something
-        reason_of(error)
-        return value is before
+def _takes_one(module: nn.Module) -> bool:
+    """Whether it is given one tensor and no more, and so is shown nothing that stock would not show it."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

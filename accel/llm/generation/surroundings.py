@@ -8,15 +8,17 @@ from functools import partial
 from transformers import DynamicCache
 
 from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
-from accel.llm.generation.relied import Relied, reading, relevant
+from accel.llm.generation.relied import ModelRelied, reading, relevant
 from accel.llm.generation.self_test import PROMPT, fused_layers, pieces_of, written
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import resting
 
 
-def relied_on(forward: DecoderForward, call: Callable | None = None) -> tuple[Relied, frozenset[str]]:
-    """What stock reads in a prompt and a step, of which the fused forward does not ask; and the paths of the modules
-    around the layers that a text goes through. call: runs pieces of a text fused; else all layers are.
+def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRelied:
+    """What stock reads in a prompt and a step, of which the fused forward does not ask.
+
+    call: runs pieces of a text fused, where stock layers are between; else all layers are. Then modules around them are
+    shown what only the fused forward has; between stock layers they are shown what stock would show them.
     """
     pieces = list(pieces_of(forward, within_positions(forward.module, (PROMPT, 1))))
     with resting(forward.module):
@@ -33,7 +35,8 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> tuple[Re
             finally:
                 forward.apart = False
     forward.seen = None
-    return Relied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO))), frozenset(around)
+    shown = around - {""} if call is None else ()
+    return ModelRelied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO)), shown)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from accel.llm.analysis.mlp import activation_name
 from accel.llm.recording.implementation import foreign_experts
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
+from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
-from accel.patching.settings import settings
-from accel.patching.structure import meta_weights, tampered
+from accel.patching.structure import meta_weights
 
 PROBED = 3  # tokens
 
@@ -20,7 +20,8 @@ class ExpertsForward(FastForward):
 
     def __init__(self, module, path, kernels, ledger, names: tuple[str, str], activation: str):
         super().__init__(module, path, kernels, ledger)
-        self.names, self.activation, self.known = names, activation, _settings(module)
+        self.names, self.activation = names, activation
+        self.parameters = tuple(module._parameters)
 
     def __call__(self, *args, **kwargs):
         if (
@@ -38,21 +39,22 @@ class ExpertsForward(FastForward):
         config = vars(self.module).get("config")
         if config is not None and foreign_experts([config]):
             return "an implementation of the user's"
-        if _settings(self.module) != self.known or any(tampered(child) for child in self.module.children()):
-            return "changed since it was optimized"
-        return self.kernels.experts.supports(x, index, weights, *self._weights(), self.activation)
+        if tuple(self.module._parameters) != self.parameters:
+            return changed_since("which weights it has")
+        return self.kernels.experts.supports(x, index, weights, *self._stacks(), self.activation)
+
+    def parts(self) -> Parts:
+        return Parts((self.module, *self.module.children()))
+
+    def remember(self) -> None:
+        """Any class will do, as each token is computed by itself."""
+        super().remember()
 
     def fast(self, x, index, weights):
-        return self.kernels.experts(x, index, weights, *self._weights(), self.activation)
+        return self.kernels.experts(x, index, weights, *self._stacks(), self.activation)
 
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(self.module._parameters[name] for name in self.names)
-
-
-def _settings(module) -> tuple:
-    """What the formula hangs on besides the weights: of the module and its activation, and what weights there are."""
-    own = tuple(vars(module)["_parameters"])
-    return own, settings(module), *(settings(child) for child in module.children())
 
 
 def match_experts(site, context) -> Match | Skip | None:

@@ -8,12 +8,13 @@ from torch import nn
 from accel.fusion.stacked_linears import alike
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.runtime.attention_kinds import attention_kind_of
-from accel.llm.runtime.basis import Basis
+from accel.llm.runtime.layer_parts import LayerParts
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, Changed
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fast_forward import FastForward
+from accel.patching.relied import changed_since
 
 
 class LayerForward(FastForward):
@@ -32,7 +33,7 @@ class LayerForward(FastForward):
             called = (*called, spec.mlp.whole)
         elif spec.mlp.whole:
             looked_at.append(spec.mlp.whole)
-        self.basis = Basis(module, called, [*looked_at, *filter(None, (spec.mlp.act,))])
+        self.layer_parts = LayerParts(module, called, [*looked_at, *filter(None, (spec.mlp.act,))])
 
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
@@ -63,10 +64,10 @@ class LayerForward(FastForward):
 
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:
-            return "its forward was replaced"
+            return changed_since("its forward")
         if self.module.training or self.module.get_submodule(self.spec.attention.name).training:
             return "training mode"
-        return self.basis.changed(self.module)
+        return self.layer_parts.changed(self.module)
 
     def fast(self, step: Step, *args, **kwargs):
         x = args[0] if args else kwargs["hidden_states"]

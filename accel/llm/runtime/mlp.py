@@ -7,7 +7,7 @@ from torch import nn
 from accel.llm.analysis.mlp import MlpSpec
 from accel.llm.runtime.linear import QuantizedWeights, Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
-from accel.patching.settings import settings
+from accel.patching.settings import as_understood
 from accel.patching.structure import tampered
 
 
@@ -46,9 +46,8 @@ class BoundMlp:
         """Whether the module itself must be called: unknown inside, or something put on it or its activation."""
         if not self.spec.first:
             return True
-        act = layer.get_submodule(self.spec.act)
-        changed = settings(act) != self.spec.settings or tampered(act) is not None
-        return changed or (self.whole is not None and tampered(self.whole) is not None)
+        understood = as_understood(layer.get_submodule(self.spec.act), self.spec.settings)
+        return not understood or (self.whole is not None and tampered(self.whole) is not None)
 
     def __call__(self, kernels, before: NormedInput, residual: torch.Tensor | None = None, scale=1.0) -> torch.Tensor:
         """residual + scale * mlp(norm(x))."""

@@ -14,8 +14,7 @@ from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
 from accel.patching.fast_forward import Kernels
-from accel.patching.settings import settings
-from accel.patching.structure import tampered
+from accel.patching.settings import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many
 from accel.quantization.rows import Rows
@@ -26,7 +25,7 @@ class BoundNorm:
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: NormSpec):
         module = layer.get_submodule(spec.name)
-        kind = spec.kind if settings(module) == spec.settings and tampered(module) is None else None
+        kind = spec.kind if as_understood(module, spec.settings) else None
         self.norm: Norm | None = None if kind is None else kind.of(module)
         self.call: Callable = module
         if self.norm is not None and (mine := users_norm(kernels, self.norm)) is not None:

@@ -208,7 +208,7 @@ def test_what_is_replaced_before_the_first_call_is_seen(pair):
     with put(kind, "forward", halved(kind.forward)):
         same(generate(ours, ids, None), generate(stock, ids, None))
     assert {reason for _, reason, _ in accel.report(ours).fallbacks} == {
-        f"{kind.__name__}.forward was replaced after accel.optimize"
+        f"{kind.__name__}.forward was changed after accel.optimize"
     }
 
 
