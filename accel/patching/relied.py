@@ -9,8 +9,9 @@ as all that stock code would read, and the fused one does not, is as it was then
 - what hangs on a part that is not called any more: hooks, a replaced forward, training mode;
 - of language models also the configurations and their fields (`llm/generation/relied.py`).
 
-Weights are not on it. Fused forwards read them where they lie; what is computed from them ahead of a call goes by their
-versions, as autograd counts them (`fusion/loop.py`), a CUDA graph by their addresses (`cuda_graphs/fingerprint.py`).
+Weights are not on it. Fused forwards read them where they lie. What is computed from them ahead of a call goes by their
+versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by their addresses
+(`cuda_graphs/fingerprint.py`).
 
 | who | what is noted | compared |
 |---|---|---|
@@ -181,10 +182,10 @@ def settings_of(part: object, members: set[int] | frozenset[int] = frozenset()) 
     attributes = {k: v for k, v in getattr(part, "__dict__", {}).items() if not stock_method(part, v, k)}
     if not isinstance(part, nn.Module):
         return {name: _kept(value) for name, value in attributes.items()}
-    children = (name for name, child in attributes["_modules"].items() if child is not None)
+    children = {name: None if child is None else THERE for name, child in attributes["_modules"].items()}
     values = (pair for pair in attributes.items() if pair[0] not in BASE and pair[0] not in IRRELEVANT)
     found = {name: THERE if id(value) in members else _kept(value) for name, value in values}
-    return found | dict.fromkeys(children, THERE)
+    return found | children
 
 
 def _kept(value: object) -> object:

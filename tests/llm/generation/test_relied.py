@@ -4,6 +4,7 @@ changed back.
 
 import copy
 import inspect
+import pickle
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import accel
+from accel.patching.code import OWN
+from accel.quantization.module import QuantizedLinear
 from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, same
 
@@ -137,6 +140,40 @@ def child(models, find, name, new):
             setattr(owner, name, old)
 
 
+@contextmanager
+def other_inside(*models):
+    """Of a class that looks at the cache, as code of the user's may."""
+    kind = type(models[0].model)
+
+    class Counting(kind):
+        def forward(self, *args, past_key_values=None, **kwargs):
+            stored = past_key_values.get_seq_length()
+            output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+            output.last_hidden_state = output.last_hidden_state * (2 + stored)
+            return output
+
+    for model in models:
+        model.model.__class__ = Counting
+    try:
+        yield
+    finally:
+        for model in models:
+            model.model.__class__ = kind
+
+
+def counted(inner):
+    """A forward that looks at the cache, in the place of the instance's own."""
+    forward = inner.forward
+
+    def replaced(*args, past_key_values=None, **kwargs):
+        stored = past_key_values.get_seq_length()
+        output = forward(*args, past_key_values=past_key_values, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * (2 + stored)
+        return output
+
+    return replaced
+
+
 # (family, what changes, whether it shows in what stock computes, words of the reason)
 CHANGES = {
     "an attention of the user's": ("llama", custom, True, "_attn_implementation"),
@@ -166,6 +203,13 @@ CHANGES = {
     ),
     "a module inside": (
         "gpt2", lambda *models: child(models, lambda m: first(m).mlp, "dropout", Half), True, "mlp.dropout"
+    ),
+    "a model inside of another class": ("llama", other_inside, True, "model: the class LlamaModel, Counting now,"),
+    "a forward of the model inside": (
+        "llama", lambda *models: on_each(lambda m: m.model, "forward", counted, models), True, "model has a replaced"
+    ),
+    "a module that was not there": (
+        "llama", lambda *models: on_each(attention, "q_norm", lambda _: Half(), models), False, "self_attn.q_norm"
     ),
     "a function on a module": (
         "llama", lambda *models: on_each(lambda m: first(m).mlp, "other", lambda _: F.relu, models), False, "mlp.other"
@@ -219,6 +263,33 @@ def test_a_copy_made_while_something_was_changed_knows_it(pair):
     copied = copy.deepcopy(ours)
     same(generate(copied, ids, mask), generate(stock, ids, mask))
     assert "sliding_window" in next(iter(reasons(copied)))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_what_is_replaced_between_copying_and_the_first_call_is_seen(how, pair):
+    """A copy looks the code up when it is made. Its first call would take what it finds for what was matched."""
+    ours, stock = pair("llama")
+    kind, ids, copied = type(attention(stock)), padded()[0], COPIES[how](ours)
+    with put(kind, "forward", halved(kind.forward)):
+        same(generate(copied, ids, None), generate(stock, ids, None))
+    assert list(reasons(copied)) == [f"{kind.__name__}.forward was changed after accel.optimize"]
+    told = reasons(copied)
+    same(generate(copied, ids, None), generate(stock, ids, None))
+    assert reasons(copied) == told, "it is fast again"
+
+
+def test_accels_own_classes_are_not_among_the_code_that_is_looked_at():
+    """They stand in for stock's, so what they run is not stock's code, and nothing there takes anything for granted."""
+    ours = accel.optimize(make("llama"), weights="int8")
+    assert any(type(module) is QuantizedLinear for module in ours.modules())
+    code = vars(ours)["forward"].relied_model.code
+    places = {str(t.mapping.get("__module__") or t.mapping.get("__name__")).partition(".")[0] for t in code.tables}
+    assert {"torch", "transformers"} <= places
+    assert OWN == "accel" and OWN not in places
+    assert not any(kind.__module__.startswith(OWN) for kind in code.kinds)
 
 
 def test_fields_that_no_layer_reads_cost_nothing(pair):
