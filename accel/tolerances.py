@@ -61,6 +61,8 @@ FLOOR = 1e-5
 UNITS = 16
 # Two sums of the same products, in such units: routed experts, added in another order.
 SUM_UNITS = 4
+# In times of the median token's error: one that is further off was sent to other experts. It is counted, not judged.
+FAR = 4
 # A whole output this near to stock's, root mean square, is the same to the eye: one step of the eight bits of an image.
 SEEN = 1 / 256
 # Further apart, it may drift this many times as far as stock itself drifts when its models err by their own rounding:

@@ -18,11 +18,9 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.runtime.experts import ExpertsForward
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
-from accel.tolerances import FLOOR, SUM_UNITS
+from accel.tolerances import FAR, FLOOR, SUM_UNITS
 from accel.verification.metrics import Quality
 from accel.verification.verify import ModelRecord, ModelRecorder
-
-FAR = 4  # times the error of the median token
 
 
 def median_rms(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:

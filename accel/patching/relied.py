@@ -51,7 +51,7 @@ def changed_since(what: str) -> str:
 
 def another_class(before: type, now: type) -> str:
     """What was changed, of an object that is of another class."""
-    return f"the class {before.__name__}, {now.__name__} now,"
+    return f"{now.__name__} where {before.__name__} is expected: the class"
 
 
 def same(value: object, before: object) -> bool:
@@ -79,16 +79,14 @@ class Parts(NamedTuple):
 
 
 class PartRecord(NamedTuple):
-    """One part. overridden: the method that the instance has of its own. settings: None where they do not count."""
+    """One part. overridden: the method that the instance has of its own. settings: none where they do not count."""
 
     kind: type
     overridden: str | None
-    settings: dict[str, object] | None
+    settings: dict[str, object]
 
     def others(self, now: "PartRecord") -> list[str]:
         """Names of the settings that are another now."""
-        if self.settings is None or now.settings is None:
-            return []
         before, after = self.settings, now.settings
         return [name for name in before | after if not same(after.get(name, MISSING), before.get(name, MISSING))]
 
@@ -174,7 +172,7 @@ def _records(own: nn.Module | None, parts: Parts) -> Iterator[PartRecord]:
     for part in parts.fixed:
         yield PartRecord(type(part), overridden(part), settings_of(part, members))
     for part in parts.live:
-        yield PartRecord(type(part), overridden(part), None)
+        yield PartRecord(type(part), overridden(part), {})
 
 
 def settings_of(part: object, members: set[int] | frozenset[int] = frozenset()) -> dict[str, object]:

@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from accel_kernels.op import FLOATS, Case, Op
-
-# float32 sums in another order than torch's; relative to the largest number.
-FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-SMALLEST_PEAK = 1e-3  # of numbers that an error is relative to
+from accel_kernels.tolerances import FLOOR, SMALLEST_PEAK, TIMES_TORCH
 
 
 class Wrong(Exception):
@@ -62,7 +59,7 @@ def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: 
             continue
         peak = truth.abs().max().double().clamp_min(SMALLEST_PEAK)
         off, own = (float(_difference(t, truth) / peak) for t in (mine, torchs))
-        if not off <= 2 * own + FLOOR[dtype]:
+        if not off <= TIMES_TORCH * own + FLOOR[dtype]:
             raise Wrong(f"{name}: error {off:.1e}, more than twice torch's own {own:.1e}")
     return True
 

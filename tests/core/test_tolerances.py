@@ -1,16 +1,20 @@
-"""Bounds of errors stand in one file, and are what rounding explains."""
+"""Bounds of errors stand in one file of each package, and are what rounding explains."""
 
 import re
 from pathlib import Path
 
+import accel_kernels.tolerances
 import pytest
 import torch
 
 from accel import tolerances
 from accel.tolerances import bound
 
-ACCEL = Path(tolerances.__file__).parent
-BARE = re.compile(r"(?<![\w=])[<>]=? *\d[\d.]*e-\d|[ar]tol=\d|^[A-Z_]*(LIMIT|TOLERANCE|BOUND)S? *= *[\d{]")
+BOUNDS = [Path(module.__file__) for module in (tolerances, accel_kernels.tolerances)]
+BARE = re.compile(
+    r"(?<![\w=])[<>]=? *(\d[\d.]*e-\d|\d*\.?\d+ *\* *\w+\.(abs|median))|[ar]tol=\d"
+    r"|^[A-Z_]*(LIMIT|TOLERANCE|BOUND|FLOOR)S? *= *(\d+\.\d|\d+e-|\{)"
+)
 
 
 def bare(text: str) -> list[str]:
@@ -18,12 +22,25 @@ def bare(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if BARE.search(line)]
 
 
+PLANTED = """
+ok = error <= 1e-4
+torch.allclose(a, b, atol=1e-6)
+LIMITS = {torch.float16: 2e-2}
+return off <= 0.02 * wanted.abs().max()
+FLOOR = {torch.float32: 4e-6}
+TOLERANCE = 0.5
+"""
+OF_OTHER_KINDS = """
+x = 1e-5
+if best < 0.9 * own:
+SIZE_LIMIT = 16384
+"""
+
+
 def test_no_bound_stands_elsewhere():
-    assert (
-        len(bare("ok = error <= 1e-4\ntorch.allclose(a, b, atol=1e-6)\nLIMITS = {torch.float16: 2e-2}\nx = 1e-5")) == 3
-    )
-    paths = [path for path in ACCEL.rglob("*.py") if path.name != "tolerances.py"]
-    assert not {str(path.relative_to(ACCEL)): found for path in paths if (found := bare(path.read_text()))}
+    assert len(bare(PLANTED)) == 6 and not bare(OF_OTHER_KINDS)
+    paths = [path for file in BOUNDS for path in file.parent.rglob("*.py") if path not in BOUNDS]
+    assert not {str(path): found for path in paths if (found := bare(path.read_text()))}
 
 
 @pytest.mark.parametrize("name", ["BLOCK", "FORMULA", "LOGITS"])

@@ -7,7 +7,7 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType
@@ -43,7 +43,8 @@ class ModelRelied:
         ]
         self.configurations = configurations(model)
         self.experts = foreign_experts(self.configurations)
-        chosen = {getattr(config, ATTENTION, None) for config in self.configurations} - {None}
+        names = (getattr(config, ATTENTION, None) for config in self.configurations)
+        chosen = {name for name in names if name is not None}
         self.code = CalledCode(map(type, model.modules()), chosen)  # now: before the first call it may be another
         found = ((path, model.get_submodule(path)) for path in sorted(shown))
         self.shown = {path: (type(one), replaced_forward(one) is None) for path, one in found if not _takes_one(one)}
@@ -117,7 +118,7 @@ class _Experts:
 class _Held:
     """Which configurations modules hold: by number, for some that are not the same say that they are equal."""
 
-    def __init__(self, modules: list[dict]):
+    def __init__(self, modules: list[Mapping]):
         self.modules = modules
 
     def __iter__(self):
@@ -156,7 +157,8 @@ def reading(model: nn.Module) -> Iterator[Read]:
     """Inside, counts how often the model reads which field of its configurations, absent ones too. Of copies of them,
     which its modules hold meanwhile.
     """
-    originals, found = configurations(model), []
+    originals: list[PreTrainedConfig] = configurations(model)
+    found: Read = []
     with lent_configs(model) as copies:
         for config in originals:
             found.append((config, Counter()))
@@ -178,7 +180,7 @@ def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTra
     return found
 
 
-def _counting(kind: type, counter: Counter) -> type:
+def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
     def read(self, name):
         if not name.startswith("__") and name not in CHOICES:
             counter[name] += 1

@@ -17,6 +17,7 @@ from accel_kernels.attention.matmul_attention import matmul_attention
 from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
 from accel_kernels.autotune import Choices, Form, Place, race
 from accel_kernels.errors import out_of_memory, set_aside
+from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.warmup import alongside, warming_up
 
 
@@ -220,7 +221,7 @@ def _agrees(name: str, other: str, forms: list[Form]) -> bool:
                 raise
             set_aside(error)
             return False
-        return bool(off <= 0.02 * wanted.abs().max().clamp_min(1e-6))
+        return bool(off <= BACKEND * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))
 
 
 def _load(x: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from accel_kernels.autotune import Choices, Form, Place, race
 from accel_kernels.gemm.cublaslt import TYPES, CublasLt, Product
+from accel_kernels.tolerances import ALGORITHM, SMALLEST_OUTPUT
 from accel_kernels.warmup import warming_up
 
 TORCH = "torch"
@@ -136,4 +137,4 @@ class LinearChooser(Choices):
             off = (self._run(product, rank, x, weight, bias) - wanted).abs().max()
         except RuntimeError:  # named by the heuristic, refused by the library
             return False
-        return bool(off <= 0.01 * wanted.abs().max().clamp_min(1e-6))
+        return bool(off <= ALGORITHM * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))

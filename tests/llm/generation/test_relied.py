@@ -204,7 +204,7 @@ CHANGES = {
     "a module inside": (
         "gpt2", lambda *models: child(models, lambda m: first(m).mlp, "dropout", Half), True, "mlp.dropout"
     ),
-    "a model inside of another class": ("llama", other_inside, True, "model: the class LlamaModel, Counting now,"),
+    "a model inside of another class": ("llama", other_inside, True, "model: Counting where LlamaModel is expected"),
     "a forward of the model inside": (
         "llama", lambda *models: on_each(lambda m: m.model, "forward", counted, models), True, "model has a replaced"
     ),
