@@ -184,7 +184,7 @@ def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
     def read(self, name):
         if not name.startswith("__") and name not in CHOICES:
             counter[name] += 1
-        return kind.__getattribute__(self, name)
+        return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
     return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
