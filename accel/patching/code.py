@@ -49,11 +49,11 @@ class Code(ABC):
         self.stale: str | None = None
         self.tables = tuple(self.find())
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in vars(self).items() if name != "tables"}
         return state | {"stale": self.changed()}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self.tables = tuple(self.find())
 

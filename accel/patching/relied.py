@@ -103,7 +103,7 @@ class Relied:
         self.code = ClassCode(type(part) for part in chain(*parts) if part is not None)
         self.snapshot: Snapshot | None = None
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"snapshot": None}
 
     def changed(self, own: nn.Module | None, parts: Callable[[], Parts]) -> str | None:
