@@ -9,6 +9,15 @@ from accel_kernels.elementwise.gated import gated
 from accel_kernels.norm.norm import ACTIVATIONS
 
 
+class EpilogueArguments(NamedTuple):
+    """An epilogue as kernels take it, all but the gate's weight in one argument. With a gate two biases, or none."""
+
+    bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    scale: float
+
+
 class Epilogue(NamedTuple):
     """y = residual + scale * act(product + bias), or with a gate act(product + bias) * (up product + up_bias).
 
@@ -71,21 +80,16 @@ class Epilogue(NamedTuple):
         return None
 
     @property
-    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both as kernels want them: none, or with a gate two."""
-        bias, up_bias = self.bias, self.up_bias
-        if self.up is None:
-            return bias, None
-        if bias is None:
-            return None if up_bias is None else torch.zeros_like(up_bias), up_bias
-        return bias, torch.zeros_like(bias) if up_bias is None else up_bias
+    def arguments(self) -> EpilogueArguments:
+        """All but the gate's weight."""
+        bias, up_bias = self.bias, None if self.up is None else self.up_bias
+        if up_bias is not None and bias is None:
+            bias = torch.zeros_like(up_bias)
+        elif self.up is not None and bias is not None and up_bias is None:
+            up_bias = torch.zeros_like(bias)
+        return EpilogueArguments(bias, up_bias, self.residual, float(self.scale))
 
     @property
     def flags(self) -> dict[str, object]:
-        """What kernels are compiled for."""
-        return {
-            "HAS_BIAS": self.bias is not None or (self.up is not None and self.up_bias is not None),
-            "GATE": self.up is not None,
-            "RESIDUAL": self.residual is not None,
-            "KIND": self.activation,
-        }
+        """What kernels are compiled for, besides which of their arguments are None."""
+        return {"GATE": self.up is not None, "KIND": self.activation}

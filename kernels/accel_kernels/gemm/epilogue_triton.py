@@ -7,22 +7,31 @@ from accel_kernels.elementwise.activations_triton import activate
 
 
 @triton.jit
-def epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, b_ptr, c_ptr, scale, BY_ROW: tl.constexpr,
-             HAS_BIAS: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+def epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, after, GATE: tl.constexpr, KIND: tl.constexpr):
     """Scales, bias, activation, gate and scale of a block of sums; the residual is added by whoever writes.
 
-    y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. BY_ROW: those rows
-    have scales, s and us, which are still to be multiplied.
+    y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. s_ptr, us_ptr:
+    scales of those rows, still to be multiplied, or None. after: `EpilogueArguments`.
     """
-    if BY_ROW:
+    if s_ptr is not None:
         y *= tl.load(s_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        y += tl.load(b_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    if after.bias is not None:
+        y += tl.load(after.bias + n_idx, mask=n_mask, other=0.0).to(tl.float32)
     y = activate(y, KIND)
     if GATE:
-        if BY_ROW:
+        if s_ptr is not None:
             other *= tl.load(us_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            other += tl.load(c_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+        if after.bias is not None:
+            other += tl.load(after.up_bias + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         y *= other
-    return y * scale
+    return y * after.scale
+
+
+@triton.jit
+def store_epilogue(y, other, n_idx, n_mask, place, mask, s_ptr, us_ptr, after, y_ptr, GATE: tl.constexpr,
+                   KIND: tl.constexpr):  # fmt: skip
+    """Stores at `place` what `epilogue` gives, and the residual that lies at the same place."""
+    y = epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, after, GATE, KIND)
+    if after.residual is not None:
+        y += tl.load(after.residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)

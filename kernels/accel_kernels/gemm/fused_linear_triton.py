@@ -14,8 +14,9 @@ import triton.language as tl
 from accel_kernels.attention.paged.split_kv import upcast
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue
+from accel_kernels.gemm.epilogue_triton import store_epilogue
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch
 
@@ -32,10 +33,8 @@ class Shape(NamedTuple):
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, nw_ptr, nb_ptr, r_ptr, y_ptr, n, eps, offset, scale,
-    K: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, u_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < n
@@ -49,8 +48,8 @@ def gemv_kernel(
     if GATE:
         u = tl.load(u_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     WHOLE: tl.constexpr = BLOCK_K >= K
-    if HAS_NW and WHOLE:
-        nw = tl.load(nw_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + offset
+    if norm.weight is not None and WHOLE:
+        nw = tl.load(norm.weight + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + norm.offset
     if PDL:
         tl.extra.cuda.gdc_wait()
     mean = 0.0
@@ -65,7 +64,7 @@ def gemv_kernel(
             x = tl.load(x_ptr + start + k_idx, mask=start + k_idx < K, other=0.0).to(tl.float32)
             x = tl.where(start + k_idx < K, x - mean, 0.0)
             total += x * x
-        rstd = tl.rsqrt(tl.sum(total, axis=0) / K + eps)
+        rstd = tl.rsqrt(tl.sum(total, axis=0) / K + norm.eps)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if GATE:
@@ -77,12 +76,12 @@ def gemv_kernel(
             squares += x * x
         if NORM == "layer":
             x = (x - mean) * rstd
-        if HAS_NW and WHOLE:
+        if norm.weight is not None and WHOLE:
             x *= nw
-        elif HAS_NW:
-            x *= tl.load(nw_ptr + at, mask=at < K, other=0.0).to(tl.float32) + offset
-        if HAS_NB:
-            x += tl.load(nb_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        elif norm.weight is not None:
+            x *= tl.load(norm.weight + at, mask=at < K, other=0.0).to(tl.float32) + norm.offset
+        if norm.bias is not None:
+            x += tl.load(norm.bias + at, mask=at < K, other=0.0).to(tl.float32)
         acc += w.to(tl.float32) * x[None, :]
         if GATE:
             acc_u += u.to(tl.float32) * x[None, :]
@@ -94,25 +93,21 @@ def gemv_kernel(
                 u = tl.load(u_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
     y = tl.sum(acc, axis=1)
     if NORM == "rms":
-        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
         y *= rstd
     other = y
     if GATE:
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
-    y = epilogue(y, other, n_idx, n_mask, None, None, b_ptr, c_ptr, scale, False, HAS_BIAS, GATE, KIND)
-    if RESIDUAL:
-        y += tl.load(r_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    store_epilogue(y, other, n_idx, n_mask, n_idx, n_mask, None, None, after, y_ptr, GATE, KIND)
 
 
 @triton.jit(do_not_specialize=("m",))
 def skinny_kernel(
-    x_ptr, w_ptr, u_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, u_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_idx = tl.arange(0, BLOCK_M)
@@ -148,11 +143,8 @@ def skinny_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, b_ptr, c_ptr, scale, False, HAS_BIAS, GATE, KIND)
     place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
-    if RESIDUAL:
-        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_epilogue(acc, acc_u, n_col, n_col_mask, place, mask, None, None, after, y_ptr, GATE, KIND)
 
 
 def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
@@ -161,17 +153,13 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     rows = x.numel() // k
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     epilogue, pdl = Epilogue(bias, **after), programmatic(x.device)
-    up, residual, scale, flags = epilogue.up, epilogue.residual, epilogue.scale, epilogue.flags
-    bias, up_bias = epilogue.biases
-    gate = up is not None
+    up, gate = epilogue.up, epilogue.up is not None
     if rows == 1:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
-        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        before, kind = kernel_arguments(norm)
         launch(
-            gemv_kernel, (triton.cdiv(n, shape.rows),),
-            x, weight, up, bias, up_bias, nw, nb, residual, y, n, eps, offset, float(scale),
-            K=k, NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
-            HAS_NB=nb is not None, **flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, PDL=bool(pdl),
+            gemv_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
+            K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, PDL=bool(pdl),
             num_warps=shape.warps, **pdl,
         )  # fmt: skip
         return y
@@ -180,9 +168,8 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         x = apply_norm(x, norm)
     pdl = pdl if rows > 16 or shape.early else {}  # as measured
     launch(
-        skinny_kernel, (triton.cdiv(n, shape.rows),),
-        x, weight, up, bias, up_bias, residual, y, rows, n, float(scale),
-        K=k, **flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
+        skinny_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
+        K=k, **epilogue.flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
         EARLY=shape.early, UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y

@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue
+from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.op import capability, launcher, multiprocessors, shared_memory
 from accel_kernels.warmup import launch
 
@@ -40,7 +41,15 @@ class Shape(NamedTuple):
 
 BY_HAND = "accel_kernels.gemm.int8_wgmma_triton:int8_wgmma"
 LONG = 8192  # inputs from which on loading and multiplying outweigh all that follows them
-OUTLIERS = 16  # outlier columns to a step, the least that tensor cores take
+OUTLIERS = tl.constexpr(16)  # outlier columns to a step, the least that tensor cores take
+
+
+class OutlierArguments(NamedTuple):
+    """Outliers of rows as kernels take them, all None where there are none. found: how many columns, of `capacity`."""
+
+    taken: torch.Tensor | None
+    columns: torch.Tensor | None
+    found: torch.Tensor | None
 
 
 @triton.jit
@@ -52,8 +61,7 @@ def _multiplied(taken, numbers, y, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity,
-                  BLOCK_O: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+def _add_outliers(y, outliers, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, UPCAST: tl.constexpr):
     """y plus the product of outliers and the weight's whole numbers in their columns, which 16 bits hold exactly."""
     BLOCK_K: tl.constexpr = 64
     every = count == depth
@@ -61,16 +69,16 @@ def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, de
         at = start + tl.arange(0, BLOCK_K)
         inside = at < depth
         place = m_idx.to(tl.int64)[:, None] * depth + at[None, :]
-        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & inside[None, :], other=0.0)
+        taken = tl.load(outliers.taken + place, mask=(m_idx < rows)[:, None] & inside[None, :], other=0.0)
         place = n_idx.to(tl.int64)[None, :] * depth + at[:, None]
         numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & inside[:, None], other=0)
         y = _multiplied(taken, numbers, y, UPCAST)
-    for start in range(0, tl.where(every, 0, count), BLOCK_O):
-        at = start + tl.arange(0, BLOCK_O)
+    for start in range(0, tl.where(every, 0, count), OUTLIERS):
+        at = start + tl.arange(0, OUTLIERS)
         meant = at < count
-        column = tl.load(columns_ptr + at, mask=meant, other=0)
+        column = tl.load(outliers.columns + at, mask=meant, other=0)
         place = m_idx.to(tl.int64)[:, None] * capacity + at[None, :]
-        taken = tl.load(o_ptr + place, mask=(m_idx < rows)[:, None] & meant[None, :], other=0.0)
+        taken = tl.load(outliers.taken + place, mask=(m_idx < rows)[:, None] & meant[None, :], other=0.0)
         place = n_idx.to(tl.int64)[None, :] * depth + column[:, None]
         numbers = tl.load(w_ptr + place, mask=(n_idx < n)[None, :] & meant[:, None], other=0)
         y = _multiplied(taken, numbers, y, UPCAST)
@@ -78,30 +86,30 @@ def _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, de
 
 
 @triton.jit
-def _finish(y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale,
-            HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Scales of the weight, bias, activation, gate and residual of a block of outputs, and its store."""
+def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity,
+            GATE: tl.constexpr, KIND: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Outliers and all that follows the sums of a block, and its store."""
+    if outliers.taken is not None:
+        y = _add_outliers(y, outliers, count, weight.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
+        if GATE:
+            other = _add_outliers(other, outliers, count, up.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
     n_row, n_mask = n_idx[None, :], (n_idx < n)[None, :]
-    y = epilogue(y, other, n_row, n_mask, sw_ptr, su_ptr, b_ptr, c_ptr, scale, True, HAS_BIAS, GATE, KIND)
     place, mask = m_idx.to(tl.int64)[:, None] * n + n_row, (m_idx < rows)[:, None] & n_mask
-    if RESIDUAL:
-        y += tl.load(r_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_epilogue(y, other, n_row, n_mask, place, mask, weight.scales, up.scales, after, y_ptr, GATE, KIND)
 
 
 @triton.jit(do_not_specialize=("rows", "capacity"))
 def int8_linear_kernel(
-    x_desc, w_desc, u_desc, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr,
-    w_ptr, u_ptr, rows, n, depth, capacity, scale,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x_desc, w_desc, u_desc, sx_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
+    GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if OUTLIERS > 0:
-        count = tl.load(count_ptr)
+    count = 0
+    if outliers.taken is not None:
+        count = tl.load(outliers.found)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         first = tile // (GROUP * tiles_n) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)
@@ -111,7 +119,7 @@ def int8_linear_kernel(
         if GATE:
             acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         steps = depth
-        if OUTLIERS > 0:
+        if outliers.taken is not None:
             steps = tl.where(count == depth, 0, depth)
         for k in range(0, steps, BLOCK_K):
             x = x_desc.load([m, k])
@@ -124,26 +132,14 @@ def int8_linear_kernel(
         other = y
         if GATE:
             other = acc_u.to(tl.float32) * row_scale
-        if OUTLIERS > 0:
-            y = _add_outliers(
-                y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
-            )
-            if GATE:
-                other = _add_outliers(
-                    other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
-                )
-        _finish(
-            y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE,
-            RESIDUAL, KIND,
-        )  # fmt: skip
+        _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE, KIND,
+                UPCAST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("rows", "capacity"))
 def after_product_kernel(
-    acc_ptr, acc_u_ptr, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, o_ptr, columns_ptr, count_ptr, w_ptr,
-    u_ptr, rows, n, depth, capacity, stride, scale,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTLIERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    acc_ptr, acc_u_ptr, sx_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity, stride,
+    GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     m_idx = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n_idx = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -154,17 +150,11 @@ def after_product_kernel(
     other = y
     if GATE:
         other = tl.load(acc_u_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
-    if OUTLIERS > 0:
-        count = tl.load(count_ptr)
-        y = _add_outliers(y, o_ptr, columns_ptr, count, w_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST)
-        if GATE:
-            other = _add_outliers(
-                other, o_ptr, columns_ptr, count, u_ptr, m_idx, n_idx, rows, n, depth, capacity, OUTLIERS, UPCAST
-            )
-    _finish(
-        y, other, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m_idx, n_idx, rows, n, scale, HAS_BIAS, GATE, RESIDUAL,
-        KIND,
-    )  # fmt: skip
+    count = 0
+    if outliers.taken is not None:
+        count = tl.load(outliers.found)
+    _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE, KIND,
+            UPCAST)  # fmt: skip
 
 
 def int8_linear(x, weight, bias=None, *, shape=None, **after):
@@ -183,7 +173,7 @@ def int8_linear(x, weight, bias=None, *, shape=None, **after):
 def by_tiles(x, weight, epilogue, shape):
     """The product in Triton's own tensor core instructions; outlier columns too."""
     n, depth = weight.data.shape
-    up, (bias, up_bias) = epilogue.up, epilogue.biases
+    up = epilogue.up
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
@@ -196,15 +186,13 @@ def by_tiles(x, weight, epilogue, shape):
             ((up or weight).data, shape.columns),
         )
     ]
-    pdl = programmatic(y.device)
+    (outliers, capacity), pdl = _outliers(x), programmatic(y.device)
     launch(
         int8_linear_kernel, (min(tiles, programs),),
-        *described, x.scales, weight.scales, up.scales if gate else None, bias, up_bias, epilogue.residual, y,
-        x.outliers, x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
-        0 if x.outliers is None else x.columns.numel(), float(epilogue.scale),
-        **epilogue.flags, OUTLIERS=0 if x.outliers is None else OUTLIERS, BLOCK_M=shape.rows, BLOCK_N=shape.columns,
-        BLOCK_K=shape.depth, GROUP=shape.group, FLATTEN=shape.flatten, UPCAST=interpreted(), PDL=bool(pdl),
-        num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        *described, x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
+        **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
+        FLATTEN=shape.flatten, UPCAST=interpreted(), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages,
+        **pdl,
     )  # fmt: skip
     return y
 
@@ -212,19 +200,21 @@ def by_tiles(x, weight, epilogue, shape):
 def after_product(x, weight, epilogue, sums):
     """What follows the integer sums (M, N), one or with a gate two; outliers included."""
     n, depth = weight.data.shape
-    up, (bias, up_bias) = epilogue.up, epilogue.biases
-    rows, gate = x.data.numel() // depth, up is not None
+    up = epilogue.up
+    rows = x.data.numel() // depth
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
-    height, width = 32, 128
+    (outliers, capacity), height, width = _outliers(x), 32, 128
     launch(
         after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
-        sums[0], sums[-1], x.scales, weight.scales, up.scales if gate else None, bias, up_bias, epilogue.residual, y,
-        x.outliers, x.columns, x.count, weight.data, up.data if gate else None, rows, n, depth,
-        0 if x.outliers is None else x.columns.numel(), sums[0].stride(0), float(epilogue.scale),
-        **epilogue.flags, OUTLIERS=0 if x.outliers is None else OUTLIERS,
-        BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
+        sums[0], sums[-1], x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
+        sums[0].stride(0), **epilogue.flags, BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
     )  # fmt: skip
     return y
+
+
+def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:
+    """With how many columns there is room for."""
+    return OutlierArguments(x.outliers, x.columns, x.count), 0 if x.columns is None else x.columns.numel()
 
 
 def interpreted() -> bool:

@@ -61,10 +61,9 @@ def _vector(ptr, index, mask, axis: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("rows",))
 def int8_wgmma_kernel(
-    x_desc, w_desc, u_desc, sx_ptr, sw_ptr, su_ptr, b_ptr, c_ptr, r_ptr, y_ptr, rows, n, depth, scale,
-    HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, w_desc, u_desc, sx_ptr, sw_ptr, su_ptr, after, y_ptr, rows, n, depth, GATE: gl.constexpr,
+    KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, min(BLOCK_N, 128), 32])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
@@ -122,10 +121,10 @@ def int8_wgmma_kernel(
         if GATE:
             other = acc_u.to(gl.float32) * row_scale
         n_row, n_seen = gl.expand_dims(n_idx, 0), gl.expand_dims(n_mask, 0)
-        y = epilogue(y, other, n_row, n_seen, sw_ptr, su_ptr, b_ptr, c_ptr, scale, True, HAS_BIAS, GATE, KIND)
-        if RESIDUAL:
+        y = epilogue(y, other, n_row, n_seen, sw_ptr, su_ptr, after, GATE, KIND)
+        if after.residual is not None:
             place, mask = gl.expand_dims(m_idx.to(gl.int64), 1) * n + n_row, gl.expand_dims(m_mask, 1) & n_seen
-            y += gl.load(r_ptr + place, mask=mask, other=0.0).to(gl.float32)
+            y += gl.load(after.residual + place, mask=mask, other=0.0).to(gl.float32)
         written = gl.convert_layout(y.to(y_ptr.dtype.element_ty), ROWS)  # 16 bytes to a thread
         m_out = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
         n_out = n_first * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ROWS))
@@ -139,8 +138,8 @@ def int8_wgmma(x, weight, epilogue, shape):
     shape: a Shape with 4 warps to each 64 rows of the tile, at most 256 columns, 128 with a gate.
     """
     n, depth = weight.data.shape
-    up, (bias, up_bias) = epilogue.up, epilogue.biases
-    rows, gate = x.data.numel() // depth, up is not None
+    up = epilogue.up
+    rows = x.data.numel() // depth
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
     described = [
@@ -155,9 +154,8 @@ def int8_wgmma(x, weight, epilogue, shape):
     ]
     launch(
         int8_wgmma_kernel, (min(tiles, multiprocessors(y.device)),),
-        *described, x.scales, weight.scales, up.scales if gate else None, bias, up_bias, epilogue.residual, y, rows, n,
-        depth, float(epilogue.scale), **epilogue.flags,
-        BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group, STAGES=shape.stages,
-        num_warps=shape.warps,
+        *described, x.scales, weight.scales, (up or weight).scales, epilogue.arguments, y, rows, n, depth,
+        **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
+        STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
     return y

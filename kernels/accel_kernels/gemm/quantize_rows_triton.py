@@ -21,9 +21,10 @@ from accel_kernels.gemm.quantize_rows import (
     known_columns,
 )
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.warmup import launch
 
-AT_ONCE = 32  # outliers of a row
+AT_ONCE = tl.constexpr(32)  # outliers of a row
 
 
 @triton.jit
@@ -41,22 +42,21 @@ def _statistics(x, mask, k, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr):
+def _affine(norm, k_idx, mask):
     """Weight and bias of the norm; 1 and 0 where it has none."""
     weight = 1.0
     bias = 0.0
-    if HAS_NW:
-        weight = tl.load(nw_ptr + k_idx, mask=mask, other=0.0).to(tl.float32) + offset
-    if HAS_NB:
-        bias = tl.load(nb_ptr + k_idx, mask=mask, other=0.0).to(tl.float32)
+    if norm.weight is not None:
+        weight = tl.load(norm.weight + k_idx, mask=mask, other=0.0).to(tl.float32) + norm.offset
+    if norm.bias is not None:
+        bias = tl.load(norm.bias + k_idx, mask=mask, other=0.0).to(tl.float32)
     return weight, bias
 
 
 @triton.jit(do_not_specialize=("rows",))
 def outlier_columns_kernel(
-    x_ptr, nw_ptr, nb_ptr, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, eps, offset, threshold,
-    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, threshold, NORM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
 
@@ -67,11 +67,11 @@ def outlier_columns_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     k_idx = tl.arange(0, BLOCK_K)
     mask = k_idx < k
-    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    weight, bias = _affine(norm, k_idx, mask)
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)  # the last one again costs nothing
     place = x_ptr + row.to(tl.int64)[:, None] * k + k_idx[None, :]
     x = tl.load(place, mask=mask[None, :], other=0.0).to(tl.float32)
-    h, _, factor = _statistics(x, mask[None, :], k, eps, NORM)
+    h, _, factor = _statistics(x, mask[None, :], k, norm.eps, NORM)
     if NORM != "none":
         h = h * factor * weight + bias
     found = mask & (tl.max(tl.abs(h), axis=0) > threshold)
@@ -86,48 +86,47 @@ def outlier_columns_kernel(
 
 @triton.jit(do_not_specialize=("capacity",))
 def quantize_rows_kernel(
-    x_ptr, nw_ptr, nb_ptr, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity, eps, offset,
-    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, OUTLIERS: tl.constexpr, GIVEN: tl.constexpr,
-    ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LEAST_PEAK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity,
+    NORM: tl.constexpr, ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k_idx = tl.arange(0, BLOCK_K)
     mask = k_idx < k
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    weight, bias = _affine(nw_ptr, nb_ptr, k_idx, mask, offset, HAS_NW, HAS_NB)
+    weight, bias = _affine(norm, k_idx, mask)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * k + k_idx, mask=mask, other=0.0).to(tl.float32)
-    h, mean, factor = _statistics(x, mask, k, eps, NORM)
+    h, mean, factor = _statistics(x, mask, k, norm.eps, NORM)
     if NORM != "none":
         h = tl.where(mask, h * factor * weight + bias, 0.0)
-    if OUTLIERS > 0:
+    if mask_ptr is not None:
         count = tl.load(count_ptr)
         if count == k:
             tl.store(o_ptr + row * capacity + k_idx, h.to(o_ptr.dtype.element_ty), mask=mask)
             h = tl.zeros((BLOCK_K,), tl.float32)
         else:
             h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
-        for start in range(0, tl.where(count == k, 0, count), OUTLIERS):
-            o_idx = start + tl.arange(0, OUTLIERS)
+        for start in range(0, tl.where(count == k, 0, count), AT_ONCE):
+            o_idx = start + tl.arange(0, AT_ONCE)
             o_mask = o_idx < count
             column = tl.load(columns_ptr + o_idx, mask=o_mask, other=0)
             taken = tl.load(x_ptr + row * k + column, mask=o_mask, other=0.0).to(tl.float32)
             if NORM != "none":
-                its_weight, its_bias = _affine(nw_ptr, nb_ptr, column, o_mask, offset, HAS_NW, HAS_NB)
+                its_weight, its_bias = _affine(norm, column, o_mask)
                 taken = (taken - mean) * factor * its_weight + its_bias
             tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
     # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
     peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST_PEAK)
-    if GIVEN:
+    if given_ptr is not None:
         scale = tl.load(given_ptr)
     else:
         scale = tl.div_rn(peak, REACH)
     if x_ptr.dtype.element_ty == tl.float32:
         y = tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,)))  # as the reference says
-    elif GIVEN:
+    elif given_ptr is not None:
         y = h * tl.div_rn(1.0, scale)
     else:
         # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
@@ -146,11 +145,10 @@ def _numbers(dtype: torch.dtype) -> dict:
     return {"ROUND": dtype == torch.int8} | ends
 
 
-def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
+def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
     """Those with a value above the threshold; room for all."""
     k = x.shape[-1]
     rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
-    nw, nb, eps, _, offset = norm or (None, None, 0.0, False, 0.0)
     zeros = torch.zeros(16 * triton.cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
     found = KnownColumns(
         zeros[:k],
@@ -159,8 +157,8 @@ def _found(x, norm, threshold: float, flags: dict, meta: dict, pdl: bool) -> Kno
     )
     launch(
         outlier_columns_kernel, (triton.cdiv(rows, at_once),),
-        x, nw, nb, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, eps, offset,
-        threshold, **flags, ROWS=at_once, SHARE=SHARE, PDL=pdl, **meta,
+        x, norm, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, threshold,
+        **flags, ROWS=at_once, SHARE=SHARE, PDL=pdl, **meta,
     )  # fmt: skip
     return found
 
@@ -169,9 +167,8 @@ def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     """Same arguments and result as the reference; what lies beyond `count` is not written."""
     k = x.shape[-1]
     rows, block = x.numel() // k, power_of_two(k)
-    nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
-    flags = {"NORM": "none" if norm is None else "layer" if centred else "rms"}
-    flags |= {"HAS_NW": nw is not None, "HAS_NB": nb is not None, "BLOCK_K": block}
+    before, kind = kernel_arguments(norm)
+    flags = {"NORM": kind, "BLOCK_K": block}
     meta = {"num_warps": min(16, max(1, block // 512)), "enable_fp_fusion": False}  # rounds as torch does
     data = torch.empty_like(x, dtype=dtype)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -180,14 +177,13 @@ def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     if outliers is not None:
         known = known_columns(outliers, k)
         if known is None:
-            known = _found(x, norm, float(outliers), flags, meta, bool(pdl))
+            known = _found(x, before, float(outliers), flags, meta, bool(pdl))
         mask, columns, count = known
         capacity = columns.numel()
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
     launch(
         quantize_rows_kernel, (rows,),
-        x, nw, nb, mask, columns, count, scale, data, scales, taken, k, capacity, eps, offset, **flags,
-        OUTLIERS=0 if mask is None else AT_ONCE, GIVEN=scale is not None, **_numbers(dtype), PDL=bool(pdl),
-        **meta, **pdl,
+        x, before, mask, columns, count, scale, data, scales, taken, k, capacity, **flags, **_numbers(dtype),
+        PDL=bool(pdl), **meta, **pdl,
     )  # fmt: skip
     return QuantizedRows(data, scales, x.dtype, taken, columns, count)

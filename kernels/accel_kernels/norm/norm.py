@@ -21,6 +21,22 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
 
+class NormArguments(NamedTuple):
+    """A norm as kernels take it, all of it in one argument."""
+
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+def kernel_arguments(norm: Norm | None) -> tuple[NormArguments, str]:
+    """What kernels take of a norm, and its kind, which they are compiled for: "none", "rms" or "layer"."""
+    if norm is None:
+        return NormArguments(), "none"
+    return NormArguments(norm.weight, norm.bias, norm.eps, norm.offset), "layer" if norm.centred else "rms"
+
+
 def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x: (..., C). Same shape and dtype; computed in fp32, in fp64 for fp64."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32

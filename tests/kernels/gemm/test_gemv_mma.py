@@ -41,6 +41,8 @@ def launch(jitted, grid, *args, **flags):
     (machine.programs,) = grid
 
     def value(given):
+        if isinstance(given, tuple):
+            return type(given)(*map(value, given))
         if not isinstance(given, torch.Tensor):
             return given
         data = given.reshape(-1).numpy() if given.dtype == torch.int32 else given.double().numpy().reshape(-1)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import Norm, Quantized
 from accel_kernels.gemm import epilogue_triton as epilogue
-from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.epilogue import Epilogue, EpilogueArguments
 from accel_kernels.gemm.quantized import skinny_wgmma_triton as skinny_wgmma
 from accel_kernels.gemm.quantized import tile_store_triton as tile_sums
 from accel_kernels.gemm.quantized import tile_triton as wgmma_tile
@@ -18,6 +18,7 @@ from accel_kernels.gemm.quantized import write_triton as quantized_write
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -68,19 +69,18 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbors=
     def pointer(tensor):
         return None if tensor is None else Pointer(plain(tensor).reshape(-1))
 
-    vectors = [
-        None if one is None else one.double().numpy()
-        for one in (weight.scales, weight.zeros, other.scales, other.zeros)
-    ]
+    def scaling(one):
+        scales, zeros = (None if part is None else part.double().numpy() for part in (one.scales, one.zeros))
+        return PackedWeight(None, pointer(scales), pointer(zeros))
+
+    after = EpilogueArguments(pointer(bias), pointer(bias), pointer(residual), 0.5)
     for program in range(programs) if order is None else order(programs):
         machine.program = program
         kernel(
             Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
-            Descriptor(words(other), (half, 32), 4), *map(pointer, vectors), pointer(bias), pointer(bias),
-            pointer(residual), pointer(y), pointer(parts), pointer(split_counters), pointer(sums), rows, n,
-            tiles * boxes, share, 0.5,
-            K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", ZEROS=weight.zeros is not None,
-            HAS_BIAS=bias is not None, GATE=gate, RESIDUAL=residual is not None, KIND="relu", BLOCK_M=block_m,
+            Descriptor(words(other), (half, 32), 4), scaling(weight), scaling(other), after, pointer(y), pointer(parts),
+            pointer(split_counters), pointer(sums), rows, n, tiles * boxes, share,
+            K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", GATE=gate, KIND="relu", BLOCK_M=block_m,
             BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, AT_ONCE=wgmma_tile.at_once(tile, block_m),
             PDL=True, num_warps=tile.warps,
         )  # fmt: skip
@@ -147,6 +147,8 @@ def test_the_call(format, group, gate, monkeypatch):
     machine, kernel = device(format, True, False)
 
     def value(given):
+        if isinstance(given, tuple):
+            return type(given)(*map(value, given))
         if isinstance(given, TensorDescriptor):
             data = given.base.numpy()
             data = data.astype(np.int64) & 0xFFFFFFFF if data.dtype == np.int32 else data.astype(float)
@@ -208,6 +210,7 @@ CHECK = """
 import re
 import torch
 from accel_kernels import quantized_linear
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
 from accel_kernels.gemm.quantized.tile_triton import post_scale, wgmma_tile

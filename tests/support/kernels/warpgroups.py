@@ -150,7 +150,9 @@ class Gluon:
 
     def triton(self, waiting):
         """What kernels name of `triton.language`. waiting: of `tl.extra.cuda`."""
-        return SimpleNamespace(load=self.load, float32=self.float32, extra=SimpleNamespace(cuda=waiting))
+        return SimpleNamespace(
+            load=self.load, store=self.store, float32=self.float32, extra=SimpleNamespace(cuda=waiting)
+        )
 
     def num_programs(self, axis):
         return Array(self.programs)

@@ -36,8 +36,10 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_factor,
     x_layout,
 )
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
@@ -83,17 +85,16 @@ def _joined(low, high):
 
 
 @gluon.jit
-def _words(w_ptr, u_ptr, row, at, block, blocks, step, share, n, K: gl.constexpr, GATE: gl.constexpr,
+def _words(weight, up, row, at, block, blocks, step, share, n, K: gl.constexpr, GATE: gl.constexpr,
            num_warps: gl.constexpr):  # fmt: skip
     TILE: gl.constexpr = 8 if GATE else 16
-    low = _half(w_ptr, row, at, block, blocks, step, share, n, K, TILE, 0, num_warps)
-    high = _half(u_ptr, row, at, block, blocks, step, share, n, K, TILE, 0 if GATE else 8, num_warps)
+    low = _half(weight.words, row, at, block, blocks, step, share, n, K, TILE, 0, num_warps)
+    high = _half(up.words, row, at, block, blocks, step, share, n, K, TILE, 0 if GATE else 8, num_warps)
     return low, high
 
 
 @gluon.jit
-def _scales(s_ptr, z_ptr, us_ptr, uz_ptr, row, column, block, blocks, n, K: gl.constexpr, GROUPS: gl.constexpr,
-            ZEROS: gl.constexpr, GATE: gl.constexpr):  # fmt: skip
+def _scales(weight, up, row, column, block, blocks, n, K: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr):
     """Scales and zeros (warps, 16, 8), of the block's rows, for what begins at these columns."""
     TILE: gl.constexpr = 8 if GATE else 16
     group = column // (K // GROUPS)
@@ -101,18 +102,18 @@ def _scales(s_ptr, z_ptr, us_ptr, uz_ptr, row, column, block, blocks, n, K: gl.c
     if GATE:
         place = gl.minimum(block * TILE + row % 8, n - 1) * GROUPS + group
         upper = row >= 8
-        s = gl.load(s_ptr + place, mask=inside & ~upper, other=0.0)
-        s = gl.where(upper, gl.load(us_ptr + place, mask=inside & upper, other=0.0), s)
+        s = gl.load(weight.scales + place, mask=inside & ~upper, other=0.0)
+        s = gl.where(upper, gl.load(up.scales + place, mask=inside & upper, other=0.0), s)
     else:
         place = gl.minimum(block * TILE + row, n - 1) * GROUPS + group
-        s = gl.load(s_ptr + place, mask=inside, other=0.0)
+        s = gl.load(weight.scales + place, mask=inside, other=0.0)
     z = s
-    if ZEROS:
+    if weight.zeros is not None:
         if GATE:
-            z = gl.load(z_ptr + place, mask=inside & ~upper, other=0)
-            z = gl.where(upper, gl.load(uz_ptr + place, mask=inside & upper, other=0), z)
+            z = gl.load(weight.zeros + place, mask=inside & ~upper, other=0)
+            z = gl.where(upper, gl.load(up.zeros + place, mask=inside & upper, other=0), z)
         else:
-            z = gl.load(z_ptr + place, mask=inside, other=0)
+            z = gl.load(weight.zeros + place, mask=inside, other=0)
     return s, z
 
 
@@ -128,12 +129,10 @@ def _scaled(products, s, z, sums, MIDDLE: gl.constexpr, ZEROS: gl.constexpr):
 
 @gluon.jit
 def gemv_mma_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, n, eps, offset, scale,
-    K: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr,
-    NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr, DEPTH: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, GROUPS: gl.constexpr, NORM: gl.constexpr,
+    GATE: gl.constexpr, KIND: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """NORM: by the root mean square of x, which divides the sums. All of a warp's spans fit one right factor."""
+    """NORM: "none", or "rms", which divides the sums. All of a warp's spans fit one right factor."""
     STEPS: gl.constexpr = steps_of(K, num_warps)
     PARTS: gl.constexpr = parts_of(K, GROUPS)
     gl.static_assert(STEPS * PARTS <= 8)
@@ -156,10 +155,10 @@ def gemv_mma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            _words(w_ptr, u_ptr, row, at, first + ahead // STEPS * stride, blocks, ahead % STEPS, share, n, K, GATE,
+            _words(weight, up, row, at, first + ahead // STEPS * stride, blocks, ahead % STEPS, share, n, K, GATE,
                    num_warps),
         )  # fmt: skip
-    s, z = _scales(s_ptr, z_ptr, us_ptr, uz_ptr, s_row, s_column, first, blocks, n, K, GROUPS, ZEROS, GATE)
+    s, z = _scales(weight, up, s_row, s_column, first, blocks, n, K, GROUPS, GATE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -168,13 +167,13 @@ def gemv_mma_kernel(
     inside = (column // (COLUMNS // PARTS) == x_row % PARTS) & (place < K)
     x = gl.load(x_ptr + place, mask=inside, other=0.0)
     rate = 1.0
-    if NORM:
+    if NORM == "rms":
         wide = x.to(gl.float32)
         squares = gl.sum((wide * wide).reshape([num_warps, 8, 4, 32]), axis=3)
-        rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + eps)
-        if HAS_NW:
-            nw = gl.load(nw_ptr + place, mask=inside, other=0.0)
-            x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
+        rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + norm.eps)
+        if norm.weight is not None:
+            nw = gl.load(norm.weight + place, mask=inside, other=0.0)
+            x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
     right = x_factor(x, 4, "int4", False, RIGHT)
     sums = column_sums(right, 16, MMA, LEFT)
     nothing = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
@@ -184,11 +183,11 @@ def gemv_mma_kernel(
             left = weight_factor(_joined(ring[0][0], ring[0][1]), 0, 0, "int4", DTYPE, False, False, True, LEFT)
             products = gl.where(s_place // PARTS == step, mma_v2(left, right, nothing), products)
             ring = ring[1:] + (
-                _words(w_ptr, u_ptr, row, at, block + (step + DEPTH) // STEPS * stride, blocks, (step + DEPTH) % STEPS,
+                _words(weight, up, row, at, block + (step + DEPTH) // STEPS * stride, blocks, (step + DEPTH) % STEPS,
                        share, n, K, GATE, num_warps),
             )  # fmt: skip
-        total = _scaled(products, s, z, sums, MIDDLE, ZEROS)
-        s, z = _scales(s_ptr, z_ptr, us_ptr, uz_ptr, s_row, s_column, block + stride, blocks, n, K, GROUPS, ZEROS, GATE)
+        total = _scaled(products, s, z, sums, MIDDLE, weight.zeros is not None)
+        s, z = _scales(weight, up, s_row, s_column, block + stride, blocks, n, K, GROUPS, GATE)
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
         if GATE:
             y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
@@ -197,8 +196,7 @@ def gemv_mma_kernel(
         else:
             y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
             other = y
-        write(y, other, block * TILE, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, 1, n, scale, True, HAS_BIAS, GATE,
-              RESIDUAL, KIND, OUT)  # fmt: skip
+        write(y, other, block * TILE, weight, up, after, y_ptr, 1, n, True, GATE, KIND, OUT)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:
@@ -242,26 +240,22 @@ def gemv_mma(x, weight, norm, epilogue, tile, y):
     """
     n, k = weight.shape
     spans, parts = steps_of(k, tile.warps), parts_of(k, weight.scales.shape[1])
-    up, (bias, up_bias) = epilogue.up, epilogue.biases
+    up = epilogue.up
     reason = refusal(x, weight, up)
     if reason is None and spans * parts > 8:
         reason = f"{tile.warps} warps to {k} columns: {spans} spans of {parts} scales each, more than 8"
     if reason is not None:
         raise ValueError(reason)
     gate, pdl = up is not None, programmatic(x.device)
-    inside = norm is not None and takes(norm, x.dtype)
-    if norm is not None and not inside:
-        x = apply_norm(x, norm)
-    other = up if gate else weight
+    if norm is not None and not takes(norm, x.dtype):
+        x, norm = apply_norm(x, norm), None
+    before, kind = kernel_arguments(norm)
     limit = 65536 // (32 * tile.warps * tile.programs)
     registers = {"maxnreg": limit} if limit < 255 else {}
     blocks = triton.cdiv(n, 8 if gate else 16)
     launch(
         gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
-        x, weight.data, weight.scales, weight.zeros, other.data, other.scales, other.zeros,
-        bias, up_bias, norm.weight if inside else None, epilogue.residual, y, n, float(norm.eps if inside else 0.0),
-        float(norm.offset if inside else 0.0), float(epilogue.scale),
-        K=k, GROUPS=weight.scales.shape[1], ZEROS=weight.zeros is not None, **epilogue.flags,
-        NORM=inside, HAS_NW=inside and norm.weight is not None,
-        DEPTH=tile.depth, PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+        x, PackedWeight.of(weight), PackedWeight.of(up if gate else weight), before, epilogue.arguments, y, n,
+        K=k, GROUPS=weight.scales.shape[1], NORM=kind, **epilogue.flags, DEPTH=tile.depth,
+        PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip

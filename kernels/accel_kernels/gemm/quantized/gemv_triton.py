@@ -10,7 +10,7 @@ take 2.12 ms in int8 and 1.77 in int4, where those of bf16 take 3.51 (H200, nvid
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.epilogue_triton import epilogue
+from accel_kernels.gemm.epilogue_triton import store_epilogue
 from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, planes
 
 
@@ -64,23 +64,22 @@ def _four(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, NORM: tl.constexpr,
-            HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, PER: tl.constexpr):  # fmt: skip
+def _normed(xs, mean, rstd, norm, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, NORM: tl.constexpr, PER: tl.constexpr):
     """The norm of each place, but for the 1 / rms of RMSNorm."""
     ws, bs = xs, xs
-    if HAS_NW:
-        ws = _vector(nw_ptr, q_idx, K, DTYPE, PER)
-    if HAS_NB:
-        bs = _vector(nb_ptr, q_idx, K, DTYPE, PER)
+    if norm.weight is not None:
+        ws = _vector(norm.weight, q_idx, K, DTYPE, PER)
+    if norm.bias is not None:
+        bs = _vector(norm.bias, q_idx, K, DTYPE, PER)
     inside = (q_idx[:, None] * 4 + tl.arange(0, 4)[None, :]) * PER < K
     hs = ()
     for place in tl.static_range(PER):
         h = xs[place]
         if NORM == "layer":
             h = tl.where(inside, (h - mean) * rstd, 0.0)
-        if HAS_NW:
-            h *= ws[place] + offset
-        if HAS_NB:
+        if norm.weight is not None:
+            h *= ws[place] + norm.offset
+        if norm.bias is not None:
             h += bs[place]
         hs = hs + (h,)
     return hs
@@ -115,11 +114,11 @@ def _excess_of(hs, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr, PER: tl.cons
 
 
 @triton.jit
-def _words(w_ptr, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr):
+def _words(weight, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr):
     """(quads, rows, 4): threads lie along the quads, so that each has the same quad of all rows, and x but once."""
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     # Compilers order threads by contiguity, and equals as they like: this says quads before rows, words before both.
-    place = tl.max_contiguous(w_ptr + n_row[None, :, None] * WORDS + w_idx, [2, 1, 4])
+    place = tl.max_contiguous(weight.words + n_row[None, :, None] * WORDS + w_idx, [2, 1, 4])
     if EVEN:  # where not inside, whatever was in the registers: nobody takes it
         return tl.load(place, mask=inside, eviction_policy="evict_first")
     else:
@@ -127,14 +126,14 @@ def _words(w_ptr, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
-def _numbers(s_ptr, z_ptr, n_row, groups, inside, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
+def _numbers(weight, n_row, groups, inside, GROUPS: tl.constexpr):
     """Scales and zeros of quads by rows, read as early as the words; where there are none, anything."""
     at = n_row[None, :] * GROUPS + groups[:, None]
     s, z = at, at
     if GROUPS > 1:
-        s = tl.load(s_ptr + at, mask=inside)
-    if ZEROS:
-        z = tl.load(z_ptr + at, mask=inside)
+        s = tl.load(weight.scales + at, mask=inside)
+    if weight.zeros is not None:
+        z = tl.load(weight.zeros + at, mask=inside)
     return s, z
 
 
@@ -159,11 +158,10 @@ def _products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED:
 
 @triton.jit
 def quantized_gemv_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, nb_ptr, r_ptr, y_ptr, n, two16, eps,
-    offset, scale, K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
-    DTYPE: tl.constexpr, NORM_DTYPE: tl.constexpr, NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_Q: tl.constexpr, UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight, up, norm, after, y_ptr, n, two16,
+    K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NORM_DTYPE: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
+    UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     WORDS: tl.constexpr = K // PER
@@ -171,6 +169,7 @@ def quantized_gemv_kernel(
     EVEN: tl.constexpr = WORDS % (4 * BLOCK_Q) == 0
     WHOLE: tl.constexpr = BLOCK_Q >= QUADS
     GROUPED: tl.constexpr = GROUPS > 1
+    ZEROS: tl.constexpr = weight.zeros is not None
     GROUP_QUADS: tl.constexpr = QUADS // GROUPS
     first = tl.program_id(0) * BLOCK_N
     q_idx = tl.arange(0, BLOCK_Q)
@@ -179,14 +178,14 @@ def quantized_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     always = tl.full((1, 1, 1), 1, tl.int1)
     # The first weights before the wait: they do not depend on the kernel in front.
-    w = _words(w_ptr, n_row, q_idx, always, WORDS, EVEN)
+    w = _words(weight, n_row, q_idx, always, WORDS, EVEN)
     every = tl.full((1, 1), 1, tl.int1)
     groups = tl.minimum(q_idx, QUADS - 1) // GROUP_QUADS
-    s, z = _numbers(s_ptr, z_ptr, n_row, groups, every, GROUPS, ZEROS)
+    s, z = _numbers(weight, n_row, groups, every, GROUPS)
     u, t, v = w, s, z
     if GATE:
-        u = _words(u_ptr, n_row, q_idx, always, WORDS, EVEN)
-        t, v = _numbers(us_ptr, uz_ptr, n_row, groups, every, GROUPS, ZEROS)
+        u = _words(up, n_row, q_idx, always, WORDS, EVEN)
+        t, v = _numbers(up, n_row, groups, every, GROUPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     mean = 0.0
@@ -199,15 +198,15 @@ def quantized_gemv_kernel(
         mean = tl.sum(total, axis=0) / K
         for start in tl.static_range(0, QUADS, BLOCK_Q):
             squares += _distances(_vector(x_ptr, start + q_idx, K, DTYPE, PER), mean, start + q_idx, K, PER)
-        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
     factor = 1.0
     if WHOLE:  # a program goes through several blocks of rows with the x it has once made
         xs = _vector(x_ptr, q_idx, K, DTYPE, PER)
         if NORM == "rms":
-            factor = tl.rsqrt(tl.sum(_sum(xs, 2, PER), axis=0) / K + eps)
+            factor = tl.rsqrt(tl.sum(_sum(xs, 2, PER), axis=0) / K + norm.eps)
         hs = xs
         if NORM != "none":
-            hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, q_idx, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
+            hs = _normed(xs, mean, rstd, norm, q_idx, K, NORM_DTYPE, NORM, PER)
         over, sums = _excess_of(hs, FORMAT, UNPACK_MODE, PER), _sum(hs, 1, PER)
         step = tl.num_programs(0) * BLOCK_N
         for block in range(first, n, step):
@@ -215,21 +214,18 @@ def quantized_gemv_kernel(
             n_row = tl.minimum(n_idx, n - 1).to(tl.int64)
             more = tl.full((1, 1, 1), block + step, tl.int32) < n
             later = tl.minimum(n_idx + step, n - 1).to(tl.int64)
-            next_w = _words(w_ptr, later, q_idx, more, WORDS, EVEN)
+            next_w = _words(weight, later, q_idx, more, WORDS, EVEN)
             some = more.reshape(1, 1)
-            next_s, next_z = _numbers(s_ptr, z_ptr, later, groups, some, GROUPS, ZEROS)
+            next_s, next_z = _numbers(weight, later, groups, some, GROUPS)
             next_u, next_t, next_v = next_w, next_s, next_z
             if GATE:
-                next_u = _words(u_ptr, later, q_idx, more, WORDS, EVEN)
-                next_t, next_v = _numbers(us_ptr, uz_ptr, later, groups, some, GROUPS, ZEROS)
+                next_u = _words(up, later, q_idx, more, WORDS, EVEN)
+                next_t, next_v = _numbers(up, later, groups, some, GROUPS)
             acc = _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             acc_u = acc
             if GATE:
                 acc_u = _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
-            _write(
-                acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED, HAS_BIAS,
-                GATE, RESIDUAL, KIND,
-            )  # fmt: skip
+            _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, KIND)
             w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
     else:
         acc = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
@@ -239,29 +235,26 @@ def quantized_gemv_kernel(
             next_w, next_s, next_z, next_u, next_t, next_v = w, s, z, u, t, v
             if start + BLOCK_Q < QUADS:
                 later = tl.minimum(at + BLOCK_Q, QUADS - 1) // GROUP_QUADS
-                next_w = _words(w_ptr, n_row, at + BLOCK_Q, always, WORDS, EVEN)
-                next_s, next_z = _numbers(s_ptr, z_ptr, n_row, later, every, GROUPS, ZEROS)
+                next_w = _words(weight, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                next_s, next_z = _numbers(weight, n_row, later, every, GROUPS)
                 if GATE:
-                    next_u = _words(u_ptr, n_row, at + BLOCK_Q, always, WORDS, EVEN)
-                    next_t, next_v = _numbers(us_ptr, uz_ptr, n_row, later, every, GROUPS, ZEROS)
+                    next_u = _words(up, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                    next_t, next_v = _numbers(up, n_row, later, every, GROUPS)
             xs = _vector(x_ptr, at, K, DTYPE, PER)
             if NORM == "rms":  # a factor of the whole sum: known only when all of x has been seen, and needed then
                 squares += _sum(xs, 2, PER)
             hs = xs
             if NORM != "none":
-                hs = _normed(xs, mean, rstd, offset, nw_ptr, nb_ptr, at, K, NORM_DTYPE, NORM, HAS_NW, HAS_NB, PER)
+                hs = _normed(xs, mean, rstd, norm, at, K, NORM_DTYPE, NORM, PER)
             over, sums = _excess_of(hs, FORMAT, UNPACK_MODE, PER), _sum(hs, 1, PER)
             acc += _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             if GATE:
                 acc_u += _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
         if NORM == "rms":
-            factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+            factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
         n_idx = first + tl.arange(0, BLOCK_N)
-        _write(
-            acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED, HAS_BIAS, GATE,
-            RESIDUAL, KIND,
-        )  # fmt: skip
+        _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, KIND)
 
 
 @triton.jit
@@ -270,10 +263,8 @@ def _both(a, b, c, d):
 
 
 @triton.jit
-def _write(
-    acc, acc_u, factor, n_idx, n, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, scale, GROUPED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+def _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED: tl.constexpr, GATE: tl.constexpr,
+           KIND: tl.constexpr):  # fmt: skip
     n_mask = n_idx < n
     if GATE:
         y, other = tl.reduce((acc, acc_u), 0, _both)
@@ -283,10 +274,7 @@ def _write(
         other = y
     y *= factor
     if not GROUPED:
-        y *= tl.load(s_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+        y *= tl.load(weight.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         if GATE:
-            other *= tl.load(us_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    y = epilogue(y, other, n_idx, n_mask, None, None, b_ptr, c_ptr, scale, False, HAS_BIAS, GATE, KIND)
-    if RESIDUAL:
-        y += tl.load(r_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+            other *= tl.load(up.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    store_epilogue(y, other, n_idx, n_mask, n_idx, n_mask, None, None, after, y_ptr, GATE, KIND)

@@ -16,12 +16,14 @@ from accel_kernels.gemm.quantized.gemv_mma_triton import (
 )
 from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
 from accel_kernels.gemm.quantized.gemv_triton import quantized_gemv_kernel
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny_mma
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny_kernel
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
 from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, wgmma_tile
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import capability, multiprocessors
 from accel_kernels.warmup import launch
 
@@ -56,27 +58,25 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         tile = shape or mma_tile(rows, n, format, gate, x.device)
         skinny_mma(x, weight, norm, epilogue, format, tile, y)
         return y
-    words = (*_tensors(weight), *(_tensors(up) if gate else (None, None, None)))
+    weights = PackedWeight.of(weight), PackedWeight.of(up)
     flags = {
-        "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "ZEROS": weight.zeros is not None,
-        "UNPACK_MODE": unpack_mode(x.dtype), **epilogue.flags,
+        "K": k, "GROUPS": weight.scales.shape[1], "FORMAT": format, "UNPACK_MODE": unpack_mode(x.dtype),
+        **epilogue.flags,
     }  # fmt: skip
-    (bias, up_bias), residual, scale = epilogue.biases, epilogue.residual, epilogue.scale
     if rows == 1:
         shape = shape or quantized_gemv_shape(n, k, format, gate)
-        nw, nb, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+        before, kind = kernel_arguments(norm)
+        nw, nb, *_ = before
         packed = all(t is None or (t.dtype == x.dtype and t.data_ptr() % 8 == 0) for t in (nw, nb))
         if packed:
             nw, nb = (None if t is None else t.view(torch.int64) for t in (nw, nb))
+            before = before._replace(weight=nw, bias=nb)
         dtype = NAMES[x.dtype]
         block_q = power_of_two(shape.columns * weight.bits // 128)
         launch(
             quantized_gemv_kernel, (programs(n, k, shape, x.device),),
-            x.view(-1).view(torch.int64), *words, bias, up_bias, nw, nb, residual, y, n, 1 << 16, eps, offset,
-            float(scale),
-            **flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None,
-            NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=nw is not None,
-            HAS_NB=nb is not None, BLOCK_N=shape.rows, BLOCK_Q=block_q,
+            x.view(-1).view(torch.int64), *weights, before, epilogue.arguments, y, n, 1 << 16,
+            **flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None, NORM=kind, BLOCK_N=shape.rows, BLOCK_Q=block_q,
             PDL=bool(pdl), num_warps=shape.warps, **pdl,
         )  # fmt: skip
         return y
@@ -87,7 +87,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     pdl = pdl if rows > 16 else {}  # as measured
     launch(
         quantized_skinny_kernel, (triton.cdiv(n, shape.rows),),
-        x, *words, bias, up_bias, residual, y, rows, n, float(scale),
+        x, *weights, epilogue.arguments, y, rows, n,
         **flags, SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns,
         UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps,
         num_stages=shape.stages, **pdl,
@@ -140,10 +140,6 @@ def mma_tile(rows: int, n: int, format: str, gate: bool, device: torch.device) -
     if gate:
         return Tile(32, 4, 1 if int4 else 2)
     return Tile(16, 4, 4) if int4 else Tile(32, 8, 1)
-
-
-def _tensors(weight):
-    return weight.data.view(torch.int32), weight.scales, weight.zeros
 
 
 def quantized_gemv_shape(n: int, k: int, format: str, gate: bool) -> Shape:

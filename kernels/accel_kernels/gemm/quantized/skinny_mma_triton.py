@@ -29,44 +29,46 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_factor,
     x_layout,
 )
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
 
 @gluon.jit
-def _numbers(s_ptr, z_ptr, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr):
+def _numbers(weight, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr):
     """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
     scales, zeros = 0, 0
     if SCALED:
-        scales = gl.load(s_ptr + place, mask=inside, other=0.0)
-    if ZEROS:
-        zeros = (-MIDDLE - gl.load(z_ptr + place, mask=inside, other=0).to(gl.float32)).to(s_ptr.dtype.element_ty)
+        scales = gl.load(weight.scales + place, mask=inside, other=0.0)
+    if weight.zeros is not None:
+        zeros = -MIDDLE - gl.load(weight.zeros + place, mask=inside, other=0).to(gl.float32)
+        zeros = zeros.to(weight.scales.dtype.element_ty)
     return scales, zeros
 
 
 @gluon.jit
-def _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block, g_at, g_column, BLOCKS: gl.constexpr,
-          J: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr, MIDDLE: gl.constexpr, GATE: gl.constexpr,
-          SCALED: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+def _load(weight, up, w_at, w_block, g_at, g_column, BLOCKS: gl.constexpr, J: gl.constexpr, K: gl.constexpr,
+          GROUPS: gl.constexpr, MIDDLE: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """(words, scales, zeros, the gate's other weight's words, scales, zeros) of a step."""
-    w = gl.load(w_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
+    w = gl.load(weight.words + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
     place, inside = g_at + g_column // (K // GROUPS), g_column < K
-    s, z = _numbers(s_ptr, z_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+    s, z = _numbers(weight, place, inside, MIDDLE, SCALED)
     u, t, v = w, s, z
     if GATE:
-        u = gl.load(u_ptr + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
-        t, v = _numbers(us_ptr, uz_ptr, place, inside, MIDDLE, SCALED, ZEROS)
+        u = gl.load(up.words + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
+        t, v = _numbers(up, place, inside, MIDDLE, SCALED)
     return w, s, z, u, t, v
 
 
 @gluon.jit
-def _load_x(x_ptr, nw_ptr, x_at, column, inside, K: gl.constexpr, HAS_NW: gl.constexpr):
+def _load_x(x_ptr, norm, x_at, column, inside, K: gl.constexpr):
     x = gl.load(x_ptr + x_at + column, mask=inside & (column < K), other=0.0)
     nw = 0
-    if HAS_NW:
-        nw = gl.load(nw_ptr + column, mask=column < K, other=0.0)
+    if norm.weight is not None:
+        nw = gl.load(norm.weight + column, mask=column < K, other=0.0)
     return x, nw
 
 
@@ -92,17 +94,17 @@ def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.cons
 
 @gluon.jit(do_not_specialize=("m",))
 def skinny_mma_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, u_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, nw_ptr, r_ptr, y_ptr, m, n, eps, offset, scale,
-    K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATE: gl.constexpr, NORM: gl.constexpr, HAS_NW: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr, X_DEPTH: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    x_ptr, weight, up, norm, after, y_ptr, m, n,
+    K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr,
+    KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr,
+    X_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """NORM: by the root mean square of x, which divides the sums: it is known when they are. J: words of a thread."""
+    """NORM: "none", or "rms", which divides the sums: it is known when they are. J: words of a thread."""
     OWN: gl.constexpr = J * (8 if FORMAT == "int4" else 4)  # columns of a thread
     COLUMNS: gl.constexpr = 4 * OWN
     BLOCKS: gl.constexpr = K // COLUMNS
     STEPS: gl.constexpr = (BLOCKS + num_warps - 1) // num_warps
+    ZEROS: gl.constexpr = weight.zeros is not None
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
     POST_SCALE: gl.constexpr = SCALED and (K // GROUPS) % COLUMNS == 0  # a scale covers what is multiplied at a time
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
@@ -131,15 +133,15 @@ def skinny_mma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            _load(w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + ahead * num_warps, g_at,
-                  g_column + ahead * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS),
+            _load(weight, up, w_at, w_block + ahead * num_warps, g_at, g_column + ahead * SPAN, BLOCKS, J, K, GROUPS,
+                  MIDDLE, GATE, SCALED),
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     xs = ()
     for ahead in gl.static_range(X_DEPTH):
-        xs = xs + (_load_x(x_ptr, nw_ptr, x_row * K, x_column + ahead * SPAN, x_mask, K, HAS_NW),)
+        xs = xs + (_load_x(x_ptr, norm, x_row * K, x_column + ahead * SPAN, x_mask, K),)
     acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, MMA)
     acc_u = acc
     squares = gl.zeros([num_warps, BLOCK_M, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, BLOCK_M, OWN)))
@@ -149,12 +151,12 @@ def skinny_mma_kernel(
             w, s, z, u, t, v = ring[0]
             x, nw = xs[0]
             if X_DEPTH > 1:
-                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + X_DEPTH) * SPAN, x_mask, K, HAS_NW)
-            if NORM:
+                more_x = _load_x(x_ptr, norm, x_row * K, x_column + (step + X_DEPTH) * SPAN, x_mask, K)
+            if NORM == "rms":
                 wide = x.to(gl.float32)
                 squares += gl.sum((wide * wide).reshape([num_warps, BLOCK_M, 4, OWN]), axis=3)
-                if HAS_NW:
-                    x = (wide * (nw.to(gl.float32) + offset)).to(DTYPE)
+                if norm.weight is not None:
+                    x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
             right = x_factor(x, J, FORMAT, NEIGHBORS, RIGHT)
             sums = 0.0
             if POST_SCALE and (FORMAT == "int4" or ZEROS):
@@ -162,12 +164,10 @@ def skinny_mma_kernel(
             acc = _product(acc, w, s, z, right, sums, FORMAT, DTYPE, SCALED, ZEROS, POST_SCALE, LEFT)
             if GATE:
                 acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, POST_SCALE, LEFT)
-            more = _load(
-                w_ptr, u_ptr, s_ptr, z_ptr, us_ptr, uz_ptr, w_at, w_block + (step + DEPTH) * num_warps, g_at,
-                g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED, ZEROS,
-            )  # fmt: skip
+            more = _load(weight, up, w_at, w_block + (step + DEPTH) * num_warps, g_at,
+                         g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED)  # fmt: skip
             if X_DEPTH == 1:
-                more_x = _load_x(x_ptr, nw_ptr, x_row * K, x_column + (step + 1) * SPAN, x_mask, K, HAS_NW)
+                more_x = _load_x(x_ptr, norm, x_row * K, x_column + (step + 1) * SPAN, x_mask, K)
             ring = ring[1:] + (more,)
             xs = xs[1:] + (more_x,)
 
@@ -175,12 +175,11 @@ def skinny_mma_kernel(
     other = y
     if GATE:
         other = gl.convert_layout(gl.sum(acc_u, axis=0), OUT)
-    if NORM:
+    if NORM == "rms":
         mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
-        rate = gl.expand_dims(gl.rsqrt(mean + eps), 0)
+        rate = gl.expand_dims(gl.rsqrt(mean + norm.eps), 0)
         y, other = y * rate, other * rate
-    write(y, other, first, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE, RESIDUAL,
-          KIND, OUT)  # fmt: skip
+    write(y, other, first, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
 
 
 class Tile(NamedTuple):
@@ -210,18 +209,15 @@ def skinny_mma(x, weight, norm, epilogue, format, tile, y):
     """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
     n, k = weight.shape
     rows = x.numel() // k
-    up, (bias, up_bias), pdl = epilogue.up, epilogue.biases, programmatic(x.device)
+    pdl = programmatic(x.device)
     inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
-        x = apply_norm(x, norm)
+        x, norm = apply_norm(x, norm), None
+    before, kind = kernel_arguments(norm)
     launch(
         skinny_mma_kernel, (triton.cdiv(n, tile.rows),),
-        x, weight.data.view(torch.int32), weight.scales, weight.zeros,
-        *((up.data.view(torch.int32), up.scales, up.zeros) if up is not None else (None, None, None)), bias, up_bias,
-        norm.weight if inside else None, epilogue.residual, y, rows, n, float(norm.eps if inside else 0.0),
-        float(norm.offset if inside else 0.0), float(epilogue.scale),
-        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, ZEROS=weight.zeros is not None,
-        **epilogue.flags, NORM=inside, HAS_NW=inside and norm.weight is not None, BLOCK_M=max(8, power_of_two(rows)),
-        BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows), J=words(format, rows),
-        PDL=bool(pdl), num_warps=tile.warps, **pdl,
+        x, PackedWeight.of(weight), PackedWeight.of(epilogue.up), before, epilogue.arguments, y, rows, n,
+        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, NORM=kind, **epilogue.flags,
+        BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows),
+        J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps, **pdl,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.int8_wgmma_triton import all_threads, start_load
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
@@ -83,10 +84,9 @@ def _scaled(acc, part, scaling, sums, MIDDLE: gl.constexpr, ABOVE: gl.constexpr,
 
 @gluon.jit(do_not_specialize=("m", "total", "share"))
 def skinny_wgmma_kernel(
-    x_desc, w_desc, u_desc, s_ptr, z_ptr, us_ptr, uz_ptr, b_ptr, c_ptr, r_ptr, y_ptr, part_ptr, ticket_ptr, sum_ptr, m,
-    n, total, share, scale, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
-    ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, KIND: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
+    x_desc, w_desc, u_desc, weight, up, after, y_ptr, part_ptr, ticket_ptr, sum_ptr, m, n, total, share,
+    K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
+    KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
     AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all. AT_ONCE: sums of a tile that are on their way at a time.
@@ -98,6 +98,7 @@ def skinny_wgmma_kernel(
     PIECE: gl.constexpr = 128 if FORMAT == "int4" else 64
     BOXES: gl.constexpr = (K + 2 * PIECE - 1) // (2 * PIECE)
     X_BYTES: gl.constexpr = 2 * BLOCK_M * PIECE * 2
+    ZEROS: gl.constexpr = weight.zeros is not None
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
     POST_SCALE: gl.constexpr = post_scale(K, GROUPS, FORMAT, ZEROS, BLOCK_M)
     ABOVE: gl.constexpr = POST_SCALE and (FORMAT == "int4" or ZEROS)
@@ -135,15 +136,11 @@ def skinny_wgmma_kernel(
     ahead = ()
     for early in gl.static_range(2):
         if POST_SCALE:
-            ahead = ahead + (
-                row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS, GATE,
-                           ROWS),
-            )  # fmt: skip
+            ahead = ahead + (row_scales(weight, up, low + early, high, n, K, GROUPS, BOXES, PIECE, H, GATE, ROWS),)
         elif SCALED:
             ahead = ahead + (
-                scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, low + early, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS,
-                                 GATE, num_warps),
-            )  # fmt: skip
+                scales_and_zeros(weight, up, low + early, high, n, K, GROUPS, BOXES, PIECE, H, GATE, num_warps),
+            )
     x_row = gl.arange(0, BLOCK_M, layout=OF_X)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -184,12 +181,10 @@ def skinny_wgmma_kernel(
             _load_x(x_desc, x_ready, zs, x_at, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
             # Scales of the step after the next: behind the fence that the compiler sets before those loads.
             if POST_SCALE:
-                more = row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, ZEROS,
-                                  GATE, ROWS)  # fmt: skip
+                more = row_scales(weight, up, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, GATE, ROWS)
                 ahead = (ahead[1], more)
             elif SCALED:
-                more = scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step + 2, high, n, K, GROUPS, BOXES, PIECE, H,
-                                        ZEROS, GATE, num_warps)  # fmt: skip
+                more = scales_and_zeros(weight, up, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, GATE, num_warps)
                 ahead = (ahead[1], more)
             left = factor(pieces[1], scaling[1], FORMAT, DTYPE, SCALED and not POST_SCALE, ZEROS and not POST_SCALE,
                           POST_SCALE, MIDDLE, LEFT, num_warps)  # fmt: skip
@@ -227,11 +222,9 @@ def skinny_wgmma_kernel(
             y, other = blocks(acc)
             y, other = gl.convert_layout(y, OUT), gl.convert_layout(other, OUT)
             to = tile * TILE
-            write(y, other, to, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
-                  RESIDUAL, KIND, OUT)  # fmt: skip
+            write(y, other, to, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
             if not GATE:
-                write(other, y, to + H, s_ptr, us_ptr, b_ptr, c_ptr, r_ptr, y_ptr, m, n, scale, SCALED, HAS_BIAS, GATE,
-                      RESIDUAL, KIND, OUT)  # fmt: skip
+                write(other, y, to + H, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
 
 
 def refusal(x, weight, up) -> str | None:
@@ -258,7 +251,7 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
 
     tile: a WideTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
     """
-    up, (bias, up_bias) = epilogue.up, epilogue.biases
+    up = epilogue.up
     reason = refusal(x, weight, up)
     if reason is not None:
         raise ValueError(reason)
@@ -284,9 +277,9 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     ]
     launch(
         skinny_wgmma_kernel, (programs,),
-        *described, weight.scales, weight.zeros, other.scales, other.zeros, bias, up_bias, epilogue.residual, y, parts,
-        split_counters, sums, rows, n, tiles * boxes, share, float(epilogue.scale),
+        *described, PackedWeight(None, weight.scales, weight.zeros), PackedWeight(None, other.scales, other.zeros),
+        epilogue.arguments, y, parts, split_counters, sums, rows, n, tiles * boxes, share,
         K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
-        ZEROS=zeros, **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages,
-        X_STAGES=tile.x_stages, AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+        **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages,
+        AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
     )  # fmt: skip

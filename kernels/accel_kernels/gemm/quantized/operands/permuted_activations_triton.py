@@ -12,6 +12,7 @@ import triton.language as tl
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.fused_linear_triton import apply_norm
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # columns of a program without a norm
@@ -45,9 +46,8 @@ def column_of(place, INT4: tl.constexpr, NEIGHBORS: tl.constexpr):
 # Numbers that differ from product to product are no reason to compile once more.
 @triton.jit(do_not_specialize=("split_counters", "block_m"))
 def permute_activations_kernel(
-    x_ptr, nw_ptr, nb_ptr, y_ptr, sum_ptr, ticket_ptr, split_counters, columns, padded, block_m, eps, offset,
-    NORM: tl.constexpr, HAS_NW: tl.constexpr, HAS_NB: tl.constexpr, INT4: tl.constexpr, NEIGHBORS: tl.constexpr,
-    SUMS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm, y_ptr, sum_ptr, ticket_ptr, split_counters, columns, padded, block_m, NORM: tl.constexpr,
+    INT4: tl.constexpr, NEIGHBORS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,10 +55,10 @@ def permute_activations_kernel(
     place = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = column_of(place, INT4, NEIGHBORS)
     mask = column < columns
-    if HAS_NW:
-        weight = tl.load(nw_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
-    if HAS_NB:
-        bias = tl.load(nb_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if norm.weight is not None:
+        weight = tl.load(norm.weight + column, mask=mask, other=0.0).to(tl.float32) + norm.offset
+    if norm.bias is not None:
+        bias = tl.load(norm.bias + column, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
@@ -66,14 +66,14 @@ def permute_activations_kernel(
         x = x.to(tl.float32)
         if NORM == "layer":
             x = tl.where(mask, x - tl.sum(x, axis=0) / columns, 0.0)
-        x *= tl.rsqrt(tl.sum(x * x, axis=0) / columns + eps)
-        if HAS_NW:
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / columns + norm.eps)
+        if norm.weight is not None:
             x *= weight
-        if HAS_NB:
+        if norm.bias is not None:
             x += bias
     x = x.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * padded + place, x, mask=place < padded)
-    if SUMS:  # of what is multiplied, piece by piece
+    if sum_ptr is not None:  # of what is multiplied, piece by piece
         PIECE: tl.constexpr = 128 if INT4 else 64
         piece = tl.program_id(1) * (BLOCK_C // PIECE) + tl.arange(0, BLOCK_C // PIECE)
         sums = tl.sum(x.to(tl.float32).reshape(BLOCK_C // PIECE, PIECE), axis=1)
@@ -96,15 +96,13 @@ def permute_activations(x, norm, format: str, padded: int, split_counters: int, 
     counts = torch.empty((split_counters,), device=x.device, dtype=torch.int32)
     pieces = padded // (box_columns(format) // 2)
     sums = None if block_m is None else torch.empty((pieces, block_m), device=x.device, dtype=torch.float32)
-    weight, bias, eps, centred, offset = norm or (None, None, 0.0, False, 0.0)
+    before, kind = kernel_arguments(norm)
     block = BLOCK if norm is None else power_of_two(padded)
     pdl = programmatic(x.device)
     launch(
         permute_activations_kernel, (rows, triton.cdiv(padded, block)),
-        x, weight, bias, y, sums, counts, split_counters, columns, padded, block_m or 0, float(eps), float(offset),
-        NORM="none" if norm is None else "layer" if centred else "rms", HAS_NW=weight is not None,
-        HAS_NB=bias is not None, INT4=format == "int4", NEIGHBORS=format == "fp8" or x.dtype == torch.float16,
-        SUMS=sums is not None, BLOCK_C=block, PDL=bool(pdl),
+        x, before, y, sums, counts, split_counters, columns, padded, block_m or 0, NORM=kind, INT4=format == "int4",
+        NEIGHBORS=format == "fp8" or x.dtype == torch.float16, BLOCK_C=block, PDL=bool(pdl),
         num_warps=min(16, max(4, block // 512)), **pdl,
     )  # fmt: skip
     return y, counts, sums

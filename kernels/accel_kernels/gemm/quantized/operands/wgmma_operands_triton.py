@@ -76,9 +76,8 @@ def weight_row(place, tile, n, H: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, step, high, n, K: gl.constexpr, GROUPS: gl.constexpr,
-               BOXES: gl.constexpr, PIECE: gl.constexpr, H: gl.constexpr, ZEROS: gl.constexpr, GATE: gl.constexpr,
-               ROWS: gl.constexpr):  # fmt: skip
+def row_scales(weight, up, step, high, n, K: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr,
+               PIECE: gl.constexpr, H: gl.constexpr, GATE: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
     """Scales and zeros of a step's two pieces as they are in memory, each (2 H,): one scale covers a row of a piece.
 
     ROWS: the layout of a tile's rows."""
@@ -90,24 +89,23 @@ def row_scales(s_ptr, z_ptr, us_ptr, uz_ptr, step, high, n, K: gl.constexpr, GRO
         column = step % BOXES * (2 * PIECE) + piece * PIECE
         at, inside = row + column // (K // GROUPS), (column < K) & (step < high)
         if GATE:
-            s = gl.load(s_ptr + at, mask=inside & ~upper, other=0.0)
-            t = gl.load(us_ptr + at, mask=inside & upper, other=0.0)
+            s = gl.load(weight.scales + at, mask=inside & ~upper, other=0.0)
+            t = gl.load(up.scales + at, mask=inside & upper, other=0.0)
             s = gl.where(upper, t, s)
         else:
-            s = gl.load(s_ptr + at, mask=inside, other=0.0)
+            s = gl.load(weight.scales + at, mask=inside, other=0.0)
         z = s
-        if ZEROS:
-            z = gl.load(z_ptr + at, mask=inside & ((not GATE) | ~upper), other=0)
+        if weight.zeros is not None:
+            z = gl.load(weight.zeros + at, mask=inside & ((not GATE) | ~upper), other=0)
             if GATE:
-                z = gl.where(upper, gl.load(uz_ptr + at, mask=inside & upper, other=0), z)
+                z = gl.where(upper, gl.load(up.zeros + at, mask=inside & upper, other=0), z)
         found = found + ((s, z),)
     return found
 
 
 @gluon.jit
-def scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step, high, n, K: gl.constexpr, GROUPS: gl.constexpr,
-                     BOXES: gl.constexpr, PIECE: gl.constexpr, H: gl.constexpr, ZEROS: gl.constexpr,
-                     GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def scales_and_zeros(weight, up, step, high, n, K: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr,
+                     PIECE: gl.constexpr, H: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Scales and zeros of a step's two pieces as they are in memory: of each thread's words."""
     L: gl.constexpr = half_layout(num_warps, H, 1)
     first = step // BOXES * (H if GATE else 2 * H)
@@ -119,12 +117,12 @@ def scales_and_zeros(s_ptr, z_ptr, us_ptr, uz_ptr, step, high, n, K: gl.constexp
         column = step % BOXES * (2 * PIECE) + piece * PIECE + thread * (PIECE // 4)
         inside = (column < K) & (step < high)
         group = column // (K // GROUPS)
-        s = gl.load(s_ptr + low * GROUPS + group, mask=inside, other=0.0)
-        t = gl.load(us_ptr + high_row * GROUPS + group, mask=inside, other=0.0)
+        s = gl.load(weight.scales + low * GROUPS + group, mask=inside, other=0.0)
+        t = gl.load(up.scales + high_row * GROUPS + group, mask=inside, other=0.0)
         z, v = s, t
-        if ZEROS:
-            z = gl.load(z_ptr + low * GROUPS + group, mask=inside, other=0)
-            v = gl.load(uz_ptr + high_row * GROUPS + group, mask=inside, other=0)
+        if weight.zeros is not None:
+            z = gl.load(weight.zeros + low * GROUPS + group, mask=inside, other=0)
+            v = gl.load(up.zeros + high_row * GROUPS + group, mask=inside, other=0)
         found = found + ((s, t, z, v),)
     return found
 
