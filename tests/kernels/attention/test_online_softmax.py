@@ -14,7 +14,7 @@ from accel_kernels.attention.paged.online_softmax_triton import capped
 @triton.jit
 def capped_kernel(x_ptr, y_ptr, softcap, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    tl.store(y_ptr + at, capped(tl.load(x_ptr + at), softcap, True))
+    tl.store(y_ptr + at, capped(tl.load(x_ptr + at), softcap))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.attention.paged.decode_arguments import decode_arguments
 from accel_kernels.attention.paged.kv import PADDING_MASK
 from accel_kernels.attention.paged.kv_quantization_triton import code_of, packing, power_below, rounded
 from accel_kernels.attention.paged.online_softmax_triton import attention_block, capped, finish, load_block
@@ -41,16 +42,14 @@ AT_VALID, CODES_LEAST = tl.constexpr(PADDING_MASK), tl.constexpr(KV8_BLOCKS)
 
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr,
-    where_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_cb, stride_cp,
-    layer, heads, kv_heads, scale, window, softcap, splits, few_splits, q_eps, q_offset, k_eps, k_offset,
+    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr, layer,
+    heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    HAS_PADDING_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr,
-    SPLIT: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_PADDING_MASK: tl.constexpr, SPLIT: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    COMBINE: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    element = q_ptr.dtype.element_ty
+    element = q.data.dtype.element_ty
     stored_as: tl.constexpr = element if CODE is None else CODE
     b = (tl.program_id(0) // kv_heads).to(tl.int64)
     g = (tl.program_id(0) % kv_heads).to(tl.int64)
@@ -67,11 +66,13 @@ def decode_kernel(
         values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
     k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
     v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
-    valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    valid_ptr = None
+    if HAS_PADDING_MASK:
+        valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
     first = 0
-    if HAS_WINDOW:
+    if window is not None:
         first = tl.maximum(0, stored + 1 - window) // BLOCK_N
     blocks = tl.cdiv(stored, BLOCK_N)
     share = tl.maximum(blocks - first, 1)
@@ -85,7 +86,7 @@ def decode_kernel(
     stop = tl.minimum(start + share, blocks)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
-    k, v, k_scale, v_scale = load_block(
+    block_k, block_v, k_scale, v_scale = load_block(
         keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
     )
     # How channels turn together, as in rotary_store; here all of them, or none, in pairs (i, i + half).
@@ -97,10 +98,10 @@ def decode_kernel(
     head = g * GROUP + m_idx
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    slope = row_sum
-    if HAS_SLOPES:
+    slope = None
+    if slope_ptr is not None:
         slope = tl.load(slope_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-    if HAS_SINKS:
+    if sink_ptr is not None:
         if split == 0:
             row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
             row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -109,63 +110,49 @@ def decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if PAIRS > 0:
-        angle = b * stride_cb + (d_idx % HALF) * stride_cp
-        cos = tl.load(cos_ptr + angle, mask=d_mask, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + angle, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        angle = b * angles.row + (d_idx % HALF) * angles.pair
+        cos = tl.load(angles.cos + angle, mask=d_mask, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(angles.sin + angle, mask=d_mask, other=0.0).to(tl.float32)[None, :]
     else:
         cos = 1.0
         sin = 0.0
-    q_heads = q_ptr + b * stride_qb + head[:, None] * stride_qh
+    q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
-    q = apply_rope(q_heads, qn_ptr, q_mask, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM)
-    q = q.to(element)
+    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
+    query = query.to(element)
     if UPCAST:
-        q = q.to(tl.float32)
-    q_in, q_scale = q, scale
+        query = query.to(tl.float32)
+    q_in, q_scale = query, scale
     if PACKED is not None:
         # By a power of two into the range of fp16, where what a bf16 holds is exact.
-        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), axis=1))
-        q_in, q_scale = (q.to(tl.float32) / unit[:, None]).to(tl.float16), (unit * scale)[:, None]
+        unit = power_below(tl.max(tl.abs(query.to(tl.float32)), axis=1))
+        q_in, q_scale = (query.to(tl.float32) / unit[:, None]).to(tl.float16), (unit * scale)[:, None]
     at = tl.full((BLOCK_M,), 0, tl.int32) + stored
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
-            q_in, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window, softcap,
-            slope, valid_ptr, HAS_PADDING_MASK, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, PACKED, UPCAST,
+            q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
+            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
         )  # fmt: skip
     for i in range(start + 1, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < stored
-        k, v, k_scale, v_scale = load_block(
-            keys,
-            values,
-            k_scales,
-            v_scales,
-            table,
-            n_idx,
-            n_mask,
-            d_idx,
-            d_mask,
-            kv_heads,
-            DIM,
-            STORE_BLOCK,
-            CODE,
+        block_k, block_v, k_scale, v_scale = load_block(
+            keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE,
             PACKED,
-        )
+        )  # fmt: skip
         row_max, row_sum, acc, odd = attention_block(
-            q_in, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window, softcap,
-            slope, valid_ptr, HAS_PADDING_MASK, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, PACKED, UPCAST,
+            q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
+            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
     if split == active - 1:
         one = tl.arange(0, 1)[:, None]
         new_mask = (one == 0) & d_mask[None, :]
-        k_head = k_ptr + b * stride_kb + (g + one) * stride_kh
-        k_new = apply_rope(
-            k_head, kn_ptr, new_mask, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM
-        )
+        k_head = k.data + b * k.row + (g + one) * k.head
+        k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
         k_new = k_new.to(element)
-        v_new = tl.load(v_ptr + b * stride_vb + (g + one) * stride_vh + d_idx[None, :], mask=new_mask, other=0.0)
+        v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(table + stored // STORE_BLOCK).to(tl.int64)
         slot = (block * STORE_BLOCK + stored % STORE_BLOCK) * (kv_heads * DIM)
         if CODE is not None:
@@ -179,9 +166,9 @@ def decode_kernel(
         if CODE is not None:
             k_new = k_new.to(tl.float32) * k_new_scale[:, None]
             v_new = v_new.to(tl.float32) * v_new_scale[:, None]
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-        score = capped(score, softcap, HAS_SOFTCAP)
-        if HAS_SLOPES:
+        score = tl.sum(query.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+        score = capped(score, softcap)
+        if slope is not None:
             score += slope * stored
         if HAS_PADDING_MASK:
             score = tl.where(tl.load(valid_ptr + stored) != 0, score, -float("inf"))
@@ -220,22 +207,16 @@ def decode(
     small = tile.queries == 16 and tile.channels <= 128
     registers = {"maxnreg": CODES_REGISTERS} if packed is not None and small else {}
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype)
-    angles = (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
     pdl = programmatic(q.device)
-    _, _, q_eps, _, q_offset = q_norm or (None, None, 0.0, False, 0.0)
-    _, _, k_eps, _, k_offset = k_norm or (None, None, 0.0, False, 0.0)
+    room = scratch(rows * kv_heads, splits, tile, q.device, kv.split_counters)
+    arguments, constants = decode_arguments(
+        q, k, v, out, kv, scale, room, splits, few, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window,
+        softcap=softcap, sinks=sinks, slopes=slopes,
+    )  # fmt: skip
     launch(
-        decode_kernel, (rows * kv_heads, splits),
-        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight,
-        *scratch(rows * kv_heads, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
-        q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *angles,
-        kv.layer, heads, kv_heads, float(scale), window or 0, float(softcap or 0.0), splits, few,
-        q_eps, q_offset, k_eps, k_offset,
-        GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], Q_NORM=q_norm is not None,
-        K_NORM=k_norm is not None, HAS_PADDING_MASK=kv.padding_mask is not None, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-        STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS,
-        MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group), SPLIT=splits > 1,
+        decode_kernel, (rows * kv_heads, splits), *arguments,
+        **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,
+        LEAST=LEAST_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
         CODE=code_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), PDL=bool(pdl),
         num_warps=tile.warps, num_stages=tile.stages, **pdl, **registers,
     )  # fmt: skip

@@ -62,13 +62,11 @@ def _load_values(values, row, limit, stride, WORDS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def kv8_decode_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr,
-    where_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_cb, stride_cp,
-    layer, heads, kv_heads, scale, window, softcap, splits, few_splits, q_eps, q_offset, k_eps, k_offset,
+    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr, layer,
+    heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
-    HAS_PADDING_MASK: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_SLOPES: gl.constexpr, AHEAD: gl.constexpr, BLOCK: gl.constexpr, LEAST: gl.constexpr,
-    MOST: gl.constexpr, COMBINED: gl.constexpr, SPLIT: gl.constexpr, CODE: gl.constexpr, PDL: gl.constexpr,
+    HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, BLOCK: gl.constexpr,
+    LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, CODE: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     INTEGERS: gl.constexpr = CODE == gl.int8
@@ -81,7 +79,7 @@ def kv8_decode_kernel(
     )  # fmt: skip
     K_WORDS: gl.constexpr = DIM // 16  # of a token, a thread
     V_WORDS: gl.constexpr = DIM // 32
-    element = q_ptr.dtype.element_ty
+    element = q.data.dtype.element_ty
     b = (gl.program_id(0) // kv_heads).to(gl.int64)
     g = (gl.program_id(0) % kv_heads).to(gl.int64)
     split = gl.program_id(1)
@@ -93,9 +91,11 @@ def kv8_decode_kernel(
     at = where_ptr + AT_LAYERS + OF_EACH * layer
     keys, values = gl.load(at) + g * DIM, gl.load(at + 1) + g * DIM
     k_scales, v_scales = gl.load(at + 2) + g * (4 * BLOCK), gl.load(at + 3) + g * (4 * BLOCK)
-    padding_mask = gl.load(where_ptr + AT_VALID) + b * columns * BLOCK
+    padding_mask = None
+    if HAS_PADDING_MASK:
+        padding_mask = gl.load(where_ptr + AT_VALID) + b * columns * BLOCK
     first = 0
-    if HAS_WINDOW:
+    if window is not None:
         first = gl.maximum(0, stored + 1 - window) // BLOCK
     blocks = gl.cdiv(stored, BLOCK)
     share = gl.maximum(blocks - first, 1)
@@ -154,20 +154,20 @@ def kv8_decode_kernel(
     mate = gl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
     sign = gl.where(d_idx < HALF, -1.0, 1.0)
     if PAIRS > 0:
-        angle = b * stride_cb + (d_idx % HALF) * stride_cp
-        cos = gl.expand_dims(gl.load(cos_ptr + angle).to(gl.float32), 0)
-        sin = gl.expand_dims(gl.load(sin_ptr + angle).to(gl.float32), 0)
+        angle = b * angles.row + (d_idx % HALF) * angles.pair
+        cos = gl.expand_dims(gl.load(angles.cos + angle).to(gl.float32), 0)
+        sin = gl.expand_dims(gl.load(angles.sin + angle).to(gl.float32), 0)
     else:
         cos = 1.0
         sin = 0.0
     head = g * GROUP + m_idx
-    q_heads = q_ptr + b * stride_qb + gl.expand_dims(head, 1) * stride_qh
+    q_heads = q.data + b * q.row + gl.expand_dims(head, 1) * q.head
     q_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask, 0)
-    q = apply_rope(q_heads, qn_ptr, q_mask, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM)
-    q = q.to(element)
+    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
+    query = query.to(element)
     # By a power of two into the range of fp16, where what a bf16 holds is exact.
-    unit = power_below(gl.max(gl.abs(q.to(gl.float32)), axis=1))
-    halves = (q.to(gl.float32) / gl.expand_dims(unit, 1)).to(gl.float16)
+    unit = power_below(gl.max(gl.abs(query.to(gl.float32)), axis=1))
+    halves = (query.to(gl.float32) / gl.expand_dims(unit, 1)).to(gl.float16)
     halves = gl.convert_layout(halves, FRAGMENT).to(gl.int16, bitcast=True)
     low, high = gl.split(gl.reshape(halves, [8, DIM // 2, 2]))
     pairs = (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
@@ -180,9 +180,9 @@ def kv8_decode_kernel(
     row_max = gl.full([num_warps, 32], -float("inf"), gl.float32, LANES)
     row_sum = gl.zeros([num_warps, 32], gl.float32, LANES)
     some_head = lane_g < GROUP
-    if HAS_SLOPES:
+    if slope_ptr is not None:
         slope = gl.load(slope_ptr + g * GROUP + lane_g, mask=some_head, other=0.0).to(gl.float32) * IN_BASE_2
-    if HAS_SINKS:
+    if sink_ptr is not None:
         if split == 0:
             sink = gl.load(sink_ptr + g * GROUP + lane_g, mask=some_head, other=0.0).to(gl.float32) * IN_BASE_2
             row_max = gl.where(warp == 0, sink, row_max)
@@ -208,16 +208,16 @@ def kv8_decode_kernel(
             for j in gl.static_range(4):
                 n = i * BLOCK + token + j
                 seen = n < stored
-                if HAS_WINDOW:
+                if window is not None:
                     seen = seen & (n > stored - window)
                 if HAS_PADDING_MASK:
                     seen = seen & (((seen_now >> (8 * j)) & 255) != 0)
                 log_scale, inverse = log2_and_inverse(gl.where(seen, v_scale[j], 1.0))
-                if HAS_SOFTCAP:
-                    score = capped(products[j] * (q_scale * k_scale[j]), softcap, HAS_SOFTCAP)
+                if softcap is not None:
+                    score = capped(products[j] * (q_scale * k_scale[j]), softcap)
                 else:
                     score = products[j] * (q_scale * IN_BASE_2 * k_scale[j])
-                if HAS_SLOPES:
+                if slope_ptr is not None:
                     score += slope * n
                 scores = scores + (gl.where(seen, score + log_scale, -float("inf")),)
                 inverses = inverses + (inverse,)
@@ -284,10 +284,9 @@ def kv8_decode_kernel(
 
     if split == active - 1:
         row_max, row_sum, total = add_new(
-            row_max, row_sum, total, q, k_ptr + b * stride_kb + g * stride_kh, v_ptr + b * stride_vb + g * stride_vh,
-            kn_ptr, slope_ptr, table, padding_mask, where_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
-            softcap, k_eps, k_offset, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, K_NORM, HAS_PADDING_MASK,
-            HAS_SOFTCAP, HAS_SLOPES, BLOCK, GROUP, CODE, WIDE,
+            row_max, row_sum, total, query, k.data + b * k.row + g * k.head, v.data + b * v.row + g * v.head, k_norm,
+            slope_ptr, table, padding_mask, where_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
+            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, K_NORM, BLOCK, GROUP, CODE, WIDE,
         )  # fmt: skip
     finish_heads(
         total, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, split, splits, active, b, g, heads, m_idx,

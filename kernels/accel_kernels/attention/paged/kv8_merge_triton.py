@@ -14,19 +14,16 @@ all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
 @gluon.jit
 def add_new(
-    row_max, row_sum, total, q, k_ptr, v_ptr, kn_ptr, slope_ptr, table, padding_mask, at, stored, g, kv_heads, scale,
-    softcap, k_eps, k_offset, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr,
-    K_NORM: gl.constexpr, HAS_PADDING_MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SLOPES: gl.constexpr,
+    row_max, row_sum, total, query, k_ptr, v_ptr, k_norm, slope_ptr, table, padding_mask, at, stored, g, kv_heads,
+    scale, softcap, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr, K_NORM: gl.constexpr,
     BLOCK: gl.constexpr, GROUP: gl.constexpr, CODE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Rounds and stores the new key and value, and attends to them."""
-    element = q.dtype
+    element = query.dtype
     one = gl.arange(0, 1, gl.SliceLayout(1, WIDE))
     row = gl.expand_dims(one, 1)
     mask = (row == 0) & gl.expand_dims(d_idx < DIM, 0)
-    k_new = apply_rope(
-        k_ptr + row, kn_ptr, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM
-    )
+    k_new = apply_rope(k_ptr + row, k_norm, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS, K_NORM)
     v_new = gl.load(v_ptr + row + gl.expand_dims(d_idx, 0), mask=mask, other=0.0)
     k_new, k_scale = rounded(k_new.to(element).to(gl.float32), CODE)
     v_new, v_scale = rounded(v_new.to(gl.float32), CODE)
@@ -39,11 +36,11 @@ def add_new(
     gl.store(stored_at(at, 1, CODE) + place, v_new, mask=mask)
     k_new = k_new.to(gl.float32) * gl.expand_dims(k_scale, 1)
     v_new = v_new.to(gl.float32) * gl.expand_dims(v_scale, 1)
-    score = capped(gl.sum(q.to(gl.float32) * k_new, axis=1) * scale, softcap, HAS_SOFTCAP)
-    if HAS_SLOPES:
+    score = capped(gl.sum(query.to(gl.float32) * k_new, axis=1) * scale, softcap)
+    if slope_ptr is not None:
         slope = gl.load(slope_ptr + g * GROUP + m_idx, mask=m_idx < GROUP, other=0.0).to(gl.float32) * IN_BASE_2
         score += slope * stored
-    if HAS_PADDING_MASK:
+    if padding_mask is not None:
         seen = gl.load((padding_mask + stored).to(gl.pointer_type(gl.int8)))
         score = gl.where(seen != 0, score, -float("inf"))
     new_max = gl.maximum(row_max, score)

@@ -50,9 +50,9 @@ def load_block(
 
 
 @triton.jit
-def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+def capped(scores, softcap):
     """Scores in base 2, after softcap * tanh(scores / softcap) where there is one."""
-    if HAS_SOFTCAP:
+    if softcap is not None:
         scores = softcap * _tanh(scores / softcap)
     return scores * 1.4426950408889634
 
@@ -69,10 +69,11 @@ def _tanh(x):
 @triton.jit
 def attention_block(
     q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope, valid_ptr,
-    HAS_PADDING_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`.
+
+    window, softcap, slope, valid_ptr: None where there is no such thing.
 
     Codes of 8 bits are exact in q's dtype. Their scales are no part of the products: that of a key multiplies its
     column of the scores, that of a value the weights it gets. PACKED: q is fp16, acc are the even channels and odd
@@ -88,13 +89,13 @@ def attention_block(
     products = tl.dot(q, k, input_precision="ieee") * scale
     if CODE is not None:
         products *= k_scale[None, :]
-    scores = capped(products, softcap, HAS_SOFTCAP)
-    if HAS_SLOPES:
+    scores = capped(products, softcap)
+    if slope is not None:
         scores += slope[:, None] * n_idx[None, :]
     seen = n_mask[None, :] & (n_idx[None, :] <= at[:, None])
-    if HAS_WINDOW:
+    if window is not None:
         seen &= n_idx[None, :] > at[:, None] - window
-    if HAS_PADDING_MASK:
+    if valid_ptr is not None:
         seen &= (tl.load(valid_ptr + n_idx, mask=n_mask, other=0) != 0)[None, :]
     scores = tl.where(seen, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))

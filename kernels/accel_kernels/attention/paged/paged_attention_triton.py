@@ -46,8 +46,7 @@ SHORT = 256
 def paged_attention_kernel(
     q_ptr, o_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
     layer, new, heads, kv_heads, scale, window, softcap, splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, STORE_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
     MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, CODE: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr,
@@ -67,7 +66,9 @@ def paged_attention_kernel(
     v_ptr = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, stored_as) + g * DIM
     k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
     v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
-    valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    valid_ptr = None
+    if HAS_PADDING_MASK:
+        valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
     m_idx = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -83,7 +84,7 @@ def paged_attention_kernel(
     # The blocks of keys that some query of this tile sees, and this program's share of them.
     end = stored + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, new - 1) + 1
     first = 0
-    if HAS_WINDOW:
+    if window is not None:
         first = tl.maximum(0, stored + (tile * BLOCK_M) // GROUP + 1 - window) // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N)
     share = blocks - first
@@ -94,10 +95,10 @@ def paged_attention_kernel(
     stop = tl.minimum(start + share, blocks)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    slope = row_sum
-    if HAS_SLOPES:
+    slope = None
+    if slope_ptr is not None:
         slope = tl.load(slope_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-    if HAS_SINKS:
+    if sink_ptr is not None:
         if split == 0:
             row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
             row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -107,24 +108,12 @@ def paged_attention_kernel(
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
         k, v, k_scale, v_scale = load_block(
-            k_ptr,
-            v_ptr,
-            k_scales,
-            v_scales,
-            table,
-            n_idx,
-            n_mask,
-            d_idx,
-            d_mask,
-            kv_heads,
-            DIM,
-            STORE_BLOCK,
-            CODE,
+            k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE,
             None,
-        )
+        )  # fmt: skip
         row_max, row_sum, acc, odd = attention_block(
             q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
-            valid_ptr, HAS_PADDING_MASK, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, CODE, None, UPCAST,
+            valid_ptr, CODE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     finish(
@@ -162,13 +151,11 @@ def paged_attention(
     launch(
         paged_attention_kernel, (tiles, rows * kv_heads, splits),
         q, out, *scratch(units, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
-        kv.layer, new, heads, kv_heads, float(scale), window or 0, float(softcap or 0.0), splits,
-        GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-        STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS,
-        MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group * new), SPLIT=splits > 1,
-        CODE=code_of(kv.key_scales, kv.keys), UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps,
-        num_stages=tile.stages, **pdl,
+        kv.layer, new, heads, kv_heads, float(scale), window, None if softcap is None else float(softcap), splits,
+        GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block, BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS, MOST_SPLITS=MOST_SPLITS,
+        COMBINE=combined_rows(group * new), SPLIT=splits > 1, CODE=code_of(kv.key_scales, kv.keys),
+        UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
     )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, TABL
 from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
@@ -28,9 +29,9 @@ def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr, where_ptr, last_ptr, shown_k_ptr, shown_v_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, where_ptr, last_ptr, shown_k_ptr, shown_v_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads, q_eps, q_offset, k_eps, k_offset,
+    stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
     HAS_LAST: tl.constexpr, PDL: tl.constexpr,
@@ -78,17 +79,13 @@ def rotary_store_kernel(
         h = part * BLOCK_H + h_idx
         mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
         heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
-        q = apply_rope(
-            heads_ptr, qn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, q_eps, q_offset, DIM, PAIRS, Q_NORM
-        )
+        q = apply_rope(heads_ptr, q_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
         tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
     elif part < q_blocks + k_blocks:
         h = (part - q_blocks) * BLOCK_H + h_idx
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
-        k = apply_rope(
-            heads_ptr, kn_ptr, there, d_idx, mate, d_mask, cos, sin, sign, k_eps, k_offset, DIM, PAIRS, K_NORM
-        )
+        k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
         if CODE is None:
             keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, element)
             tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
@@ -137,19 +134,19 @@ def put(
 
 @triton.jit
 def apply_rope(
-    heads_ptr, norm_ptr, mask, d_idx, mate, d_mask, cos, sin, sign, eps, offset,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
+    heads_ptr, norm, mask, d_idx, mate, d_mask, cos, sin, sign, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    """A block of heads, normed and rotated, in fp32."""
+    """A block of heads, normed and rotated, in fp32. NORM: whether there is a norm."""
     x = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = 1.0
     if NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
-        x *= rstd * (tl.load(norm_ptr + d_idx, mask=d_mask, other=0.0).to(tl.float32) + offset)[None, :]
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + norm.eps)[:, None]
+        x *= rstd * (tl.load(norm.weight + d_idx, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
     if PAIRS > 0:
         y = tl.load(heads_ptr + mate[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM:
-            y *= rstd * (tl.load(norm_ptr + mate, mask=d_mask, other=0.0).to(tl.float32) + offset)[None, :]
+            y *= rstd * (tl.load(norm.weight + mate, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
         x = x * cos + sign[None, :] * y * sin
     return x
 
@@ -171,14 +168,10 @@ def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
     grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
     pdl = programmatic(q.device)
-    _, _, q_eps, _, q_offset = q_norm or (None, None, 0.0, False, 0.0)
-    _, _, k_eps, _, k_offset = k_norm or (None, None, 0.0, False, 0.0)
     launch(
         rotary_store_kernel, grid,
-        q, k, v, out, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.metadata, kv.last, keys,
-        values,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
-        q_eps, q_offset, k_eps, k_offset,
+        q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata, kv.last, keys,
+        values, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
         CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, HAS_LAST=kv.last is not None, PDL=bool(pdl), num_warps=4,
