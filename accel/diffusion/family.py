@@ -1,5 +1,6 @@
 """What makes a model a diffusion model, the rules for it, and which of its forwards are worth a CUDA graph."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -37,10 +38,10 @@ def match_layout(site: Site, context: Context) -> Match | Skip | None:
     return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
 
 
-def images(match):
+def images(match: Callable[[Site, Context], Match | Skip | None]) -> Callable[[Site, Context], Match | Skip | None]:
     """The rule `match`, for blocks that work channels-last: not where the user keeps the layout."""
 
-    def matched(site, context):
+    def matched(site: Site, context: Context) -> Match | Skip | None:
         answer = match(site, context)
         if isinstance(answer, Match) and context.options.layout == "keep":
             return Skip('layout="keep"')

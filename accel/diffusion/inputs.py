@@ -47,7 +47,7 @@ def unet_inputs(
     return inputs
 
 
-def denoiser_inputs(model, batch: int | None = None, size: int | None = None) -> dict:
+def denoiser_inputs(model: Any, batch: int | None = None, size: int | None = None) -> dict:
     """Keyword inputs for a UNet, a VAE or a text model, on its device and in its dtype.
 
     size: height and width of a VAE's image or a UNet's latents; the configuration's sample size by default.
@@ -68,7 +68,7 @@ def denoiser_inputs(model, batch: int | None = None, size: int | None = None) ->
     raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
 
 
-def example_call(pipe) -> dict:
+def example_call(pipe: Any) -> dict:
     """Keyword arguments with which a pipeline draws from a text, or from nothing, in a few steps.
 
     Raises ValueError for a pipeline that needs more than that, such as an image.

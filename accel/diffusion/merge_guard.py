@@ -1,5 +1,7 @@
 """What a model with quantized linears says to those who would write its weights: to a file, or into one another."""
 
+from typing import Any
+
 from torch import nn
 
 from accel.diffusion.save_override import SAVE, DenoiserSaveOverride
@@ -37,7 +39,7 @@ class Refusal:
     def __init__(self, name: str):
         self.name = name
 
-    def __call__(self, *args, **kwargs) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             f"{self.name}: quantized weights cannot be merged, with adapters or with one another; "
             "call accel.restore, merge, and call accel.optimize again"

@@ -4,12 +4,15 @@ Float16 ends at 65504. The activations of some VAE decoders go beyond, SDXL's or
 then gives is a black image.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from accel.cuda_graphs.rule import match_graph
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
 from accel.verification.precision import in_dtype, upcast
@@ -24,11 +27,13 @@ class OverflowGuard(FastForward):
     the stock forwards on an upcast twin, so neither weights nor graphs notice.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels, ledger, inner: FastForward | None):
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, inner: FastForward | None
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.inner = inner  # None: the stock forward
 
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         output = (self.inner or self.stock)(*args, **kwargs)
         if not self._watches(output, args, kwargs) or finite(output):
             return output
@@ -36,7 +41,7 @@ class OverflowGuard(FastForward):
 
     __call__ = fast  # fit for every call: what is inside decides for itself
 
-    def _watches(self, output, args: tuple, kwargs: dict) -> bool:
+    def _watches(self, output: object, args: tuple, kwargs: dict) -> bool:
         """A float16 image from arguments that a second call finds as they were."""
         return (
             type(output) is torch.Tensor

@@ -28,13 +28,13 @@ class LoopStart:
         self.current = schedulers_in(pipe)
         self.former: WeakSet = WeakSet()
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "former"}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, former=WeakSet())
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.context.of(Loop).begin()
         self._follow()
         if self.wrapped is not None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ class DenoiserSaveOverride:
         own = inspect.signature(getattr(type(self.model), SAVE))
         return own.replace(parameters=list(own.parameters.values())[1:])
 
-    def __call__(self, *args, **kwargs) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         model = self.model
         warnings.warn(
             f"{type(model).__name__}.save_pretrained: quantized weights are written out in the model's dtype, rounded "
@@ -45,7 +46,7 @@ class Written:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def __call__(self, *args, **kwargs) -> dict[str, torch.Tensor]:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         names = self.model.state_dict(*args, **kwargs)
         for path, module in self.model.named_modules(remove_duplicate=False):
             if type(module) is not QuantizedLinear or f"{path}.scales" not in names:

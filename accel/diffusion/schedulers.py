@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from accel.errors import reason_of
+from accel.patching.context import Context
 from accel.patching.ledger import Ledger
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
+from accel.patching.site import Site
 from accel.planning.objects import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}
@@ -39,10 +41,10 @@ class HostSchedule:
         self.values: torch.Tensor | None = None
         self.version = 0
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         HostSchedule.__init__(self, **state)
 
     def refresh(self) -> None:
@@ -98,7 +100,7 @@ class SchedulerCall:
         stock = inspect.signature(getattr(type(self.scheduler), self.name))
         return stock.replace(parameters=list(stock.parameters.values())[1:])
 
-    def stock(self, *args, **kwargs):
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self.scheduler), self.name)(self.scheduler, *args, **kwargs)
 
 
@@ -109,7 +111,7 @@ class SetTimesteps(SchedulerCall):
         super().__init__(scheduler, name)
         self.schedule = schedule
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.stock(*args, **kwargs)
         timesteps = vars(self.scheduler).get("timesteps")
         if isinstance(timesteps, torch.Tensor) and timesteps.is_inference():
@@ -130,7 +132,7 @@ class SchedulerStep(SchedulerCall):
         self.schedule, self.ledger = schedule, ledger
         self.place = list(self.__signature__.parameters).index("timestep")
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
         by_name = "timestep" in kwargs
@@ -182,7 +184,7 @@ class LinearUpdate(SchedulerCall):
     tensors are added up, in fp32 at least. Tensors on the host are left to stock.
     """
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         like = kwargs.get(LINEAR[self.name])
         if args or like is None or like.device.type == "cpu":
             return self.stock(*args, **kwargs)
@@ -236,7 +238,7 @@ def _weighted_sum(tensors: list[torch.Tensor], weights: list[float]) -> torch.Te
     return total
 
 
-def match_scheduler(site, context) -> Match | Skip:
+def match_scheduler(site: Site, context: Context) -> Match | Skip:
     """A scheduler of diffusers whose step takes a model's output, a timestep and a sample."""
     reason = _unknown(site.module)
     if reason is not None:

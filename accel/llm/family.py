@@ -110,7 +110,7 @@ def _bind(
     forward.relied_model = relied_on(forward)
     note = ""
     if context.options.kv_cache is not None:
-        note = _round(forward, specs, context.options)
+        note = _round(forward, specs, context.options.kv_cache, context.options.strict)
     elif rounding(model):
         warm_up(forward)
     if context.options.graphs is not False:
@@ -128,13 +128,13 @@ def _bind(
     return forward, (*patches, *generate_hooks(model, forward)), note
 
 
-def _round(forward: DecoderForward, specs: list, options) -> str:
+def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
-    kind, device = options.kv_cache, forward.shapes()[0].device
+    device = forward.shapes()[0].device
     codes, told = choose_codes(kind, device, ((layer, spec.attention) for layer, spec in specs))
     forward.round(codes)
     note = described(kind, forward.shapes(), told)
-    if told and options.strict:
+    if told and strict:
         raise SkippedSite(f"strict=True: kv_cache={kind!r}: {note}")
     warm_up(forward)
     return note

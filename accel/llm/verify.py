@@ -127,7 +127,7 @@ def _new(model: PreTrainedModel, inputs: dict) -> int:
     return NEW if most is None else max(1, min(NEW, most - read + 1))
 
 
-def tokenized(model: PreTrainedModel, tokenizer, texts: str | list[str]) -> dict[str, torch.Tensor]:
+def tokenized(model: PreTrainedModel, tokenizer: Any, texts: str | list[str]) -> dict[str, torch.Tensor]:
     """Inputs of the model for one text or several, filled up on the left."""
     several = isinstance(texts, list) and len(texts) > 1
     options = {"padding": True, "padding_side": "left"} if several else {}

@@ -15,7 +15,8 @@ from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, StackedLinears, together
 from accel.fusion.stacked_weights import Stacked
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -32,12 +33,16 @@ ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "re
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(self, module, path, kernels, ledger, prompt: StackedLinears, stack: bool = True):
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, prompt: StackedLinears, stack: bool = True
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.prompt = prompt  # the projections of the prompt in all of the model
         self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
-    def unfit(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> str | None:
+    def unfit(
+        self, hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
@@ -50,7 +55,13 @@ class AttentionForward(FastForward):
         out, *after = m.to_out
         return Parts((m, m.processor, *after), (m.group_norm, m.to_q, m.to_k, m.to_v, out))
 
-    def fast(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
+    def fast(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         m = self.module
         fused = hidden_states.dim() == 4 and m.residual_connection
         out, bias = self.unbiased(hidden_states, encoder_hidden_states, attention_mask, defer=fused)
@@ -61,7 +72,13 @@ class AttentionForward(FastForward):
             out = out + hidden_states
         return out if m.rescale_output_factor == 1.0 else out / m.rescale_output_factor
 
-    def unbiased(self, hidden_states, encoder_hidden_states=None, attention_mask=None, defer=True):
+    def unbiased(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        defer: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output projection before residual and scale, and the bias that the caller still has to add to it.
 
         With defer=False, or where the product adds it for nothing, that is None.
@@ -94,7 +111,7 @@ class AttentionForward(FastForward):
         """Whether the output projection is all there is: no residual of its own, no scale."""
         return not self.module.residual_connection and self.module.rescale_output_factor == 1.0
 
-    def _projections(self, x: Rows, context) -> tuple[torch.Tensor, ...]:
+    def _projections(self, x: Rows, context: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:
@@ -143,7 +160,7 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     return Match(forward, patches)
 
 
-def _probe(m: Any, candidate: AttentionForward, context) -> str | None:
+def _probe(m: Any, candidate: AttentionForward, context: Context) -> str | None:
     width, kwargs = m.to_q.in_features, {}
     if m.group_norm is not None:
         args = (example(m, 2, width, 3, 2),)

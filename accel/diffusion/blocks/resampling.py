@@ -1,14 +1,18 @@
 """Up- and downsampling between the levels of a UNet or VAE, without leaving channels-last."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
+from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, plain
 
 # Torch's channels-last nearest kernel fails on larger outputs (pytorch issue 141831) and batches (diffusers issue 984).
@@ -27,7 +31,7 @@ def same_padded(conv: nn.Conv2d) -> bool:
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbor, then the convolution."""
 
-    def unfit(self, hidden_states, output_size=None) -> str | None:
+    def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         n, c, h, w = hidden_states.shape
@@ -41,7 +45,7 @@ class UpsampleForward(FastForward):
     def parts(self) -> Parts:
         return Parts((self.module,), (self.module.conv,))
 
-    def fast(self, hidden_states, output_size=None):
+    def fast(self, hidden_states: torch.Tensor, output_size: int | None = None) -> torch.Tensor:
         x, conv = nhwc(hidden_states), self.module.conv
         if output_size is None and same_padded(conv):
             return self.kernels.upsample_convolve(x, conv.weight, conv.bias)
@@ -52,7 +56,7 @@ class UpsampleForward(FastForward):
 class DownsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
 
-    def unfit(self, hidden_states) -> str | None:
+    def unfit(self, hidden_states: Any) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
         return None
@@ -60,7 +64,7 @@ class DownsampleForward(FastForward):
     def parts(self) -> Parts:
         return Parts((self.module,), (self.module.conv,))
 
-    def fast(self, hidden_states):
+    def fast(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = nhwc(hidden_states)
         if self.module.padding == 0:
             x = F.pad(x, (0, 1, 0, 1))
@@ -68,9 +72,9 @@ class DownsampleForward(FastForward):
         return y if bias is None else keep_channel_stats(self.kernels.image_sum(nhwc(y), None, bias))
 
 
-def match_resample(site, context) -> Match | Skip | None:
+def match_resample(site: Site, context: Context) -> Match | Skip | None:
     """One convolution beside `channels` and `out_channels`; stride tells which way, the probe whether that is all."""
-    m = site.module
+    m: Any = site.module
     if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d) is not None:
         return None
     if meta_weights(m):

@@ -14,7 +14,8 @@ from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, norma
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -26,11 +27,11 @@ from accel.quantization.product import plain_linear
 class ResnetForward(FastForward):
     """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
 
-    def __init__(self, module, path, kernels, ledger, times: StackedLinears):
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, times: StackedLinears) -> None:
         super().__init__(module, path, kernels, ledger)
         self.times = times  # the time projections of all resnets of the model
 
-    def unfit(self, input_tensor, temb=None) -> str | None:
+    def unfit(self, input_tensor: Any, temb: Any = None) -> str | None:
         if type(input_tensor) is not torch.Tensor:
             return f"input of type {type(input_tensor).__name__}"
         if self.module.time_emb_proj is not None and temb is None:
@@ -42,7 +43,7 @@ class ResnetForward(FastForward):
         live = (m.norm1, m.conv1, m.norm2, m.conv2, m.conv_shortcut, m.time_emb_proj)
         return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), live)
 
-    def fast(self, input_tensor, temb=None):
+    def fast(self, input_tensor: torch.Tensor, temb: Any = None) -> torch.Tensor:
         m, k = self.module, self.kernels
         x = nhwc(input_tensor)
         h = normalize(k, x, m.norm1, silu=True)

@@ -13,7 +13,8 @@ from torch import nn
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts, Relied
 from accel.patching.rule import Match, Skip
@@ -41,7 +42,7 @@ class Stream:
         """x is the sum of all three."""
         self.x, self.last, self.bias = x, None, None
 
-    def total(self, kernels) -> torch.Tensor:
+    def total(self, kernels: Kernels) -> torch.Tensor:
         """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
         if self.last is not None:
             rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
@@ -57,11 +58,11 @@ class TransformerBlockForward(FastForward):
     What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
     """
 
-    def __init__(self, module, path, kernels, ledger):
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger) -> None:
         super().__init__(module, path, kernels, ledger)
         self.feed_forward = Relied(None, self.feed_forward_parts())
 
-    def unfit(self, hidden_states, *args, cross_attention_kwargs=None, **kwargs) -> str | None:
+    def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:
             return "input that is not a (batch, length, channels) tensor"
         if args:
@@ -81,17 +82,28 @@ class TransformerBlockForward(FastForward):
         return Parts((ff, up, between, *after), (getattr(up, "proj", None), down))
 
     def fast(
-        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
-        timestep=None, cross_attention_kwargs=None, class_labels=None, added_cond_kwargs=None,
-    ):  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        timestep: Any = None,
+        cross_attention_kwargs: dict | None = None,
+        class_labels: Any = None,
+        added_cond_kwargs: Any = None,
+    ) -> Any:
         stream = Stream(hidden_states.contiguous())
         self.advance(stream, attention_mask, encoder_hidden_states, encoder_attention_mask, cross_attention_kwargs)
         return stream.total(self.kernels)
 
     def advance(
-        self, stream, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
-        cross_attention_kwargs=None,
-    ):  # fmt: skip
+        self,
+        stream: Stream,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        cross_attention_kwargs: dict | None = None,
+    ) -> None:
         """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
         m = self.module
         extra = cross_attention_kwargs or {}
@@ -116,7 +128,15 @@ class TransformerBlockForward(FastForward):
         stream.settle(total)
         return Rows(normed)
 
-    def _attend(self, attention, stream, rows, context, mask, extra) -> None:
+    def _attend(
+        self,
+        attention: Any,
+        stream: Stream,
+        rows: Rows,
+        context: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        extra: dict,
+    ) -> None:
         """Anything but a fused attention is called as the module it is."""
         call = {"encoder_hidden_states": context, "attention_mask": mask}
         fused = AttentionForward.taken(attention, rows.x, **call, **extra)
@@ -125,7 +145,7 @@ class TransformerBlockForward(FastForward):
         else:
             stream.add(attention(rows.normed(), **call, **extra))
 
-    def _project(self, stream, linear, x) -> None:
+    def _project(self, stream: Stream, linear: Any, x: torch.Tensor) -> None:
         """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
         if (activations := rounds(linear, x)) is not None:
             residual = stream.x.contiguous()
@@ -135,7 +155,7 @@ class TransformerBlockForward(FastForward):
             defer = deferred(linear, x)
             stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
 
-    def _feed_forward(self, stream, rows) -> None:
+    def _feed_forward(self, stream: Stream, rows: Rows) -> None:
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
@@ -154,7 +174,7 @@ class TransformerBlockForward(FastForward):
 class TransformerStackForward(FastForward):
     """(N, C, H, W) image through norm, projection, blocks, projection and residual, channels-last throughout."""
 
-    def unfit(self, hidden_states, *args, **kwargs) -> str | None:
+    def unfit(self, hidden_states: Any, *args: Any, **kwargs: Any) -> str | None:
         if args and len(args) > 1:
             return "arguments given by position"
         if type(hidden_states) is not torch.Tensor:
@@ -167,9 +187,17 @@ class TransformerStackForward(FastForward):
         return Parts((m,), (m.norm, m.proj_in, m.proj_out))
 
     def fast(
-        self, hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, class_labels=None,
-        cross_attention_kwargs=None, attention_mask=None, encoder_attention_mask=None, return_dict=True,
-    ):  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        timestep: Any = None,
+        added_cond_kwargs: Any = None,
+        class_labels: Any = None,
+        cross_attention_kwargs: dict | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        return_dict: bool = True,
+    ) -> Any:
         m = self.module
         x = nhwc(hidden_states)
         h = normalize(self.kernels, x, m.norm)
@@ -193,7 +221,7 @@ class TransformerStackForward(FastForward):
         out = keep_channel_stats(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return self._output(out) if return_dict else (out,)
 
-    def _output(self, sample):
+    def _output(self, sample: torch.Tensor) -> Any:
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         return Transformer2DModelOutput(sample=sample)

@@ -24,7 +24,9 @@ SKIPS = "res_hidden_states_tuple"
 class UpBlockForward(FastForward):
     """(N, C, H, W) and skip connections, last first -> (N, C', 2 H, 2 W), or the size asked for."""
 
-    def unfit(self, hidden_states=None, res_hidden_states_tuple=(), *args, **kwargs) -> str | None:
+    def unfit(
+        self, hidden_states: Any = None, res_hidden_states_tuple: Any = (), *args: Any, **kwargs: Any
+    ) -> str | None:
         m = self.module
         if args or any(type(x) is not torch.Tensor for x in (hidden_states, *res_hidden_states_tuple)):
             return "arguments given by position, or input that is no tensor"
@@ -35,7 +37,14 @@ class UpBlockForward(FastForward):
     def parts(self) -> Parts:
         return Parts((self.module,))
 
-    def fast(self, hidden_states, res_hidden_states_tuple, temb=None, upsample_size=None, **kwargs):
+    def fast(
+        self,
+        hidden_states: torch.Tensor,
+        res_hidden_states_tuple: tuple[torch.Tensor, ...],
+        temb: torch.Tensor | None = None,
+        upsample_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         m, x = self.module, hidden_states
         attentions = getattr(m, "attentions", None) or [None] * len(m.resnets)
         for resnet, attention, skip in zip(m.resnets, attentions, reversed(res_hidden_states_tuple), strict=False):

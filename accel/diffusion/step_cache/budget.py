@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ SEEDS = (0, 1)  # the worse image counts
 BLANK = 1e-3  # standard deviation, over its pixels in 0..1, of an image that shows nothing
 
 
-def settle(obj, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, str]]:
+def settle(obj: Any, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, str]]:
     """Once obj is patched with step_cache=wanted: sets the interval that keeps a quality, and tells it in the report.
 
     The pipeline draws two images with its default number of steps, every call whole, then with intervals of 2, 3 and
@@ -44,7 +45,7 @@ def settle(obj, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, st
     return []
 
 
-def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Quality]:
+def _search(pipe: Any, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Quality]:
     """The longest interval that keeps the quality, and what it keeps; 1 where none does, and what 2 would."""
     try:
         call = example_call(pipe)
@@ -67,7 +68,7 @@ def _search(pipe, forwards: list[StepCacheForward], wanted: str) -> tuple[int, Q
     return LONGEST, kept[-1]
 
 
-def _draw(pipe, call: dict, forwards: list[StepCacheForward], interval: int) -> list:
+def _draw(pipe: Any, call: dict, forwards: list[StepCacheForward], interval: int) -> list:
     """The outputs of the pipeline, one a seed; images are arrays."""
     for forward in forwards:
         forward.state.interval = interval

@@ -14,13 +14,17 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from accel.diffusion.step_cache.features import Features, StepCall
 from accel.diffusion.step_cache.tracks import Tracks
 from accel.errors import PatchConflict
-from accel.patching.fast_forward import FastForward
+from accel.fusion.loop import Loop
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.patch import ForwardPatch
 
 NAME = "step cache"  # of the rule
@@ -34,21 +38,21 @@ class StepCacheState:
     does not depend on what the others do meanwhile.
     """
 
-    def __init__(self, loop, interval: int):
+    def __init__(self, loop: Loop, interval: int) -> None:
         self.loop, self.interval = loop, interval
         self.__setstate__({})
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"loop": self.loop, "interval": self.interval}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.lock = threading.RLock()
         self._local = threading.local()
         self.features: OrderedDict[tuple, Features] = OrderedDict()
         self.numbers = itertools.count()
         self.current: StepCall | None = None
-        self.stream = None
+        self.stream: torch.cuda.Stream | None = None
 
     @property
     def tracks(self) -> Tracks:
@@ -84,7 +88,15 @@ class StepCacheState:
 class StepCacheForward(FastForward):
     """The UNet's forward: decides what a call is to do, and hands it to the forward beneath, a CUDA graph or stock."""
 
-    def __init__(self, module, path, kernels, ledger, state: StepCacheState, paths: tuple[str, ...]):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        state: StepCacheState,
+        paths: tuple[str, ...],
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.state, self.paths = state, paths
         self.blocks: dict[str, ForwardPatch] = {}  # what stands in for the blocks of these paths
@@ -92,7 +104,7 @@ class StepCacheForward(FastForward):
         self.told = ""  # of the forward beneath, in the report
         self.names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
         if torch.compiler.is_compiling():
             return inner(*args, **kwargs)
@@ -124,7 +136,7 @@ class StepCacheForward(FastForward):
         attributes = vars(self.blocks[path].owner)
         return f"forward hooks on {path}" if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] else None
 
-    def fast(self, inner: Callable, arguments: dict, args: tuple, kwargs: dict):
+    def fast(self, inner: Callable, arguments: dict, args: tuple, kwargs: dict) -> Any:
         state, sample = self.state, arguments["sample"]
         if state.interval == 1:
             return inner(*args, **kwargs)

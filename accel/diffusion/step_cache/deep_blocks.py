@@ -3,12 +3,15 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from accel.diffusion.step_cache.cache import StepCacheState
 from accel.diffusion.step_cache.features import StepCall
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 
 SKIPS = "res_hidden_states_tuple"
 RESAMPLERS = ("downsamplers", "upsamplers")
@@ -17,17 +20,25 @@ RESAMPLERS = ("downsamplers", "upsamplers")
 class DeepBlock(FastForward):
     """A block of the UNet that only whole calls run; in the calls between, nobody reads what it returns."""
 
-    def __init__(self, module, path, kernels, ledger, state, inner: FastForward | None):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        state: StepCacheState,
+        inner: FastForward | None,
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.state, self.inner = state, inner
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else self.state.current
         if call is None:
             return (self.inner or self.stock)(*args, **kwargs)
         return self.fast(call, *args, **kwargs)
 
-    def fast(self, call: StepCall, *args, **kwargs):
+    def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         if not call.whole:
             return call.features.blank(self.path)
         output = (self.inner or self.stock)(*args, **kwargs)
@@ -38,11 +49,19 @@ class DeepBlock(FastForward):
 class LastUpBlock(DeepBlock):
     """The last up block: its last layer runs in every call, on what the layers before gave or would have given."""
 
-    def __init__(self, module, path, kernels, ledger, state, inner):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        state: StepCacheState,
+        inner: FastForward | None,
+    ) -> None:
         super().__init__(module, path, kernels, ledger, state, inner)
         self.names = tuple(self.__signature__.parameters)
 
-    def fast(self, call: StepCall, *args, **kwargs):
+    def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         run = self._runner(given)
         if call.whole:
@@ -52,7 +71,7 @@ class LastUpBlock(DeepBlock):
             hidden = call.features.extrapolated()
         return self._last(run, given, hidden)
 
-    def in_two_parts(self, **given) -> torch.Tensor:
+    def in_two_parts(self, **given: Any) -> torch.Tensor:
         """The whole block as stock computes it, for the probe."""
         return self._last(self._stock, given, self._before_last(self._stock, given))
 
@@ -95,5 +114,5 @@ class Part:
             elif isinstance(child, nn.ModuleList):  # lists of equal length, gone through in step
                 setattr(self, name, list(child)[layers])
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)

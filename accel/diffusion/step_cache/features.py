@@ -50,7 +50,7 @@ class Features:
             with torch.inference_mode(False), torch.no_grad():
                 self.blanks[path] = pytree.tree_map(_blank, output)
 
-    def blank(self, path: str):
+    def blank(self, path: str) -> Any:
         """What a block that does not run returns; the UNet may add to the first tensor in place."""
         blank = self.blanks[path]
         return blank.clone() if isinstance(blank, torch.Tensor) else (blank[0].clone(), *blank[1:])

@@ -39,7 +39,7 @@ def _match_root(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
         return Skip(reason)
     blocks = _blocks(m)
     path, block = blocks[-1]
-    last = LastUpBlock(block, path, context.kernels, context.ledger, None, None)
+    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(Loop(), 1), None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
     reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
     if reason is not None:

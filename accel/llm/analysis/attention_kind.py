@@ -6,7 +6,7 @@ a file in `runtime`, which computes it, and a line in that list: none of the oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ class BoundAttention(Protocol):
     @property
     def projections(self) -> Sequence: ...
 
-    def __call__(self, kernels, step, h, kwargs: dict) -> torch.Tensor:
+    def __call__(self, kernels: Kernels, step: Any, h: Any, kwargs: dict) -> torch.Tensor:
         """(rows, new, K), what the last projection is given. step: the `Step` under way, which has the layer's store.
         h: the `NormedInput`. kwargs: what the layer was called with.
         """

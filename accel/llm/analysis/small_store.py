@@ -1,5 +1,7 @@
 """Attention over a recorded run, by the reference of the operation that will do the work."""
 
+from typing import Any
+
 import torch
 from accel_kernels import KV, paged_attention
 
@@ -16,6 +18,6 @@ class SmallStore:
         self.kv = KV(keys, values, table, None, metadata, 0, is_prefill=True)
         self.keys = keys
 
-    def __call__(self, q, k, v, scale, **more) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **more: Any) -> torch.Tensor:
         """As `accel_kernels.attend`, over these tokens alone."""
         return paged_attention.reference(q, k, v, self.kv, scale, **more)

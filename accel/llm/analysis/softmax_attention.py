@@ -1,7 +1,8 @@
 """How one attention makes queries, keys and values, rotates them and attends, found by comparing with a record."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -69,7 +70,9 @@ def cache_layout(spec: SoftmaxSpec, dtype: torch.dtype, device: torch.device, co
     return Shape(spec.kv_heads, spec.dim, dtype, device, codes)
 
 
-def split(outputs, layout: str, heads: int, groups: int, kv_heads: int, dim: int):
+def split(
+    outputs: Sequence[torch.Tensor], layout: str, heads: int, groups: int, kv_heads: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs of the projections, (rows, new, N), as queries, keys and values, (rows, new, heads, D)."""
     if layout == SEPARATE:
         q, k, v = (y.unflatten(-1, (-1, dim)) for y in outputs)
@@ -153,10 +156,10 @@ def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[
     rows, stored, tokens, d = layer.cached.values.shape
     values = layer.cached.values.transpose(1, 2)  # (rows, tokens, heads, D)
 
-    def flat(call):
+    def flat(call: Call) -> bool:
         return call.alone and call.made is not None and call.output.held.shape[:2] == (rows, tokens)
 
-    def layout(kind, heads, groups):
+    def layout(kind: str, heads: int, groups: int) -> dict[str, Any]:
         return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}
 
     whole = [call for call in calls if flat(call) and call.output.held.dim() == 3]
@@ -178,7 +181,16 @@ def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[
                 yield (call,), layout(GROUPED, total - 2 * groups, groups)
 
 
-def _result(layer, options, seen, calls, rotary, q, k, v) -> tuple[dict, Call] | None:
+def _result(
+    layer: LayerRecord,
+    options: dict,
+    seen: int | None,
+    calls: list[Call],
+    rotary: Rotary | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[dict, Call] | None:
     """Scale and the like, and the call of the last projection: that which was given what attention over these gives."""
     holders = (layer.attention, layer.layer)
     angles = {}

@@ -7,9 +7,10 @@ text, and keep what they counted for the next call.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from accel.errors import reason_of
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
@@ -25,7 +26,7 @@ HIDDEN = 2  # tokens of the second row that are padding
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
-def find_arguments(forward, convention: CallingConvention, alike: Alike) -> CallingConvention:
+def find_arguments(forward: Any, convention: CallingConvention, alike: Alike) -> CallingConvention:
     """The convention with what else the model takes. `forward`: a DecoderForward over layers that are fused now.
 
     alike(got, wanted): whether logits (rows, tokens, vocabulary) are the same but for rounding.
@@ -54,7 +55,7 @@ def find_arguments(forward, convention: CallingConvention, alike: Alike) -> Call
     )
 
 
-def _counted(model) -> tuple[tuple[int, ...], dict]:
+def _counted(model: PreTrainedModel) -> tuple[tuple[int, ...], dict]:
     """How many parts the positions have that generate() counts, and what the counting leaves in the model: tensors by
     (path of the module, name). The model is as before.
     """
@@ -81,7 +82,7 @@ def _counted(model) -> tuple[tuple[int, ...], dict]:
     return tuple(sorted({3, positions.shape[0]})), changed
 
 
-def _pieces(forward) -> Iterator[dict]:
+def _pieces(forward: Any) -> Iterator[dict]:
     """What a prompt, a step and a longer one are called with; padding on the left of the second row."""
     lengths = within_positions(forward.module, PIECES)
     ids = example_ids(forward.module, sum(lengths), seed=2)
@@ -102,7 +103,7 @@ def _in_parts(piece: dict, parts: int) -> dict:
     return piece | {"position_ids": torch.stack([positions // (part + 1) for part in range(parts)])}
 
 
-def _stepping(forward, name: str, form: str, mark: int) -> Iterator[dict]:
+def _stepping(forward: Any, name: str, form: str, mark: int) -> Iterator[dict]:
     """A prompt, and a step that is told `mark`."""
     prompt, step = list(_pieces(forward))[:2]
     yield prompt
@@ -114,7 +115,7 @@ def _blank(piece: dict, name: str) -> dict:
     return piece | {name: torch.zeros_like(piece["input_ids"])}
 
 
-def _agrees(forward, pieces: list[dict], alike: Alike) -> bool:
+def _agrees(forward: Any, pieces: list[dict], alike: Alike) -> bool:
     """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them."""
     found = []
     for run in (forward.stock, forward.fast):
@@ -131,11 +132,11 @@ def _agrees(forward, pieces: list[dict], alike: Alike) -> bool:
     return got.shape == wanted.shape and alike(got, wanted)
 
 
-def _kept(forward, changed: dict) -> tuple[Kept, ...]:
+def _kept(forward: Any, changed: dict) -> tuple[Kept, ...]:
     """Of what counting leaves in the model: what no call reads that is given positions."""
     model, piece = forward.module, next(_pieces(forward))
 
-    def run():
+    def run() -> Any:
         cache = DynamicCache(config=model.config)
         return forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
 

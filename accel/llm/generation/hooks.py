@@ -2,7 +2,9 @@
 
 import inspect
 import weakref
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -39,7 +41,7 @@ class GenerateHook:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
 
-    def stock(self, *args, **kwargs):
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def arguments(self, args: tuple, kwargs: dict) -> dict:
@@ -51,7 +53,7 @@ class PrepareCache(GenerateHook):
 
     name = "_prepare_cache_for_generation"
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.request.put(None)
         result = self.stock(*args, **kwargs)
         if self.forward.ledger.rests((self.module.get_input_embeddings().weight,), {}):
@@ -71,7 +73,7 @@ class Criteria(GenerateHook):
 
     name = "_get_stopping_criteria"
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         criteria, store = self.stock(*args, **kwargs), self.request.store()
         return criteria if store is None else Lookahead(criteria, self.forward, store)
 
@@ -81,7 +83,7 @@ class PrepareInputs(GenerateHook):
 
     name = PREPARE
 
-    def __call__(self, input_ids, *args, **kwargs):
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = self.stock(input_ids, *args, **kwargs)
         store = store_of(inputs.get("past_key_values"))
         if store is not None and store.pending is not None and store.pending.ids is input_ids:

@@ -8,13 +8,16 @@ computes as ever if not: what was begun in vain has only written behind the toke
 """
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationMixin, StoppingCriteriaList
 
 from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.pending_step import PendingStep
+from accel.llm.kv_cache.store import Store
 
 MOST_MISSED = 4  # a call of generate() in which so many steps in a row were not begun, or in vain, does without
 PREPARE = "prepare_inputs_for_generation"
@@ -27,11 +30,12 @@ def predictable(model: nn.Module) -> bool:
     return all(own) and not any(name in vars(model) for name in LOOP)
 
 
-def begin(model: nn.Module, runner: GraphRunner, store, ids: torch.Tensor) -> PendingStep | None:
+def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step that takes the last of ids, (rows, tokens), if there is a graph for it; `store` knows of it."""
     latest, rows = store.latest, store.rows
-    bucket = latest is not None and store.whole and 0 < store.length < store.capacity
-    if not (bucket and ids.is_cuda and ids.shape[0] == rows and predictable(model)):
+    if latest is None or not (store.whole and 0 < store.length < store.capacity):
+        return None
+    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
         return None
     if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
         return None
@@ -62,17 +66,17 @@ def begin(model: nn.Module, runner: GraphRunner, store, ids: torch.Tensor) -> Pe
 class Lookahead(StoppingCriteriaList):
     """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked."""
 
-    def __init__(self, criteria: StoppingCriteriaList, forward, store):
+    def __init__(self, criteria: StoppingCriteriaList, forward: DecoderForward, store: Store) -> None:
         super().__init__(criteria)
         self.forward, self.store = forward, weakref.ref(store)
         self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
         self.pending: PendingStep | None = None
         self.missed = 0
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return StoppingCriteriaList, (list(self),)  # a copy is for another call
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
         if not self.known:  # the user's own may change what there is to begin
             ended = super().__call__(input_ids, scores, **kwargs)
             self._begin(input_ids)
@@ -81,9 +85,11 @@ class Lookahead(StoppingCriteriaList):
         return super().__call__(input_ids, scores, **kwargs)
 
     def _begin(self, input_ids: torch.Tensor) -> None:
-        store, longest = self.store(), self.max_length
+        store, runner, longest = self.store(), self.forward.runner, self.max_length
         self.missed = 0 if self.pending is not None and self.pending.taken else self.missed + 1
         self.pending = None
         more = longest is None or input_ids.shape[1] < longest
-        if store is not None and more and self.missed <= MOST_MISSED and self.forward.mode() is None:
-            self.pending = begin(self.forward.module, self.forward.runner, store, input_ids)
+        if store is None or runner is None or not more or self.missed > MOST_MISSED:
+            return
+        if self.forward.mode() is None:
+            self.pending = begin(self.forward.module, runner, store, input_ids)

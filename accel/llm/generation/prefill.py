@@ -6,6 +6,7 @@ writes into the store lies beyond the stored length, where any later token overw
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
@@ -65,10 +66,12 @@ class Prompts:
             None  # the model as it was, and how many tokens were too many for a graph to gain
         )
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"runner": self.runner, "missed": None}
 
-    def bucket(self, module: PreTrainedModel, tokens: torch.Tensor, positions, keep: int) -> int | None:
+    def bucket(
+        self, module: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int
+    ) -> int | None:
         """The length to fill up to, or None for a prompt that is read as it is.
 
         Only where the last token's logits alone are wanted: all of them would be kept for every graph, and copied.
@@ -90,14 +93,23 @@ class Prompts:
     def captures(tokens: torch.Tensor) -> bool:
         return tokens.is_cuda and not torch.cuda.is_current_stream_capturing()
 
-    def __call__(self, eager: Callable, plain: Callable, tokens, positions, metadata, bucket: int, masked: bool):
+    def __call__(
+        self,
+        eager: Callable,
+        plain: Callable,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: torch.Tensor,
+        bucket: int,
+        masked: bool,
+    ) -> torch.Tensor:
         """Logits of the last real token, (rows, 1, vocabulary).
 
         eager(tokens, positions, where, last): the prompt filled up; plain(): as it is, for where no graph is to be.
         """
         without = []
 
-        def instead():
+        def instead() -> torch.Tensor:
             without.append(plain())
             return without[-1]
 

@@ -69,7 +69,9 @@ def _short(lengths: tuple[int, ...]) -> int:
     return min(PROMPT, lengths[0])
 
 
-def _convention(forward: DecoderForward, lengths: tuple, wanted, alone, output: type) -> CallingConvention:
+def _convention(
+    forward: DecoderForward, lengths: tuple, wanted: torch.Tensor, alone: torch.Tensor, output: type
+) -> CallingConvention:
     errors = []
     for mask in (True, False):
         forward.convention = CallingConvention(output, mask, None)
@@ -147,7 +149,9 @@ def _store(forward: DecoderForward, cache: DynamicCache) -> Store:
     return store
 
 
-def _filled(forward: DecoderForward, store: Store, tokens, positions, mask) -> torch.Tensor:
+def _filled(
+    forward: DecoderForward, store: Store, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     rows, new = tokens.shape
     bucket = bucket_for(rows, new) or new
     store.reserve(rows, bucket)
@@ -279,7 +283,7 @@ def _kind(layer: LayerForward, kept: Shape) -> tuple:
     return repr(formula), spec.attention.kernel_key(), repr(weights), kept
 
 
-def _passed_on(kernels, step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+def _passed_on(kernels: object, step: object, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
     return x
 
 

@@ -1,6 +1,7 @@
 """A DynamicCache over the common store: stock code sees its usual layers, the fused layers see blocks and addresses."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -97,7 +98,7 @@ class StoreLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds (rows, heads, new, dim); returns all there is. Raises torch.OutOfMemoryError, and holds what it held."""
         if not self._fits(key_states, value_states):
@@ -139,7 +140,7 @@ class StoreLayer(DynamicLayer):
         """Is there."""
 
 
-def store_of(cache) -> Store | None:
+def store_of(cache: Any) -> Store | None:
     """The store under a cache that is wholly ours: every layer in its place, all of them alike."""
     if type(cache) is not DynamicCache or not cache.layers or type(cache.layers[0]) is not StoreLayer:
         return None
@@ -149,11 +150,11 @@ def store_of(cache) -> Store | None:
     return store if in_order and store.whole else None
 
 
-def is_ours(cache) -> bool:
+def is_ours(cache: Any) -> bool:
     return store_of(cache) is not None
 
 
-def adopt(cache, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
+def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
     """The store under `cache`, a plain DynamicCache, put there with all it holds if need be; or why it cannot be.
 
     shapes: one a layer of the model. wanted: tokens a row will come to hold, or 0 if nobody knows. With a reason the
@@ -174,7 +175,7 @@ def adopt(cache, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
     return store
 
 
-def _foreign(cache, shapes: Sequence[Shape]) -> str | None:
+def _foreign(cache: Any, shapes: Sequence[Shape]) -> str | None:
     """Why what the cache holds is not for a store of these shapes."""
     if type(cache) is not DynamicCache:
         return f"a cache of another kind: {type(cache).__name__}"
@@ -215,7 +216,7 @@ def _fill(store: Store, cache: DynamicCache) -> None:
                 store.write(index, *_held(layer))
 
 
-def _held(layer) -> tuple[torch.Tensor, torch.Tensor]:
+def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a layer, not to be edited: a look at them that makes no stock layer of one that rounds."""
     if type(layer) is StoreLayer and layer.shape.codes is not None:
         return layer.store.read(layer.index)

@@ -27,7 +27,9 @@ class PendingStep:
     inputs: dict | None = None
     taken: bool = False
 
-    def take(self, length: int, tokens, positions, mask, keep: int) -> Replayed | None:
+    def take(
+        self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
+    ) -> Replayed | None:
         """The step, for the forward that it was begun for: the one given the very tensors that were made for it."""
         given, step, self.step = self.inputs, self.step, None
         if given is None or (length, keep) != (self.length, self.keep):

@@ -248,7 +248,7 @@ class Store:
         """Every row `number` times, one after another."""
         self._choose(CachedRows("repeat", number))
 
-    def select(self, indices) -> None:
+    def select(self, indices: Any) -> None:
         """Only these rows; indices: whatever a tensor's first dimension takes."""
         self._choose(CachedRows("select", indices))
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -72,7 +72,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _replace(path: Path, write) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + PART)
     write(part)
     with open(part, "rb+") as file:

@@ -61,7 +61,7 @@ def quantize(
     model: PreTrainedModel,
     scheme: str,
     calibration: object,
-    tokenizer,
+    tokenizer: Any,
     method: str | None,
     out: Path | None,
     at: Callable[[int, int], None],
@@ -156,7 +156,7 @@ class Originals:
     def __enter__(self) -> "Originals":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
             with torch.inference_mode(False), torch.no_grad():
                 for name, tensor in self.held.items():

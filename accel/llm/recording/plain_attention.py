@@ -1,9 +1,21 @@
 """Attention as it is written down, for a few tokens."""
 
+from typing import Any
+
 import torch
 
 
-def plain_attention(query, key, value, mask, *, scaling=None, softcap=None, s_aux=None, **_) -> torch.Tensor:
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
     """Attention in fp32 or fp64 with a mask that is added to the scores. Returns (rows, tokens, heads, D)."""
     groups = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)

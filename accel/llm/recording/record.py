@@ -1,5 +1,6 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ class Record:
     layers: list[LayerRecord]
     own: bool = False
     asked: bool = False
-    masks: list[tuple[torch.Tensor | None, object]] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor | None, Callable]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
 
     def window(self, mask: torch.Tensor | None) -> int | None:

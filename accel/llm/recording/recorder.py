@@ -60,7 +60,7 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
     """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
     order, thread = [], threading.get_ident()
 
-    def note(path: str, *_) -> None:
+    def note(path: str, *_: object) -> None:
         if threading.get_ident() == thread:
             order.append(path)
 
@@ -255,13 +255,21 @@ class Recorder:
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
         self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
 
-    def _mask(self, *args, mask_function, **kwargs) -> torch.Tensor | None:
+    def _mask(self, *args: Any, mask_function: Callable, **kwargs: Any) -> torch.Tensor | None:
         mask = eager_mask(*args, mask_function=mask_function, **kwargs)
         if not self._elsewhere():
             self.record.masks.append((mask, mask_function))
         return mask
 
-    def _attend(self, module, query, key, value, attention_mask, **options):
+    def _attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
         output = plain_attention(query, key, value, attention_mask, **options)
         if not self._elsewhere():
             self.record.asked = True
@@ -276,7 +284,9 @@ class RecordingCache(DynamicCache):
         super().__init__(config=config)
         self.recorder = recorder
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         self.recorder.stored(key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -1,5 +1,8 @@
 """Which keys a query sees, asked of the function that a model makes its masks by."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from accel.llm.recording.errors import NotUnderstood
@@ -8,7 +11,7 @@ QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of querie
 BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
 
-def window(visible) -> int | None:
+def window(visible: Callable[..., Any]) -> int | None:
     """How many keys a query sees at most, itself included; None for all. Raises NotUnderstood for any other view."""
     found = None
     for query in QUERIES:
@@ -20,7 +23,7 @@ def window(visible) -> int | None:
     return found
 
 
-def _count(visible, query: int) -> int:
+def _count(visible: Callable[..., Any], query: int) -> int:
     """How many keys up to its own a query sees, which have to be the last of them, and not the one after it."""
     zero, block = torch.zeros((), dtype=torch.int64), torch.arange(BLOCK)
     own, first, count = torch.full_like(block, query), None, 0

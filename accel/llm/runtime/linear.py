@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
+from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import LINEAR
@@ -36,7 +37,7 @@ class Weights(NamedTuple):
         """What lies in rows of the output, and may lie behind another's."""
         return self.weight, self.bias
 
-    def product(self, kernels) -> Callable:
+    def product(self, kernels: Kernels) -> Callable:
         """The operation that takes what `now` gives."""
         return kernels.fused_linear
 
@@ -69,7 +70,7 @@ class QuantizedWeights(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         return self.module.data, self.module.scales, self.module.zeros, self.module.bias
 
-    def product(self, kernels) -> Callable:
+    def product(self, kernels: Kernels) -> Callable:
         return kernels.quantized_linear
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:

@@ -1,6 +1,7 @@
 """The output head: the largest matrix of a step, read once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ class OutputHead:
 class HeadForward(FastForward):
     """A linear layer over the last hidden states."""
 
-    def unfit(self, input) -> str | None:
+    def unfit(self, input: Any) -> str | None:
         if type(input) is not torch.Tensor:
             return f"input of type {type(input).__name__}"
         weight = self.module.weight
@@ -30,7 +31,7 @@ class HeadForward(FastForward):
             return "weights of another kind or dtype"
         return None
 
-    def fast(self, input):
+    def fast(self, input: torch.Tensor) -> Any:
         return self.kernels.fused_linear(input.contiguous(), self.module.weight, self.module.bias)
 
 

@@ -5,6 +5,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from accel.llm.analysis.qk_norm import HeadNorm
 from accel.llm.analysis.softmax_attention import SoftmaxSpec, split
 from accel.llm.runtime.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.runtime.step import Step
@@ -15,7 +16,7 @@ class BoundSoftmaxAttention:
     """One attention with the tensors it reads."""
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: SoftmaxSpec, stack: bool):
-        def head_norm(one):
+        def head_norm(one: HeadNorm | None) -> BoundHeadNorm | None:
             return None if one is None else BoundHeadNorm(kernels, layer, one)
 
         self.spec, self.module = spec, layer.get_submodule(spec.name)

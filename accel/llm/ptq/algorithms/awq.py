@@ -22,7 +22,7 @@ SMALLEST = 1e-4  # a channel's size, relative to the largest one's
 class MeanSize:
     """mean |x| of every channel, (K,) in float32."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.total: Tensor | None = None
         self.tokens = 0
 

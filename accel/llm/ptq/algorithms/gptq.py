@@ -24,7 +24,7 @@ COLUMNS = 128  # whose errors the columns behind them get in one product
 class Hessian:
     """X^T X / tokens of a linear's inputs X, (K, K) in float32, as a running mean."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.mean: Tensor | None = None
         self.tokens = 0
 

@@ -19,7 +19,7 @@ EXPONENTS = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # None: not smoothed
 class LargestSize:
     """max |x| of every channel, (K,) in float32."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.largest: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Calibration data as batches of token numbers: from texts, rows of a data set, or what a loader gives."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ KEPT = ("input_ids", "attention_mask")
 VALID = "give a list of texts, a data set with a column 'text' or 'input_ids', or batches of 'input_ids'"
 
 
-def batches(model: PreTrainedModel, calibration: object, tokenizer) -> list[dict[str, torch.Tensor]]:
+def batches(model: PreTrainedModel, calibration: object, tokenizer: Any) -> list[dict[str, torch.Tensor]]:
     """Of the first 128 rows, `input_ids` int64 (rows, tokens) and an `attention_mask` where there is padding, on the
     device of the model. A text is one row of 2048 tokens at most, fewer where the model has fewer positions; rows that
     follow each other and are as long come together.
@@ -58,7 +59,7 @@ def _together(found: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
     return [{"input_ids": torch.cat(call)} if isinstance(call, list) else call for call in calls]
 
 
-def windows(text: str, tokenizer, tokens: int) -> list[torch.Tensor]:
+def windows(text: str, tokenizer: Any, tokens: int) -> list[torch.Tensor]:
     """A long text as rows (1, tokens), the first 128 of them; what is left over at its end is a shorter one if it is
     all there is.
     """
@@ -67,7 +68,7 @@ def windows(text: str, tokenizer, tokens: int) -> list[torch.Tensor]:
     return list(ids[:, : whole or None].split(tokens, dim=1))
 
 
-def _tokenized(items: Iterable, tokenizer, length: int) -> Iterator[dict[str, torch.Tensor]]:
+def _tokenized(items: Iterable, tokenizer: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
     for number, item in enumerate(items):
         if isinstance(item, Mapping) and "input_ids" not in item:
             if not isinstance(item.get("text"), str):

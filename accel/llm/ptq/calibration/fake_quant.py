@@ -29,7 +29,7 @@ def rounding_inputs(modules: Iterable[nn.Module], scales: Mapping[nn.Module, Ten
     linear's own where it has one among them.
     """
 
-    def rounded(module, args, kwargs):
+    def rounded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         by: Callable[[Tensor], Tensor] = rounded_by_token
         if scales is not None:
             by = partial(rounded_by_tensor, scale=scales.get(module))

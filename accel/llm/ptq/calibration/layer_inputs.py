@@ -1,6 +1,6 @@
 """What every decoder layer is called with, for batches of text: taken once, then handed on from layer to layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class LayerInputs:
         given_back: tuple[Tensor, ...] = ()
         kept = _kept(batch)
 
-        def enter(module, args, kwargs):
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             number, place = len(calls), _place(args, kwargs)
             if module is not self.layers[number] or place is None:
                 raise ValueError(f"{self._where(number)} is not called once and in its turn: only 'rtn' can be used")
@@ -112,7 +112,7 @@ class LayerInputs:
             lending.enter_context(lent(module, self.device))
             return moved((args, kwargs), self.device)
 
-        def leave(module, args, kwargs, result):
+        def leave(module: nn.Module, args: tuple, kwargs: dict, result: object) -> object:
             nonlocal given_back
             lending.close()
             result = moved(result, None if self.device is None else self.home)
@@ -142,7 +142,7 @@ def first(result: object) -> Tensor:
     return next(_tensors(result))
 
 
-def _tensors(result: object):
+def _tensors(result: object) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):

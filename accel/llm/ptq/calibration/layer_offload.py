@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,6 @@ def lent(module: nn.Module, device: torch.device | None, changed: bool = False) 
             set_data(one, lambda now, home=data: now.to(home.device) if changed else home)
 
 
-def moved(value, device: torch.device | None):
+def moved(value: Any, device: torch.device | None) -> Any:
     """With all tensors in it, in tuples, lists and dicts, on the device; None: where they are."""
     return value if device is None else tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

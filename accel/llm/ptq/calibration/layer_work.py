@@ -68,7 +68,7 @@ class LayerWork:
         """
 
         def watched(path: str) -> Callable[[int, Tensor], None]:
-            def watch(number, given):
+            def watch(number: int, given: Tensor) -> None:
                 rows = self.calls[number].rows(given)
                 if not bool(rows.isfinite().all()):
                     raise ValueError(f"{path}: NaN or Inf among its inputs, for batch {number} of the calibration")
@@ -92,7 +92,7 @@ class LayerWork:
         found: set[str] = set()
 
         def watched(path: str) -> Callable[[int, Tensor], None]:
-            def watch(number, given):
+            def watch(number: int, given: Tensor) -> None:
                 if path not in found:
                     found.add(path)
                     held.append(given)
@@ -108,7 +108,7 @@ class LayerWork:
         number = 0
 
         def hook(listener: Callable) -> Callable:
-            def given(module, args, kwargs):
+            def given(module: nn.Module, args: tuple, kwargs: dict) -> None:
                 listener(number, next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)))
 
             return given

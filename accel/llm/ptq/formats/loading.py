@@ -99,7 +99,7 @@ def _check_said(file: Path, said: Any) -> None:
             raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
 
 
-def _loaded(folder: Path, **given) -> nn.Module:
+def _loaded(folder: Path, **given: Any) -> nn.Module:
     try:
         return whole(AutoModelForCausalLM, folder, **given).eval()
     except (RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
@@ -154,7 +154,7 @@ def _linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
-def _described(opened, name: str, part: str) -> torch.Tensor:
+def _described(opened: Any, name: str, part: str) -> torch.Tensor:
     if part == "weight_shape":
         return opened.get_tensor(name)
     header = opened.get_slice(name)
@@ -199,16 +199,16 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
     name = f"accel-{uuid.uuid4().hex}"
 
     class Method(QuantizationConfigMixin):
-        def __init__(self, quant_method: str = name, **kwargs):
+        def __init__(self, quant_method: str = name, **kwargs: Any) -> None:
             self.quant_method = quant_method
 
     class Loader(HfQuantizer):
         is_trainable = False
 
-        def is_serializable(self, *args, **kwargs) -> bool:
+        def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
             return True
 
-        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
             head = head_path(model)
             for path, parts in linears.items():
                 _replace(model, path, parts)
@@ -216,7 +216,7 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
                 untie(model.config)
                 model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
-        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> nn.Module:
+        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> nn.Module:
             self.remove_quantization_config(model)
             _finish(model, said)
             return model

@@ -100,7 +100,7 @@ class PrequantizedImport(QuantizedLinearPatch):
         self.hooks, self.there = {}, False
 
 
-def _recognized(module: nn.Module, dtype) -> PrequantizedLinear | str | None:
+def _recognized(module: nn.Module, dtype: torch.dtype) -> PrequantizedLinear | str | None:
     """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
     for kind in KINDS:
         try:

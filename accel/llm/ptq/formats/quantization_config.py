@@ -7,6 +7,7 @@ a word, so both are read, and compared.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized
@@ -105,7 +106,7 @@ MISSING = object()
 NAMES = {Mapping: "an object", int: "a whole number", str: "a text", bool: "true or false", Sequence: "a list"}
 
 
-def _field(said: Mapping, name: str, kind: type, where: str, usual: object = MISSING):
+def _field(said: Mapping, name: str, kind: type, where: str, usual: object = MISSING) -> Any:
     """The value of a field, `usual` where it is not there or null."""
     value = said.get(name)
     if value is None and usual is not MISSING:

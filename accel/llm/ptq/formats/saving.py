@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class SaveOverride:
     def __init__(self, model: PreTrainedModel):
         self.model = model
 
-    def __call__(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+    def __call__(self, save_directory: Any, *args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
         model = self.model
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
