@@ -17,7 +17,7 @@ PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transfo
 NAMED = 3  # weights in a message
 
 
-def load_saved(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_saved(folder: Path, dtype: str | torch.dtype, device: torch.device) -> Any:
     """The object of this folder, on the device. Raises ValueError where the folder holds none, pickles alone, or
     weights that are not those of the model; see `check_keys`.
     """
@@ -83,7 +83,7 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def _models(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+def _models(folder: Path, dtype: str | torch.dtype) -> dict[str, nn.Module]:
     """The models of a pipeline by name, of those classes that can be found; the pipeline loads the rest by itself."""
     models = {}
     for name, said in read_json(folder / INDEX).items():

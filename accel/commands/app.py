@@ -1,5 +1,7 @@
 """The command `accel`."""
 
+from typing import Any
+
 import typer
 from typer.core import TyperGroup
 
@@ -15,7 +17,7 @@ from accel.commands.verify import verify
 class TwoWords(TyperGroup):
     """Commands whose name may be two words: `accel bench llm`, beside `accel bench`, which takes names of cases."""
 
-    def resolve_command(self, ctx, args: list[str]):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = " ".join(args[:2])
         return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -10,6 +10,10 @@ from rich.console import Console
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, wrong_folder
 from accel.options import ACTIVATIONS, SCHEMES, check_activations
 from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress, TaskID
 
 
 def bench(
@@ -52,12 +56,12 @@ def bench(
         _fit(activations, weights, kind)
     compiled = place.type == "cuda" if compiled is None else compiled
 
-    def run_case(case, stage) -> dict:
+    def run_case(case: Any, stage: Callable[[str], None]) -> dict:
         given: dict[str, Any] = {"compiled": compiled, "ready": ready, "budget_s": seconds}
         given |= {"weights": weights, "activations": activations}
         return runner.run(case, place, kind, **given, stage=stage)
 
-    def run_folder(path, stage) -> dict:
+    def run_folder(path: Path, stage: Callable[[str], None]) -> dict:
         try:
             return folder.bench_folder(path, place, kind, **given, budget_s=seconds, stage=stage)
         except (TypeError, ValueError, OSError) as error:
@@ -95,7 +99,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _chosen(given: list[str], device) -> tuple[list[Path], list]:
+def _chosen(given: list[str], device: "torch.device") -> tuple[list[Path], list]:
     """Folders and cases; a name is a case's first, so that a folder of that name needs a slash."""
     from accel.bench import cases as registry
 
@@ -121,12 +125,14 @@ def _checked(weights: str, folders: list[Path], cases: list) -> None:
         raise typer.BadParameter(f"for cases of UNets; not for {', '.join(others)}", param_hint="--weights")
 
 
-def _fit(activations: str, weights: str | None, dtype) -> None:
+def _fit(activations: str, weights: str | None, dtype: "torch.dtype") -> None:
+    import torch
+
     if activations not in ACTIVATIONS:
         message = f"{activations!r} is none of {', '.join(ACTIVATIONS)}"
     elif weights is None:
         message = f"{activations!r} needs --weights {activations.partition('-')[0]}"
-    elif activations == "fp8" and dtype == parse_dtype("fp16", None):
+    elif activations == "fp8" and dtype == torch.float16:
         message = "'fp8' gives bfloat16: give --dtype bf16"
     else:
         try:
@@ -136,7 +142,7 @@ def _fit(activations: str, weights: str | None, dtype) -> None:
     raise typer.BadParameter(message, param_hint="--activations")
 
 
-def _stage(progress, task, name: str, stages: tuple[str, ...]) -> Callable[[str], None]:
+def _stage(progress: "Progress", task: "TaskID", name: str, stages: tuple[str, ...]) -> Callable[[str], None]:
     """What a run calls as it gets to each of its stages."""
     start = progress.tasks[0].completed
 

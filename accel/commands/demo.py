@@ -1,5 +1,6 @@
 """`accel demo`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +55,7 @@ def demo(
     console.print(Text(YOUR_CODE, style="green"), soft_wrap=True)
 
 
-def _found(option: str, find, folder: Path | None) -> Path:
+def _found(option: str, find: Callable[[Path | None], Path], folder: Path | None) -> Path:
     from accel.saved import refuse_pickles
 
     try:

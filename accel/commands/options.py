@@ -4,8 +4,12 @@ import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_HELP = "cuda, cuda:1, cpu ...; a GPU if there is one"
 DTYPE_HELP = "fp16, bf16 or fp32; fp16 on a GPU, fp32 elsewhere"
@@ -19,7 +23,7 @@ def parse_folder(folder: Path) -> Path:
     return folder
 
 
-def parse_device(name: str | None):
+def parse_device(name: str | None) -> "torch.device":
     import torch
 
     try:
@@ -30,7 +34,7 @@ def parse_device(name: str | None):
     return device
 
 
-def parse_dtype(name: str | None, device):
+def parse_dtype(name: str | None, device: "torch.device") -> "torch.dtype":
     import torch
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -63,7 +67,7 @@ def quantized(folder: Path) -> bool:
         return False
 
 
-def load_folder(folder: Path, dtype, device):
+def load_folder(folder: Path, dtype: "str | torch.dtype", device: "torch.device") -> Any:
     """What was saved there, on the device, its own progress bars off; a wrong folder is the user's mistake."""
     import accel
     from accel import saved

@@ -1,8 +1,9 @@
 """`accel profile`: where a token's time goes."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +17,9 @@ from accel.commands.options import (
     wrong_folder,
 )
 from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def profile(
@@ -53,7 +57,7 @@ def profile(
         console.print(f"ran stock: {row['path'] or 'whole model'}, {row['calls']} calls: {row['reason']}", markup=False)
 
 
-def _tables(model: str, result: dict):
+def _tables(model: str, result: dict) -> "Iterator[Table]":
     from rich.table import Table
 
     bound, step, spent = result["bound_ms"], result["step_ms"], sum(row["ms"] for row in result["rows"])

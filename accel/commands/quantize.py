@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from accel.commands.options import (
     parse_folder,
 )
 from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES, STATIC
+
+if TYPE_CHECKING:
+    from accel.llm.ptq.run import Run
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
 
@@ -80,14 +83,14 @@ def quantize(
     _show(Console(), done, seconds, out)
 
 
-def _tokenizer(folder: Path):
+def _tokenizer(folder: Path) -> Any:
     """The folder's; without its files transformers would make an empty one."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
 
 
-def _rows(model, file: Path, tokenizer, tokens: int) -> list:
+def _rows(model: Any, file: Path, tokenizer: Any, tokens: int) -> list:
     from accel.llm.ptq.calibration.batches import windows
 
     if tokenizer is None:
@@ -102,7 +105,7 @@ def _rows(model, file: Path, tokenizer, tokens: int) -> list:
     return windows(text, tokenizer, min(tokens, positions))
 
 
-def _show(console: Console, done, seconds: float, out: Path) -> None:
+def _show(console: Console, done: "Run", seconds: float, out: Path) -> None:
     from accel.report import weights_table
 
     console.print(weights_table(done.rows))

@@ -1,9 +1,10 @@
 """`accel report`."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,9 @@ from accel.commands.options import (
     wrong_folder,
 )
 from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def report(
@@ -54,7 +58,7 @@ def report(
         console.print(_mechanisms(name, rows))
 
 
-def _measured(loaded, at) -> dict[str, list[dict]]:
+def _measured(loaded: Any, at: Callable[[str], None]) -> dict[str, list[dict]]:
     """Every mechanism of every model whose inputs are known, by the model's name."""
     from accel.bench.ablation import ablate
     from accel.diffusion.inputs import denoiser_inputs
@@ -74,7 +78,7 @@ def _measured(loaded, at) -> dict[str, list[dict]]:
     return found
 
 
-def _mechanisms(name: str, rows: list[dict]):
+def _mechanisms(name: str, rows: list[dict]) -> "Table":
     from rich.table import Table
 
     stock, whole, *others = rows

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -60,7 +60,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _call(loaded, folder: Path, prompt: str | None, steps: int | None) -> dict:
+def _call(loaded: Any, folder: Path, prompt: str | None, steps: int | None) -> dict:
     """The example call of a pipeline with what the user wants otherwise; nothing for a model, which has its own."""
     from torch import nn
 
@@ -83,7 +83,7 @@ def _call(loaded, folder: Path, prompt: str | None, steps: int | None) -> dict:
         raise wrong_folder(error) from None
 
 
-def _tokens(model, folder: Path, prompt: str) -> dict:
+def _tokens(model: Any, folder: Path, prompt: str) -> dict:
     """The prompt as the folder's tokenizer writes it."""
     from transformers import AutoTokenizer
 
