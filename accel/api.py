@@ -1,7 +1,6 @@
 """The public functions: optimize, restore, report, verify, optimized."""
 
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from accel.families import example_of, is_language_model, plan_for, takes_weights
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, choose
 from accel.patching.context import Context
 from accel.planning import on_cpu
-from accel.planning.objects import is_scheduler, models_in, parts_in
+from accel.planning.choices_file import choices_file
+from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
 from accel.planning.plan import PLAN, Plan, create_context
 from accel.planning.stages import Row
@@ -57,17 +58,12 @@ def optimize(
     that does not fit this model, and with strict=True `errors.SkippedSite` for a site that would be skipped (both are
     ValueErrors); obj is then as it was. Warns where weights= fits no linear layer of a model.
     """
-    given = {
-        "attention": attention, "layout": layout, "graphs": graphs, "graph_memory_gb": graph_memory_gb,
-        "step_cache": step_cache, "weights": weights, "activations": activations, "keep_original": keep_original,
-        "kv_cache": kv_cache, "cpu": cpu, "strict": strict,
-    }  # fmt: skip
-    chosen = choose(options, given, unknown)
+    chosen = choose(options, locals(), unknown)  # all keywords by their names
     parts = _parts(obj)
     for name, takes, kinds in (
-        ("weights", _takes_weights, "causal language models and denoisers, such as UNets"),
-        ("activations", _takes_weights, "causal language models and denoisers, such as UNets"),
-        ("kv_cache", _is_language_model, "causal language models"),
+        ("weights", takes_weights, "causal language models and denoisers, such as UNets"),
+        ("activations", takes_weights, "causal language models and denoisers, such as UNets"),
+        ("kv_cache", is_language_model, "causal language models"),
     ):
         value = getattr(chosen, name)
         if value is not None and not any(map(takes, parts.values())):
@@ -80,9 +76,9 @@ def optimize(
             if plan is not None:
                 plan.undo()
                 taken.append(name)
-        context = create_context(chosen, _choices_file)
+        context = create_context(chosen, choices_file)
         for name, part in parts.items():
-            plan = _plan(part, context)
+            plan = plan_for(part, context)
             plan.apply()
             applied.append(name)
             vars(part)[PLAN] = plan
@@ -136,7 +132,7 @@ def quantize(
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
     """
-    if not _is_language_model(model):
+    if not is_language_model(model):
         raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
     from accel.llm.ptq.run import quantize as run
     from accel.progress import bar
@@ -221,12 +217,7 @@ def optimized(
     **unknown: NoReturn,
 ) -> Iterator[T]:
     """`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."""
-    given = {
-        "attention": attention, "layout": layout, "graphs": graphs, "graph_memory_gb": graph_memory_gb,
-        "step_cache": step_cache, "weights": weights, "activations": activations, "keep_original": keep_original,
-        "kv_cache": kv_cache, "cpu": cpu, "strict": strict,
-    }  # fmt: skip
-    optimize(obj, choose(options, given, unknown))
+    optimize(obj, choose(options, locals(), unknown))  # all keywords by their names
     try:
         yield obj
     finally:
@@ -255,43 +246,8 @@ def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:
     if (subject := language.subject(obj, args, kwargs)) is not None:
         return language.agreement_with_stock(*subject, plans, seed)
     if not args and not kwargs:
-        kwargs = _example_call(obj)
+        kwargs = example_of(obj)
     return against_stock(obj, plans, args, kwargs, seed)
-
-
-def _plan(part: object, context: Context) -> Plan:
-    from accel.diffusion import family, pipeline, schedulers
-    from accel.diffusion.linears import denoises
-
-    own = context.for_model()
-    if isinstance(part, nn.Module):
-        if _is_language_model(part):
-            from accel.llm.stages import language_plan
-
-            return language_plan(part, own)
-        own.graph_paths = family.graph_paths(part)
-        if (context.options.weights or context.options.activations) is not None and denoises(part):
-            from accel.diffusion.stages import denoiser_plan
-
-            return denoiser_plan(part, own)
-        return Plan(part, family.RULES, own)
-    return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
-
-
-def _is_language_model(part: object) -> bool:
-    """Whether part is a causal language model, which only transformers' are."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(part, transformers.PreTrainedModel):
-        return False
-    from accel.llm import family
-
-    return family.is_causal_lm(part)
-
-
-def _takes_weights(part: object) -> bool:
-    from accel.diffusion.linears import denoises
-
-    return _is_language_model(part) or denoises(part)
 
 
 def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None:
@@ -302,7 +258,7 @@ def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None
     for plan, reason in settle(obj, _plans(obj).values(), wanted):
         plan.undo()
         try:
-            whole = _plan(plan.root, replace(context, options=replace(context.options, step_cache=None)))
+            whole = plan_for(plan.root, replace(context, options=replace(context.options, step_cache=None)))
             whole.apply()
         except BaseException:
             plan.apply()
@@ -331,18 +287,3 @@ def _unique(parts: dict[str, T]) -> dict[str, T]:
 
 def _plans(obj: object) -> dict[str, Plan]:
     return {name: vars(part)[PLAN] for name, part in _parts(obj).items() if PLAN in vars(part)}
-
-
-def _example_call(obj: object) -> dict:
-    from accel.diffusion.inputs import denoiser_inputs, example_call
-
-    return denoiser_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)
-
-
-def _choices_file(kind: str) -> Path | None:
-    """Where choices are kept: one file a GPU and set of versions, below ACCEL_CACHE_DIR or ~/.cache/accel."""
-    if not torch.cuda.is_available():
-        return None
-    folder = os.environ.get("ACCEL_CACHE_DIR") or Path.home() / ".cache" / "accel"
-    name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
-    return Path(folder) / (f"{kind}-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")

@@ -113,7 +113,7 @@ class Options:
 def choose(options: Options | None, keywords: Mapping[str, Any], unknown: Mapping[str, object]) -> Options:
     """The options that a call gives: an object, or keywords.
 
-    keywords: a value for every field of Options, which is its default where the call does not give it.
+    keywords: among others a value for every field of Options, which is its default where the call does not give it.
     Raises TypeError for unknown names, listing the valid ones, for an object of another class, and for keywords beside
     one, naming them: those that ask for something else than the default.
     """
@@ -121,11 +121,12 @@ def choose(options: Options | None, keywords: Mapping[str, Any], unknown: Mappin
     if unknown:
         names = ", ".join(map(repr, sorted(unknown)))
         raise TypeError(f"unknown option {names}; valid options: {', '.join(defaults)}")
+    given = {name: keywords[name] for name in defaults}
     if options is None:
-        return Options(**keywords)
+        return Options(**given)
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r}: give an accel.Options, or its fields as keywords")
-    beside = [f"{name}={value!r}" for name, value in keywords.items() if not _same(value, defaults[name])]
+    beside = [f"{name}={value!r}" for name, value in given.items() if not _same(value, defaults[name])]
     if beside:
         raise TypeError(f"{', '.join(beside)} beside options: give either; dataclasses.replace changes an Options")
     return options

@@ -20,7 +20,7 @@ ROOMS = """
     diffusion.inputs diffusion.blocks diffusion.step_cache diffusion
     llm.kv_cache llm.recording llm.runtime.linear llm.analysis llm.runtime llm.generation
     llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
-    report api
+    report families api
     bench demo commands __main__
 """.split()
 

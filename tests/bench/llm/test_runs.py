@@ -150,7 +150,7 @@ def test_parts_keep_time_for_those_after_them():
 
 
 def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
-    plan = api._plan
+    plan = api.plan_for
 
     def wrong(part, context):
         made = plan(part, context)
@@ -162,7 +162,7 @@ def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
         made.undo = lambda: vars(part.lm_head).pop("forward", None)
         return made
 
-    monkeypatch.setattr(api, "_plan", wrong)
+    monkeypatch.setattr(api, "plan_for", wrong)
     result = bench(tmp_path, "--context", "32")
     assert result.exit_code == 1 and "wrong result" in result.output and "nothing was timed" in result.output
     assert not list(tmp_path.iterdir())
