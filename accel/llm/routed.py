@@ -20,7 +20,7 @@ from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.tolerances import FAR, FLOOR, SUM_UNITS
 from accel.verification.metrics import Quality
-from accel.verification.verify import ModelRecord, ModelRecorder
+from accel.verification.model_record import ModelRecord, ModelRecorder
 
 
 def median_rms(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:

@@ -25,8 +25,9 @@ from accel.tolerances import TIMES_STOCK
 from accel.verification.agreement import Agreement, distributions, first_differences, perplexity
 from accel.verification.call import seeded
 from accel.verification.metrics import Quality, compare
+from accel.verification.model_record import ModelRecord
 from accel.verification.rounded_products import judge
-from accel.verification.verify import ModelRecord, stock_models
+from accel.verification.verify import stock_models
 
 DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
 NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays
