@@ -69,7 +69,7 @@ def wrong(monkeypatch):
     def set_change(change):
         monkeypatch.setattr(Changed, "change", staticmethod(change))
         rules = [Rule("changed", match)]
-        monkeypatch.setattr(api, "_plan", lambda part, context: Plan(part, rules, context.for_model()))
+        monkeypatch.setattr(api, "plan_for", lambda part, context: Plan(part, rules, context.for_model()))
 
     return set_change
 
