@@ -4,7 +4,8 @@ import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,9 @@ class Kernels:
         return Kernels(AttentionChooser("sdpa"), F.linear, **references)
 
 
+Forward = TypeVar("Forward", bound="FastForward")
+
+
 class FastForward(ABC):
     """Callable that stands in `vars(module)["forward"]`.
 
@@ -82,12 +86,12 @@ class FastForward(ABC):
         given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
         self.__setstate__(given | {"kind": type(module), "relied": None, "stale": None})
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
         state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
         return state | {"stale": self.stale or self._another_class()}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
@@ -98,17 +102,17 @@ class FastForward(ABC):
         return stock.replace(parameters=list(stock.parameters.values())[1:])
 
     @property
-    def __code__(self):
+    def __code__(self) -> CodeType:
         """The stock function's, by whose file and line torch.export names inputs."""
         return type(self.module).forward.__code__
 
-    def stock(self, *args, **kwargs):
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
         # The compiler cannot look a method up on a class that diffusers allows in its graphs; it can call a function.
         if torch.compiler.is_compiling() and type(self.module) is self.kind:
             return self.function(self.module, *args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
             return self.stock(*args, **kwargs)
@@ -178,11 +182,11 @@ class FastForward(ABC):
             return "autocast is on"
         return transformation()
 
-    def unfit(self, *args, **kwargs) -> str | None:
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         return None
 
     @classmethod
-    def taken(cls, module: nn.Module, *args, **kwargs):
+    def taken(cls: type[Forward], module: nn.Module, *args: Any, **kwargs: Any) -> Forward | None:
         """The fast forward of this class that calling the module with these arguments would run; None if another would.
 
         For whoever calls a part of it instead, to leave its last addition to the next fused operation.
@@ -193,5 +197,5 @@ class FastForward(ABC):
         return forward if forward._refuses(args, kwargs) is None else None
 
     @abstractmethod
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         """The fused forward; arguments and result as the stock one."""

@@ -203,7 +203,7 @@ class TransformerStackForward(FastForward):
         h = normalize(self.kernels, x, m.norm)
         fold = deferred(m.proj_in, rows := as_rows(h))
         stream = Stream(project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
-        call = {
+        call: dict[str, Any] = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
             "encoder_hidden_states": encoder_hidden_states,
             "encoder_attention_mask": _as_bias(encoder_attention_mask, x.dtype),

@@ -4,6 +4,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
@@ -22,7 +23,8 @@ from accel.llm.kv_cache.store import Shape, Store
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import ForwardContext, Step
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 
 # What a fast call understands; of anything else the call runs stock.
 UNDERSTOOD = {
@@ -41,7 +43,16 @@ class DecoderForward(FastForward):
 
     convention: CallingConvention  # once the model is tried
 
-    def __init__(self, module, path, kernels, ledger, stack: str, layers: list[LayerForward], steps: ForwardContext):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        stack: str,
+        layers: list[LayerForward],
+        steps: ForwardContext,
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.relied_model: ModelRelied | None = None  # once the model has been tried
@@ -50,11 +61,11 @@ class DecoderForward(FastForward):
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
         self.__setstate__(vars(self))
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         own = ("names", "stored", "seen", "reason", "lock")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
@@ -63,7 +74,7 @@ class DecoderForward(FastForward):
         self.reason: str | None = None
         self.lock = threading.Lock()
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
             return self.stock(*args, **kwargs)
         reason = self.mode()
@@ -80,7 +91,7 @@ class DecoderForward(FastForward):
             return "global module hooks"
         return super().mode()
 
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs = dict(zip(self.names, args, strict=False)) | kwargs
         given = kwargs.get
@@ -135,7 +146,7 @@ class DecoderForward(FastForward):
                 continue
             raise Unfit(f"called with {name}")
 
-    def _mask(self, mask, rows: int, start: int, new: int) -> torch.Tensor | None:
+    def _mask(self, mask: Any, rows: int, start: int, new: int) -> torch.Tensor | None:
         if mask is None:
             if new > 1 and not self.convention.bare:
                 raise Unfit("without a mask it reads a prompt in a way of its own")
@@ -151,7 +162,9 @@ class DecoderForward(FastForward):
             raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
         return mask
 
-    def _positions(self, positions, mask, rows: int, start: int, new: int, device) -> torch.Tensor | None:
+    def _positions(
+        self, positions: Any, mask: torch.Tensor | None, rows: int, start: int, new: int, device: torch.device
+    ) -> torch.Tensor | None:
         """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
         if "position_ids" not in self.names:
             return None
@@ -196,7 +209,9 @@ class DecoderForward(FastForward):
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
         self.codes, self.stored = codes, (None, None, ())
 
-    def run(self, store: Store, tokens, positions, mask, keep: int) -> torch.Tensor:
+    def run(
+        self, store: Store, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
+    ) -> torch.Tensor:
         """The logits; tokens: (rows, new) numbers or (rows, new, C) embeddings, stored behind what is in the store."""
         rows, new = tokens.shape[:2]
         start, pending = store.length, store.take()
@@ -207,13 +222,15 @@ class DecoderForward(FastForward):
         if mask is not None and start == 0 and new > 1 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
         store.set_padding_mask(mask)
-        eager, arguments = partial(self.eager, store, start == 0), (tokens, positions, store.metadata, keep)
+        eager, metadata = partial(self.eager, store, start == 0), store.metadata
+        arguments = (tokens, positions, metadata, keep)
         if start and self.runner is not None and rows * new <= MOST_ROWS and tokens.is_cuda and not _capturing():
             logits = self.runner(
                 eager, arguments, {}, ("mask",) if store.padding_mask is not None else (), pending=step
             )
-        elif prompts is not None and bucket is not None:
-            logits = prompts(eager, partial(eager, *arguments), *arguments[:3], bucket, store.padding_mask is not None)
+        elif prompts is not None and bucket is not None and positions is not None:
+            plain, masked = partial(eager, *arguments), store.padding_mask is not None
+            logits = prompts(eager, plain, tokens, positions, metadata, bucket, masked)
         else:
             logits = eager(*arguments)
         store.advance(new)
@@ -221,7 +238,13 @@ class DecoderForward(FastForward):
         return logits
 
     def eager(
-        self, store: Store, is_prefill: bool, tokens, positions, metadata, keep: int | torch.Tensor
+        self,
+        store: Store,
+        is_prefill: bool,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        metadata: torch.Tensor,
+        keep: int | torch.Tensor,
     ) -> torch.Tensor:
         """The model's own forward with fused layers. `metadata` is read in place of the store's own.
 

@@ -4,7 +4,8 @@ Stock layers stand between them and keep what they keep, such as a recurrent sta
 cache. The model's Python sees that cache, with its lengths, so no CUDA graph holds for the next step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from accel.quantization.module import dequantizing, unrounded
 class MixedForward(DecoderForward):
     """Runs calls with a cache; `layers` by their `LayerForward`, all others as they are."""
 
-    def fast(self, *args, **kwargs):
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs = dict(zip(self.names, args, strict=False)) | kwargs
         use_cache, _ = self._wanted(kwargs)
@@ -68,7 +69,7 @@ class MixedForward(DecoderForward):
         """Of the fused layers in the cache, in its order."""
         return sorted(layer.spec.attention.index for layer in self.layers)
 
-    def adopt(self, cache) -> Store:
+    def adopt(self, cache: Any) -> Store:
         """The store under the cache's layers of the fused ones, put there if need be; the others stay. Raises Unfit."""
         places = self.places()
         if type(cache) is not DynamicCache or cache.offloading or len(cache.layers) <= places[-1]:
@@ -145,7 +146,9 @@ def try_mixed(forward: MixedForward) -> None:
         raise NotUnderstood("the whole model computes something else than its parts")
 
 
-def _logits(call, forward: MixedForward, lengths: tuple, masked: bool = False, rows: int = ROWS) -> torch.Tensor:
+def _logits(
+    call: Callable, forward: MixedForward, lengths: tuple, masked: bool = False, rows: int = ROWS
+) -> torch.Tensor:
     """Of all pieces, one after another; with a mask and positions, or of so many rows without."""
     cache, found = DynamicCache(config=forward.module.config), []
     for piece in pieces_of(forward, lengths):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -49,7 +50,7 @@ class ModelRelied:
         found = ((path, model.get_submodule(path)) for path in sorted(shown))
         self.shown = {path: (type(one), replaced_forward(one) is None) for path, one in found if not _takes_one(one)}
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"stale": self.changed()}
 
     def changed(self) -> str | None:
@@ -110,7 +111,7 @@ class _Experts:
     def __init__(self, relied: ModelRelied):
         self.relied = relied
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator:
         found = self.relied.configurations
         return chain(map(len, map(vars, found)), foreign_experts(found))
 
@@ -121,7 +122,7 @@ class _Held:
     def __init__(self, modules: list[Mapping]):
         self.modules = modules
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator:
         return (id(attributes.get("config")) for attributes in self.modules)
 
 
@@ -181,7 +182,7 @@ def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTra
 
 
 def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
-    def read(self, name):
+    def read(self: Any, name: str) -> Any:
         if not name.startswith("__") and name not in CHOICES:
             counter[name] += 1
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]

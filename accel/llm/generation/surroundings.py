@@ -52,6 +52,6 @@ def _calling(forward: DecoderForward) -> Iterator[set[str]]:
         yield found
 
 
-def _note(found: set[str], path: str, thread: int, *_) -> None:
+def _note(found: set[str], path: str, thread: int, *_: object) -> None:
     if threading.get_ident() == thread:
         found.add(path)

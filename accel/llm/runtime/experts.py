@@ -1,15 +1,20 @@
 """The experts of a mixture: for the few tokens of a step, one pass over what the router chose instead of a loop."""
 
 import inspect
+from typing import Any
 
 import torch
+from torch import nn
 
 from accel.llm.analysis.mlp import activation_name
 from accel.llm.recording.implementation import foreign_experts
-from accel.patching.fast_forward import FastForward
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
 from accel.patching.structure import meta_weights
 
 PROBED = 3  # tokens
@@ -18,12 +23,14 @@ PROBED = 3  # tokens
 class ExpertsForward(FastForward):
     """Experts stacked in two parameters: gates and ups (E, 2 I, H), downs (E, H, I), the names in this order."""
 
-    def __init__(self, module, path, kernels, ledger, names: tuple[str, str], activation: str):
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, names: tuple[str, str], activation: str
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.names, self.activation = names, activation
         self.parameters = tuple(module._parameters)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_compiling()
             or self.ledger.rests(args, kwargs)
@@ -33,7 +40,7 @@ class ExpertsForward(FastForward):
             return self.stock(*args, **kwargs)  # a prompt, or what the calls around it are asked about
         return self.fast(*args, **kwargs)
 
-    def unfit(self, x, index, weights, *more, **others) -> str | None:
+    def unfit(self, x: Any, index: Any, weights: Any, *more: Any, **others: Any) -> str | None:
         if more or others:
             return "other arguments"
         config = vars(self.module).get("config")
@@ -50,14 +57,14 @@ class ExpertsForward(FastForward):
         """Any class will do, as each token is computed by itself."""
         super().remember()
 
-    def fast(self, x, index, weights):
+    def fast(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.kernels.experts(x, index, weights, *self._stacks(), self.activation)
 
     def _stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(self.module._parameters[name] for name in self.names)
 
 
-def match_experts(site, context) -> Match | Skip | None:
+def match_experts(site: Site, context: Context) -> Match | Skip | None:
     """A module with two stacks of matrices that fit each other, called with tokens, choices and shares."""
     module = site.module
     own = vars(module)["_parameters"]

@@ -1,19 +1,22 @@
 """One decoder layer as a few fused operations over the store of the forward it is part of."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from accel.fusion.stacked_linears import alike
 from accel.llm.analysis.layer import LayerSpec
+from accel.llm.analysis.norm import NormSpec
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.layer_parts import LayerParts
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, Changed
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.step import ForwardContext, Step
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
 
 
@@ -25,7 +28,9 @@ class LayerForward(FastForward):
 
     bound: Callable[..., torch.Tensor]  # a BoundLayer
 
-    def __init__(self, module: nn.Module, path: str, kernels, ledger, spec: LayerSpec, steps: ForwardContext):
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, spec: LayerSpec, steps: ForwardContext
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.spec, self.steps = spec, steps
         called, looked_at = spec.linears, [norm.name for norm in spec.norms]
@@ -42,10 +47,10 @@ class LayerForward(FastForward):
         together = len(linears) == len(modules) > 1 and all(alike(linears[0], linear) for linear in linears)
         return linears if together else []
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "bound"}
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
         return self.stock(*args, **kwargs) if step is None else self.fast(step, *args, **kwargs)
 
@@ -69,7 +74,7 @@ class LayerForward(FastForward):
             return "training mode"
         return self.layer_parts.changed(self.module)
 
-    def fast(self, step: Step, *args, **kwargs):
+    def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         y = self.bound(self.kernels, step, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
@@ -78,10 +83,10 @@ class LayerForward(FastForward):
 class BoundLayer:
     """A layer's operations with the tensors they read."""
 
-    def __init__(self, kernels, layer: nn.Module, spec: LayerSpec, stack: bool):
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: LayerSpec, stack: bool) -> None:
         self.spec = spec
 
-        def norm(one):
+        def norm(one: NormSpec | None) -> BoundNorm | None:
             return None if one is None else BoundNorm(kernels, layer, one)
 
         self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
@@ -91,7 +96,7 @@ class BoundLayer:
         self.out = BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = BoundMlp(layer, spec.mlp)
 
-    def __call__(self, kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
         spec, (first, second) = self.spec, self.spec.scales
         h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
@@ -105,7 +110,14 @@ class BoundLayer:
         return y if self.after_mlp is None else self.after_mlp(y)
 
 
-def _added(kernels, part, h: NormedInput, residual: torch.Tensor, scale: float, post: BoundNorm | None) -> torch.Tensor:
+def _added(
+    kernels: Kernels,
+    part: BoundLinear | BoundMlp,
+    h: NormedInput,
+    residual: torch.Tensor,
+    scale: float,
+    post: BoundNorm | None,
+) -> torch.Tensor:
     """residual + scale * post(part(h))."""
     if post is None:
         return part(kernels, h, residual=residual, scale=scale)

@@ -7,6 +7,7 @@ from torch import nn
 from accel.llm.analysis.mlp import MlpSpec
 from accel.llm.runtime.linear import QuantizedWeights, Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
+from accel.patching.fast_forward import Kernels
 from accel.patching.settings import as_understood
 from accel.patching.structure import tampered
 
@@ -49,7 +50,9 @@ class BoundMlp:
         understood = as_understood(layer.get_submodule(self.spec.act), self.spec.settings)
         return not understood or (self.whole is not None and tampered(self.whole) is not None)
 
-    def __call__(self, kernels, before: NormedInput, residual: torch.Tensor | None = None, scale=1.0) -> torch.Tensor:
+    def __call__(
+        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
         """residual + scale * mlp(norm(x))."""
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
@@ -57,7 +60,7 @@ class BoundMlp:
         y = y[0] if isinstance(y, tuple) else y
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
-    def _middle(self, kernels, before: NormedInput) -> torch.Tensor:
+    def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation
         if self.gate is not None:
             return part_product(kernels, self.gate, before, up=self.up, activation=name)

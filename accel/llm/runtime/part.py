@@ -84,14 +84,14 @@ class NormedInput(Rows):
 
 
 def part_product(
-    kernels,
+    kernels: Kernels,
     weights: Weights | QuantizedWeights,
     before: NormedInput,
     *,
-    up=None,
-    activation=None,
-    residual=None,
-    scale=1.0,
+    up: Weights | QuantizedWeights | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both."""
     weight, bias = weights.now()
@@ -111,7 +111,14 @@ class BoundLinear:
     def __init__(self, module: nn.Module):
         self.module, self.weights = module, weights(module)
 
-    def __call__(self, kernels, before: NormedInput, activation=None, residual=None, scale=1.0) -> torch.Tensor:
+    def __call__(
+        self,
+        kernels: Kernels,
+        before: NormedInput,
+        activation: str | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
         """residual + scale * activation(linear(norm(x)))."""
         if self.weights is not None:
             return part_product(kernels, self.weights, before, activation=activation, residual=residual, scale=scale)
