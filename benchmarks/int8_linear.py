@@ -42,13 +42,13 @@ SHAPES = {  # outputs, inputs, gate, residual, rows at most, products of a layer
 }
 PLAIN = [
     Shape(128, 256, 128, 8, 3), Shape(128, 256, 128, 8, 4), Shape(128, 256, 128, 8, 4, 16),
-    Shape(128, 256, 128, 8, 3, 8, True), Shape(128, 256, 64, 8, 6), Shape(256, 128, 128, 8, 4),
+    Shape(128, 256, 64, 8, 6), Shape(256, 128, 128, 8, 4),
     Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 4, 3), Shape(64, 256, 128, 4, 4), Shape(64, 128, 128, 4, 4),
     Shape(64, 64, 128, 4, 4),
 ]  # fmt: skip
 GATED = [
     Shape(128, 128, 128, 8, 3), Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 8, 4, 16),
-    Shape(128, 128, 128, 8, 3, 8, True), Shape(256, 64, 128, 8, 4), Shape(128, 64, 128, 4, 3), Shape(64, 64, 128, 4, 4),
+    Shape(256, 64, 128, 8, 4), Shape(128, 64, 128, 4, 3), Shape(64, 64, 128, 4, 4),
 ]  # fmt: skip
 BY_HAND = [  # of int8_wgmma
     Shape(128, 256, 128, 8, 4), Shape(128, 256, 128, 8, 3), Shape(128, 256, 128, 8, 4, 16), Shape(128, 256, 64, 8, 7),

@@ -25,10 +25,9 @@ QUICK = [(1, 8192), (1, 32768), (32, 8192)]
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST = 24 * 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
 LEAST = 2**30
-CHOSEN = ("CODES_FILL", "MOST_SPLITS", "KV8_BLOCKS", "CODES_REGISTERS", "AHEAD")
+CHOSEN = ("CODES_FILL", "MOST_SPLITS", "KV8_BLOCKS", "CODES_REGISTERS")
 SWEEP = [
-    (4, 64, 8, 128, 0), (4, 64, 8, 128, 1), (4, 64, 8, 128, 3), (4, 32, 8, 128, 0), (2, 32, 8, 128, 0),
-    (4, 64, 4, 128, 0), (3, 64, 8, 168, 0), (3, 64, 8, 168, 2),
+    (4, 64, 8, 128), (4, 32, 8, 128), (2, 32, 8, 128), (4, 64, 4, 128), (3, 64, 8, 168),
 ]  # fmt: skip
 
 

@@ -4,6 +4,8 @@ y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + 
 al., "FP8 formats for deep learning", 2022; the product, scales by row, is cuBLAS's or CUTLASS's, as torch has it.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +13,8 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE
 from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.op import Case, Op, capability
+from accel_kernels.op import Op, capability
+from accel_kernels.product_cases import product_case
 
 FP8 = torch.float8_e4m3fn
 
@@ -83,26 +86,12 @@ def supports(x, weight, bias=None, **after) -> str | None:
     return None
 
 
-def _case(name, *shape, n, bias=False, gate=False, activation=None, residual=False, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-        k = shape[-1]
+def _case(name, *shape, n, **more):
+    def weight(full):
+        rows = quantize(full, dtype=FP8)
+        return Quantized(rows.data, rows.scales)
 
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
-
-        def weight():
-            rows = quantize(rand(n, k, spread=k**-0.5), dtype=FP8)
-            return Quantized(rows.data, rows.scales)
-
-        given = {"activation": activation}
-        if gate:
-            given |= {"up": weight(), "up_bias": rand(n) if bias else None}
-        if residual:
-            given["residual"] = rand(*shape[:-1], n)
-        return (quantize(rand(*shape), dtype=FP8), weight(), rand(n) if bias else None), given
-
-    return Case(name, make, small)
+    return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=FP8), **more)
 
 
 CASES = (

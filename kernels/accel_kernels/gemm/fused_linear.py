@@ -13,7 +13,8 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.norm.rms_norm import rms_norm
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import Op, dtype_reason
+from accel_kernels.product_cases import product_case
 
 MOST_ROWS = 64
 
@@ -72,29 +73,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *((norm.weight, norm.bias) if norm else ()))
 
 
-def _case(name, rows, k, n, *, norm=None, bias=False, gate=False, activation=None, residual=False, scale=1.0,
-          small=False):  # fmt: skip
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
-
-        given = {"activation": activation, "scale": scale}
-        if norm == "rms":
-            given["norm"] = Norm(rand(k), None, 1e-5)
-        elif norm == "gemma":
-            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
-        elif norm == "layer":
-            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
-        if gate:
-            given["up"] = rand(n, k, spread=k**-0.5)
-            given["up_bias"] = rand(n) if bias else None
-        if residual:
-            given["residual"] = rand(rows, n)
-        return (rand(rows, k), rand(n, k, spread=k**-0.5), rand(n) if bias else None), given
-
-    return Case(name, make, small)
+def _case(name, rows, k, n, **more):
+    return product_case(name, (rows, k), n, **more)
 
 
 CASES = (

@@ -12,7 +12,8 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE, QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.op import Case, Op, capability, dtype_reason, launcher
+from accel_kernels.op import Op, capability, dtype_reason, launcher
+from accel_kernels.product_cases import product_case
 
 AFTER_PRODUCT = "accel_kernels.gemm.int8_linear_triton:after_product"
 MOST_COLUMNS = 131072  # 128 * 127 times as many still fits an int32
@@ -118,30 +119,17 @@ def _format_reason(weight: Quantized) -> str | None:
     return None
 
 
-def _case(name, *shape, n, bias=False, gate=False, activation=None, residual=False, scale=1.0, planted=(),
-          outliers=None, small=False):  # fmt: skip
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-        k = shape[-1]
-
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
-
-        def weight():
-            rows = quantize(rand(n, k, spread=k**-0.5))
-            return Quantized(rows.data, rows.scales.to(dtype))
-
-        x = rand(*shape)
+def _case(name, *shape, n, planted=(), outliers=None, **more):
+    def rows(x):
         x[..., list(planted)] *= 20
-        given = {"activation": activation, "scale": scale}
-        if gate:
-            given |= {"up": weight(), "up_bias": rand(n) if bias else None}
-        if residual:
-            given["residual"] = rand(*shape[:-1], n)
-        taken = torch.tensor(outliers, device=device) if isinstance(outliers, tuple) else outliers
-        return (quantize(x, outliers=taken), weight(), rand(n) if bias else None), given
+        taken = torch.tensor(outliers, device=x.device) if isinstance(outliers, tuple) else outliers
+        return quantize(x, outliers=taken)
 
-    return Case(name, make, small)
+    def weight(full):
+        numbers = quantize(full)
+        return Quantized(numbers.data, numbers.scales.to(full.dtype))
+
+    return product_case(name, shape, n, weight=weight, rows=rows, **more)
 
 
 CASES = (

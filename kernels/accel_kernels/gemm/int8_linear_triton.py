@@ -36,7 +36,6 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     group: int = 8  # rows of tiles that walk along the columns together
-    flatten: bool = False  # whether a tile's first loads are under way while the one before it is written
 
 
 BY_HAND = "accel_kernels.gemm.int8_wgmma_triton:int8_wgmma"
@@ -102,7 +101,7 @@ def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, r
 def int8_linear_kernel(
     x_desc, w_desc, u_desc, sx_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
     GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     if PDL:
@@ -110,7 +109,7 @@ def int8_linear_kernel(
     count = 0
     if outliers.taken is not None:
         count = tl.load(outliers.found)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         first = tile // (GROUP * tiles_n) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)
         m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
@@ -191,8 +190,7 @@ def by_tiles(x, weight, epilogue, shape):
         int8_linear_kernel, (min(tiles, programs),),
         *described, x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
         **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
-        FLATTEN=shape.flatten, UPCAST=interpreted(), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages,
-        **pdl,
+        UPCAST=interpreted(), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
 

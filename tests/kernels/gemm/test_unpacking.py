@@ -131,11 +131,11 @@ def numbers(given: np.ndarray, format: str) -> torch.Tensor:
     return data.view(torch.int8 if format == "int8" else torch.float8_e4m3fn).double()
 
 
-@pytest.mark.parametrize("format, dtype", [("int8", "BF16"), ("int8", "FP16"), ("int4", "BF16"), ("int4", "FP16")])
+@pytest.mark.parametrize("format, dtype", [("int8", "bf16"), ("int8", "fp16"), ("int4", "bf16"), ("int4", "fp16")])
 def test_factors_are_the_numbers_exactly(format, dtype):
     given = words()
-    made = run(getattr(unpacking, f"{format.upper()}_{dtype}").value, {"int8": 4, "int4": 8}[format], given)
-    found = torch.stack([floats(bits, HALF["bf16" if dtype == "BF16" else "f16"]) for bits in made], 1)
+    made = run(unpacking._by_place.fn(format, dtype), {"int8": 4, "int4": 8}[format], given)
+    found = torch.stack([floats(bits, HALF["bf16" if dtype == "bf16" else "f16"]) for bits in made], 1)
     assert torch.equal(found, numbers(given, format))
 
 

@@ -27,7 +27,6 @@ from accel_kernels.attention.paged.kv8_mma_triton import (
     load_words,
     log2_and_inverse,
     of_lane,
-    prefetch,
     quad_max,
     registers,
     two_halves,
@@ -65,7 +64,7 @@ def kv8_decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr, layer,
     heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
-    HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, BLOCK: gl.constexpr,
+    HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, CODE: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -117,11 +116,6 @@ def kv8_decode_kernel(
     k_channel = (16 * t).to(gl.int64)
     v_channel = (4 * min(V_WORDS, 4) * lane_g).to(gl.int64)
     scale_place = (4 * token).to(gl.int64)
-
-    # Half a token's codes a lane, and of scales, a sector: what comes next to the L2 cache.
-    far_token = 16 * warp + lane // 2
-    far_channel = (lane % 2 * (DIM // 2) + warp * 0).to(gl.int64)
-    far_scale = 64 * warp + 32 * (lane % 2)
 
     last = gl.maximum(gl.minimum(stop, blocks) - 1, 0)
     near = gl.minimum(start, last)
@@ -225,14 +219,6 @@ def kv8_decode_kernel(
             v_scale = load_four(v_scales + 4 * place + scale_place)
             if HAS_PADDING_MASK:
                 seen_now = load_word(padding_mask + after * BLOCK + token)
-            if AHEAD > 0:
-                far = gl.minimum(i + 1 + AHEAD, last)
-                far_limit = stored - 1 - far * BLOCK
-                far_place = gl.load(table + far).to(gl.int64) * BLOCK * kv_heads
-                far_row = gl.minimum(far_token, far_limit)
-                prefetch(far_row, stride, keys + far_place * DIM + far_channel, DIM // 64)
-                prefetch(far_row, stride, values + far_place * DIM + far_channel, DIM // 64)
-                prefetch(far_scale, one, gl.where(lane < 2, k_scales, v_scales) + 4 * far_place, 1)
             best = gl.maximum(gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3]))
             new_max = gl.maximum(row_max, quad_max(best))
             top = gl.where(new_max == -float("inf"), 0.0, new_max)  # nothing seen yet: keep infinities apart

@@ -13,7 +13,6 @@ from accel_kernels.warmup import launch
 
 BLOCK, WARPS, HEADS = 64, 4, 8  # tokens of a block of the store; 16 to a warp; columns of a product
 MOST_SPLITS = 64
-AHEAD = 0  # blocks that are on their way to the L2 cache besides the one on its way to the registers
 COMBINED = 16  # shares that are put together at once
 
 
@@ -50,7 +49,7 @@ def kv8_decode(
     )  # fmt: skip
     launch(
         kv8_decode_kernel, (units, splits), *arguments,
-        **constants, AHEAD=AHEAD, BLOCK=BLOCK, LEAST=KV8_BLOCKS, MOST=MOST_SPLITS, COMBINED=COMBINED,
+        **constants, BLOCK=BLOCK, LEAST=KV8_BLOCKS, MOST=MOST_SPLITS, COMBINED=COMBINED,
         CODE=code_of(kv.key_scales, kv.keys), PDL=bool(pdl), num_warps=WARPS, maxnreg=CODES_REGISTERS, **pdl,
     )  # fmt: skip
     return out

@@ -101,20 +101,6 @@ def load_words(row, stride, base, WORDS: gl.constexpr, FAR: gl.constexpr, COUNT:
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _prefetch_ptx(sectors):
-    lines = ["{ .reg .b64 a;", "mad.wide.s32 a, $1, $2, $3;", "mov.b32 $0, 0;"]
-    return "\n".join([*lines, *(f"prefetch.global.L2 [a + {32 * j}];" for j in range(sectors)), "}"])
-
-
-@gluon.jit
-def prefetch(row, stride, base, SECTORS: gl.constexpr):
-    """Brings SECTORS of 32 bytes each from row * stride + base on into the L2 cache."""
-    gl.inline_asm_elementwise(
-        _prefetch_ptx(SECTORS), "=r,r,r,l", [row, stride, base], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 @gluon.jit
 def load_four(address):
     """Four fp32 next to each other."""

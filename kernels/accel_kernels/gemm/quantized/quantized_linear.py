@@ -13,8 +13,8 @@ from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
 from accel_kernels.norm import norm as norms
-from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import Op, dtype_reason
+from accel_kernels.product_cases import product_case
 
 CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
 # Torch's product on a CPU loads so many bytes of x and of the weight at multiples of them, and so many scales, without
@@ -111,32 +111,11 @@ def _alike(weight: Quantized, up: Quantized) -> bool:
     return mine == other
 
 
-def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, norm=None, bias=False, gate=False,
-          activation=None, residual=False, scale=1.0, small=False):  # fmt: skip
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, **more):
+    def weight(full):
+        return quantize_weight(full + (0.5 * k**-0.5 if zeros else 0.0), kind, group, zeros)
 
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
-
-        def weight():
-            return quantize_weight(rand(n, k, spread=k**-0.5) + (0.5 * k**-0.5 if zeros else 0.0), kind, group, zeros)
-
-        given = {"activation": activation, "scale": scale}
-        if norm == "rms":
-            given["norm"] = Norm(rand(k), None, 1e-5)
-        elif norm == "gemma":
-            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
-        elif norm == "layer":
-            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
-        if gate:
-            given["up"] = weight()
-            given["up_bias"] = rand(n) if bias else None
-        if residual:
-            given["residual"] = rand(rows, n)
-        return (rand(rows, k), weight(), rand(n) if bias else None), given
-
-    return Case(name, make, small)
+    return product_case(name, (rows, k), n, weight=weight, **more)
 
 
 INT8, INT4, FP8 = torch.int8, torch.int32, torch.float8_e4m3fn

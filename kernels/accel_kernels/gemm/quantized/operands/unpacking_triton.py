@@ -102,15 +102,13 @@ def _text(format: str, dtype: str, scaled: bool, zeros: bool, raw: bool, results
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _by_place(format: str, dtype: str) -> tl.constexpr:
+@constexpr_function
+def _by_place(format, dtype):
     """The numbers themselves, $0 the first of the word."""
     apart = {"int4": 4, "int8": 2 if dtype == "bf16" else 1}[format]
     firsts = range(4) if format == "int4" else range(2) if apart == 2 else (0, 2)
-    return tl.constexpr(_text.fn(format, dtype, False, False, False, tuple(f"${at}, ${at + apart}" for at in firsts)))
+    return _text(format, dtype, False, False, False, tuple(f"${at}, ${at + apart}" for at in firsts))
 
-
-INT4_BF16, INT4_FP16 = _by_place("int4", "bf16"), _by_place("int4", "fp16")
-INT8_BF16, INT8_FP16 = _by_place("int8", "bf16"), _by_place("int8", "fp16")
 
 # Four bytes above the fraction of 2^23, their signs turned: 2^23 + 128 + n.
 INT8_PLANES = tl.constexpr("""{
@@ -194,22 +192,14 @@ def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, UNPACK_MODE: tl.con
         f = ()
         for place in tl.static_range(8 if FORMAT == "int4" else 4):
             f = f + ((wide[place] - excess(place, FORMAT, UNPACK_MODE)).to(DTYPE),)
-    elif FORMAT == "int4" and DTYPE == tl.bfloat16:
-        f = tl.inline_asm_elementwise(
-            INT4_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
-        )
-    elif FORMAT == "int4":
-        f = tl.inline_asm_elementwise(
-            INT4_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 8, is_pure=True, pack=1
-        )
-    elif DTYPE == tl.bfloat16:
-        f = tl.inline_asm_elementwise(
-            INT8_BF16, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
-        )
     else:
+        COUNT: tl.constexpr = 8 if FORMAT == "int4" else 4
+        BF16: tl.constexpr = DTYPE == tl.bfloat16
+        PROGRAM: tl.constexpr = _by_place(FORMAT, "bf16" if BF16 else "fp16")
         f = tl.inline_asm_elementwise(
-            INT8_FP16, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
-        )
+            PROGRAM, _operands(COUNT, 1), [words], dtype=((tl.bfloat16 if BF16 else tl.float16),) * COUNT, is_pure=True,
+            pack=1,
+        )  # fmt: skip
     if FORMAT == "int4":  # the bits of a place, the highest joined first
         even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
         odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
@@ -265,14 +255,10 @@ def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALE
         given = given + (scales,)
     if ZEROS:
         given = given + (zeros,)
-    if FORMAT == "int4":
-        return gl.inline_asm_elementwise(
-            PROGRAM, _operands(8, len(given)), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            PROGRAM, _operands(4, len(given)), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1
-        )
+    COUNT: gl.constexpr = 8 if FORMAT == "int4" else 4
+    return gl.inline_asm_elementwise(
+        PROGRAM, _operands(COUNT, len(given)), given, dtype=(gl.int16,) * COUNT, is_pure=True, pack=1
+    )
 
 
 @constexpr_function

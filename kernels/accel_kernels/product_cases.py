@@ -1,0 +1,48 @@
+"""Cases of products, which tests and benchmarks run: with weights of any kind, and what stands before and after."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_kernels.norm.norm import Norm
+from accel_kernels.op import Case
+
+
+def product_case(
+    name: str, shape: tuple[int, ...], n: int, *, weight: Callable[[torch.Tensor], Any] | None = None,
+    rows: Callable[[torch.Tensor], Any] | None = None, norm: str | None = None, bias=False, gate=False,
+    activation: str | None = None, residual=False, scale=1.0, small=False,
+) -> Case:  # fmt: skip
+    """x of this shape times a weight (n, shape[-1]).
+
+    weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
+    residual: whether there is one.
+    """
+
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+        k = shape[-1]
+
+        def rand(*size, spread=1.0):
+            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
+
+        def wide():
+            full = rand(n, k, spread=k**-0.5)
+            return full if weight is None else weight(full)
+
+        given = {"activation": activation, "scale": scale}
+        if norm == "rms":
+            given["norm"] = Norm(rand(k), None, 1e-5)
+        elif norm == "gemma":
+            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
+        elif norm == "layer":
+            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
+        if gate:
+            given |= {"up": wide(), "up_bias": rand(n) if bias else None}
+        if residual:
+            given["residual"] = rand(*shape[:-1], n)
+        x = rand(*shape)
+        return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
+
+    return Case(name, make, small)
