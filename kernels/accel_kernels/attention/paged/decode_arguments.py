@@ -26,8 +26,8 @@ class Angles(NamedTuple):
 
 
 def decode_arguments(
-    q, k, v, out, kv: KV, scale: float, scratch: tuple, splits: int, few_splits: int, *, cos, sin, q_norm, k_norm,
-    window, softcap, sinks, slopes,
+    q, k, v, out, kv: KV, scale: float, scratch: tuple, splits: int, few_splits: int, *, cos=None, sin=None,
+    q_norm=None, k_norm=None, window=None, softcap=None, sinks=None, slopes=None,
 ) -> tuple[tuple, dict[str, Any]]:  # fmt: skip
     """Arguments in the order of both kernels, and the constants that both have. scratch: room for the shares."""
     heads, kv_heads = q.shape[2], k.shape[2]

@@ -191,11 +191,8 @@ def decodes(q, cos, interleaved: bool, dim: int) -> bool:
     return q.shape[1] == 1 and (cos is None or (not interleaved and 2 * cos.shape[-1] == dim))
 
 
-def decode(
-    q, k, v, kv, scale, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None, sinks=None,
-    slopes=None,
-):  # fmt: skip
-    """`paged_attention` for one new token a row, see `decodes`."""
+def decode(q, k, v, kv, scale, **more):
+    """`paged_attention` for one new token a row, see `decodes`. more: as of `decode_arguments`."""
     rows, _, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -209,10 +206,7 @@ def decode(
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype)
     pdl = programmatic(q.device)
     room = scratch(rows * kv_heads, splits, tile, q.device, kv.split_counters)
-    arguments, constants = decode_arguments(
-        q, k, v, out, kv, scale, room, splits, few, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window,
-        softcap=softcap, sinks=sinks, slopes=slopes,
-    )  # fmt: skip
+    arguments, constants = decode_arguments(q, k, v, out, kv, scale, room, splits, few, **more)
     launch(
         decode_kernel, (rows * kv_heads, splits), *arguments,
         **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,

@@ -25,10 +25,7 @@ def decodes_codes(q, kv) -> bool:
     return few and dim in (64, 128) and q.dtype in (torch.float16, torch.bfloat16) and kv.block == BLOCK
 
 
-def kv8_decode(
-    q, k, v, kv, scale, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None, sinks=None,
-    slopes=None,
-):  # fmt: skip
+def kv8_decode(q, k, v, kv, scale, **more):
     """`decode` of what `decodes_codes`."""
     rows, _, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -43,10 +40,8 @@ def kv8_decode(
         if split_counters is None or split_counters.numel() < units:
             split_counters = torch.zeros(units, device=q.device, dtype=torch.int32)
     pdl = programmatic(q.device)
-    arguments, constants = decode_arguments(
-        q, k, v, out, kv, scale, (parts, stats, split_counters), splits, few, cos=cos, sin=sin, q_norm=q_norm,
-        k_norm=k_norm, window=window, softcap=softcap, sinks=sinks, slopes=slopes,
-    )  # fmt: skip
+    room = parts, stats, split_counters
+    arguments, constants = decode_arguments(q, k, v, out, kv, scale, room, splits, few, **more)
     launch(
         kv8_decode_kernel, (units, splits), *arguments,
         **constants, BLOCK=BLOCK, LEAST=KV8_BLOCKS, MOST=MOST_SPLITS, COMBINED=COMBINED,
