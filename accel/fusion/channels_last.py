@@ -44,7 +44,7 @@ def channels_last(image: torch.Tensor) -> bool:
 
 
 def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """The image of an op that also returns its moments, which hang on it from now on until it changes."""
+    """The image of an op that also returns its channel stats, which hang on it from now on until it changes."""
     image, channel_stats = result
     if channel_stats is not None and not image.is_inference():  # an inference tensor does not tell when it changes
         TensorNotes.begin(image).channel_stats = channel_stats
@@ -52,7 +52,7 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
 
 
 def normalize(kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, **more: Any) -> torch.Tensor:
-    """The fused group norm with the module's settings, and the moments of x where they are known."""
+    """The fused group norm with the module's settings, and the channel stats of x where they are known."""
     notes = TensorNotes.valid(x)
     if notes is not None and notes.channel_stats is not None:
         more["channel_stats"] = notes.channel_stats

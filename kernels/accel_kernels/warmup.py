@@ -24,7 +24,7 @@ class _Warmup(NamedTuple):
 
 
 # This context's warmup; None outside of one.
-_WARMUP: ContextVar[_Warmup | None] = ContextVar("accel_kernels_rehearsal", default=None)
+_WARMUP: ContextVar[_Warmup | None] = ContextVar("accel_kernels_warmup", default=None)
 
 
 def warming_up() -> bool:

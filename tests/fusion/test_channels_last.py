@@ -1,4 +1,4 @@
-"""Moments hang on the image they were taken of, and on no other."""
+"""Channel stats hang on the image they were taken of, and on no other."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from accel.fusion.channels_last import keep_channel_stats, normalize
 
 @pytest.fixture
 def given():
-    """Kernels whose norm tells what moments it was given."""
+    """Kernels whose norm tells what channel stats it was given."""
     return SimpleNamespace(group_norm=lambda *args, channel_stats=None, **more: channel_stats)
 
 

@@ -172,7 +172,7 @@ def test_the_reference_of_group_norm_is_as_exact_in_every_layout(shape, layout):
 )
 @pytest.mark.share(3)
 def test_moments_taken_while_writing_serve_the_norm(name, height, dtype):
-    """Just large enough for moments to be taken."""
+    """Just large enough for channel stats to be taken."""
     ops = {op.name: op for op in OPS}
     x, other = (
         (torch.randn(1, 96, height, 67) * 2 + 5).to(dtype).contiguous(memory_format=torch.channels_last)

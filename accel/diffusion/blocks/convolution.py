@@ -1,4 +1,4 @@
-"""A convolution outside the blocks: its bias added in a pass that takes the moments of the norm after it."""
+"""A convolution outside the blocks: its bias added in a pass that takes the channel stats for the norm after it."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The upward half of a UNet: each resnet reads the stream joined with a skip connection, in one fused pass.
 
-The pass that joins them also takes the moments of what it writes, so that the resnet's first norm need not.
+The pass that joins them also takes the channel stats of what it writes, so that the resnet's first norm need not.
 """
 
 import inspect

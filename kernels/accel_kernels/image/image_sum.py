@@ -1,4 +1,5 @@
-"""Passes that write an image and, while they hold it, the moments that the group norm after it would read it for again.
+"""Passes that write an image and, while they hold it, the channel stats for which the group norm after it would read
+it again.
 
 `image_sum` ends a block: (x + bias[c] + residual) / scale. `image_concat` joins two images along their channels.
 """
@@ -9,7 +10,7 @@ from accel_kernels.op import Case, Op, dtype_reason
 
 
 def reference(x, residual=None, bias=None, scale=1.0, channel_stats=True):
-    """x, residual: (N, C, H, W); bias: (C,); scale divides. Returns a tensor like x, and no moments.
+    """x, residual: (N, C, H, W); bias: (C,); scale divides. Returns a tensor like x, and no channel stats.
 
     channel_stats: whether a norm comes after; the kernel then returns what `group_norm` takes under this name.
     """
@@ -25,7 +26,7 @@ def supports(x, residual=None, bias=None, scale=1.0, channel_stats=True) -> str 
 
 
 def reference_concat(x, other):
-    """x: (N, C, H, W); other: (N, C', H, W). Returns (N, C + C', H, W), and no moments."""
+    """x: (N, C, H, W); other: (N, C', H, W). Returns (N, C + C', H, W), and no channel stats."""
     return torch.cat([x, other], dim=1), None
 
 

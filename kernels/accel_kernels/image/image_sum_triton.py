@@ -1,4 +1,4 @@
-"""One pass over an image that writes a sum, or a concatenation, and the moments of its channels in chunks of rows."""
+"""One pass over an image that writes a sum, or a concatenation, and the stats of its channels in chunks of rows."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
 from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4
-GROUPS = 32  # that almost every norm has; where one has fewer it takes moments of its own
+GROUPS = 32  # that almost every norm has; where one has fewer it takes channel stats of its own
 UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 
@@ -79,13 +79,13 @@ def image_sum_kernel(
 
 
 def image_sum(x, residual=None, bias=None, scale=1.0, channel_stats=True):
-    """Same arguments as the reference, channels-last; returns the sum and its moments, as `_launch` does."""
+    """Same arguments as the reference, channels-last; returns the sum and its channel stats, as `_launch` does."""
     y = torch.empty_like(x)
     return y, _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, channel_stats, concat=False)
 
 
 def image_concat(x, other):
-    """Same arguments as the reference, channels-last; returns the concatenation and its moments."""
+    """Same arguments as the reference, channels-last; returns the concatenation and its channel stats."""
     n, channels, height, width = x.shape
     shape = (n, channels + other.shape[1], height, width)
     y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
@@ -93,7 +93,7 @@ def image_concat(x, other):
 
 
 def _launch(x, other, bias, y, split, inverse_scale, with_channel_stats, concat):
-    """Returns the moments, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm would want them.
+    """Returns the channel stats, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm wants them.
 
     A warmup compiles what images of every size take.
     """

@@ -1,4 +1,4 @@
-"""How an image is cut for the moments of its channels, by everyone who makes or merges them."""
+"""How an image is cut for the stats of its channels, by everyone who makes or merges them."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""GroupNorm over NHWC: moments of every channel in chunks of rows, merged by group, then one pass that normalizes.
+"""GroupNorm over NHWC: stats of every channel in chunks of rows, merged by group, then one pass that normalizes.
 
 One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle;
 programs that hold whole groups waste the lanes by which ten channels miss a power of two. Here the two passes over the
@@ -164,7 +164,7 @@ def group_norm_apply(
 
 
 def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None):
-    """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, moments in fp32.
+    """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, stats in fp32.
 
     A warmup compiles what images of every size take.
     """

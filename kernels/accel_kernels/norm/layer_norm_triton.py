@@ -1,4 +1,4 @@
-"""LayerNorm of x, or of x + shift + residual: a warp holds whole rows; moments in fp32, two passes in registers.
+"""LayerNorm of x, or of x + shift + residual: a warp holds whole rows; stats in fp32, two passes in registers.
 
 A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle,
 and one warp to a program needs no barrier between warps.
