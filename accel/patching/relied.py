@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from accel.errors import reason_of
 from accel.patching.code import ClassCode
-from accel.patching.patch import MISSING
 from accel.patching.structure import mentioned, overridden, stock_method, tampered
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
@@ -86,9 +85,9 @@ class PartRecord(NamedTuple):
     settings: dict[str, object]
 
     def others(self, now: "PartRecord") -> list[str]:
-        """Names of the settings that are another now."""
+        """Names of the settings that are another now. None is as good as nothing, as FreeU leaves it behind."""
         before, after = self.settings, now.settings
-        return [name for name in before | after if not same(after.get(name, MISSING), before.get(name, MISSING))]
+        return [name for name in before | after if not same(after.get(name), before.get(name))]
 
 
 class Relied:

@@ -68,6 +68,16 @@ def test_what_the_code_does_not_read_is_of_no_matter():
     assert changed() is None
 
 
+def test_none_is_as_good_as_nothing():
+    module = Scaled()
+    del module.note
+    changed, _ = relied_on(module)
+    module.low = module.inner.low = None  # a name that the code mentions
+    assert changed() is None
+    module.low = 3
+    assert changed() == "Scaled.low was changed after accel.optimize"
+
+
 def test_parts_of_another_class_with_hooks_or_in_training_are_told():
     module = Scaled()
     changed, _ = relied_on(module)

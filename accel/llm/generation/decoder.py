@@ -25,6 +25,7 @@ from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
+from accel.patching.relied import changed_since
 
 # What a fast call understands; of anything else the call runs stock.
 UNDERSTOOD = {
@@ -189,12 +190,20 @@ class DecoderForward(FastForward):
         mask = mask.long()
         return (mask.cumsum(1) * mask - 1)[:, start:]
 
+    def embeddings(self) -> torch.Tensor:
+        """The weight of the input embeddings. Raises Unfit where somebody put something else in their place."""
+        try:
+            weight = self.module.get_input_embeddings().weight
+        except (AttributeError, NotImplementedError) as error:
+            raise Unfit(changed_since("the place of its input embeddings")) from error
+        return weight
+
     def width(self) -> int:
-        return self.module.get_input_embeddings().weight.shape[1]
+        return self.embeddings().shape[1]
 
     def shapes(self) -> tuple[Shape, ...]:
         """What each layer's keys are stored as, by its place in the cache."""
-        weight = self.module.get_input_embeddings().weight
+        weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
             specs = sorted((layer.spec.attention for layer in self.layers), key=lambda spec: spec.index)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.lookahead import PREPARE, Lookahead, predictable
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
@@ -56,7 +56,11 @@ class PrepareCache(GenerateHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.request.put(None)
         result = self.stock(*args, **kwargs)
-        if self.forward.ledger.rests((self.module.get_input_embeddings().weight,), {}):
+        try:
+            weight = self.forward.embeddings()
+        except Unfit:  # as the calls to come will tell
+            return result
+        if self.forward.ledger.rests((weight,), {}):
             return result
         given = self.arguments(args, kwargs)
         cache = given["model_kwargs"].get("past_key_values")

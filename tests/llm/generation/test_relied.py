@@ -8,6 +8,7 @@ import pickle
 from contextlib import contextmanager
 
 import pytest
+import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -128,6 +129,33 @@ class Half(nn.Module):
         return x / 2
 
 
+class Negated(nn.Module):
+    """Around a module of the model's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        output = self.inner(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return -output
+        output.last_hidden_state = -output.last_hidden_state
+        return output
+
+
+@contextmanager
+def around(find, name, *models):
+    held = [(find(model), getattr(find(model), name)) for model in models]
+    for owner, inner in held:
+        setattr(owner, name, Negated(inner))
+    try:
+        yield
+    finally:
+        for owner, inner in held:
+            setattr(owner, name, inner)
+
+
 @contextmanager
 def child(models, find, name, new):
     held = [(find(model), getattr(find(model), name)) for model in models]
@@ -203,6 +231,12 @@ CHANGES = {
     ),
     "a module inside": (
         "gpt2", lambda *models: child(models, lambda m: first(m).mlp, "dropout", Half), True, "mlp.dropout"
+    ),
+    "something around the model inside": (
+        "llama", lambda *models: around(lambda m: m, "model", *models), True, "its input embeddings"
+    ),
+    "something around the words": (
+        "llama", lambda *models: around(lambda m: m.model, "embed_tokens", *models), True, "its input embeddings"
     ),
     "a model inside of another class": ("llama", other_inside, True, "model: Counting where LlamaModel is expected"),
     "a forward of the model inside": (
