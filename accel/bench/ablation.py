@@ -5,6 +5,7 @@ Milliseconds do not add up: what one mechanism leaves undone another may partly 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.options import Options
 from accel.patching.context import Context
+from accel.patching.fast_forward import Kernels
 from accel.planning.plan import Plan, create_context
 
 WARM_UP = 4  # calls: eager, captured, replayed, and once more
@@ -38,14 +40,14 @@ class Mechanism:
     after: Callable[[Context], None] = lambda context: None
 
 
-def _kernels(**changed) -> Callable[[Context], None]:
+def _kernels(**changed: Callable[[Kernels], Any]) -> Callable[[Context], None]:
     def change(context: Context) -> None:
         context.kernels = replace(context.kernels, **{name: make(context.kernels) for name, make in changed.items()})
 
     return change
 
 
-def _no_channel_stats(kernels):
+def _no_channel_stats(kernels: Kernels) -> Callable:
     return lambda *args, **kwargs: kernels.image_sum(*args, **{**kwargs, "channel_stats": False})
 
 

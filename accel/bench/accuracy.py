@@ -1,6 +1,7 @@
 """How far an output is from the same model run in full precision."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from accel.bench.cases import Case
 from accel.verification.precision import finer, full_precision
 
 
-def _cast(value, dtype: torch.dtype):
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: _cast(inner, dtype) for key, inner in value.items()}
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -41,8 +41,8 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(SEED)
 
 
-def _builder(class_name: str, config: dict):
-    def build(device, dtype):
+def _builder(class_name: str, config: dict) -> Callable[[torch.device, torch.dtype], nn.Module]:
+    def build(device: torch.device, dtype: torch.dtype) -> nn.Module:
         import diffusers
 
         devices = [device] if device.type == "cuda" else []
@@ -55,11 +55,11 @@ def _builder(class_name: str, config: dict):
     return build
 
 
-def _unet(name, about, config, batch, size, *, tokens=77, real=True) -> Case:
+def _unet(name: str, about: str, config: dict, batch: int, size: int, *, tokens: int = 77, real: bool = True) -> Case:
     """A UNet on `size` x `size` latents."""
 
-    def inputs(device, dtype):
-        def drawn(seed):
+    def inputs(device: torch.device, dtype: torch.dtype) -> list[dict]:
+        def drawn(seed: int) -> dict:
             return unet_inputs(config, device, dtype, batch=batch, size=size, tokens=tokens, seed=seed)
 
         first = drawn(SEED)
@@ -69,8 +69,8 @@ def _unet(name, about, config, batch, size, *, tokens=77, real=True) -> Case:
     return Case(name, about, _builder("UNet2DConditionModel", config), inputs, real=real)
 
 
-def _vae_decode(name, about, config, batch, size) -> Case:
-    def inputs(device, dtype):
+def _vae_decode(name: str, about: str, config: dict, batch: int, size: int) -> Case:
+    def inputs(device: torch.device, dtype: torch.dtype) -> list[dict]:
         generator = _generator(device)
         shape = (batch, config["latent_channels"], size, size)
         return [{"z": torch.randn(shape, generator=generator, device=device).to(dtype)} for _ in range(STEPS)]

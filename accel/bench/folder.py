@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ LEAST, MOST = 3, 40  # timed calls
 class Subject:
     """What is timed: a pipeline with its call, or a model with its inputs, always from the same seed."""
 
-    def __init__(self, obj, prompt: str | None, steps: int | None, size: int | None, batch: int | None):
+    def __init__(self, obj: Any, prompt: str | None, steps: int | None, size: int | None, batch: int | None) -> None:
         self.obj, self.pipeline = obj, not isinstance(obj, nn.Module)
         if not self.pipeline:
             if prompt is not None or steps is not None:
@@ -56,7 +57,7 @@ class Subject:
         self.kwargs, self.seeded = call, "generator" in known
         self.about = f"{type(obj).__name__}, {call['num_inference_steps']} steps, batch {batch or 1}"
 
-    def __call__(self):
+    def __call__(self) -> Any:
         if self.pipeline and self.seeded:
             return self.obj(**self.kwargs, generator=torch.Generator("cpu").manual_seed(SEED))
         devices = [self.obj.device] if self.obj.device.type == "cuda" else []
@@ -112,7 +113,7 @@ def bench_folder(
         release(device)
 
 
-def _stock_accel_stock(subject: Subject, device: torch.device, budget_s: float, stage) -> dict:
+def _stock_accel_stock(subject: Subject, device: torch.device, budget_s: float, stage: Callable[[str], None]) -> dict:
     stage(STAGES[1])
     first_s = seconds(subject, device)
     stock = subject.output()
@@ -155,7 +156,7 @@ def _stock_accel_stock(subject: Subject, device: torch.device, budget_s: float, 
     }
 
 
-def _settle(obj) -> None:
+def _settle(obj: Any) -> None:
     """Moves weights out of the file they are mapped from, to where torch allocates; on a GPU they are there already.
 
     They lie at odd addresses in it, and matrix products on a CPU round by address: stock would not equal itself.

@@ -32,7 +32,7 @@ def measure_module(case: Case, device: torch.device, dtype: torch.dtype, variant
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)
 
-    def first():
+    def first() -> None:
         if variant == "accel":
             accel.optimize(module)
         case.call(module, inputs[0])

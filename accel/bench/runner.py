@@ -136,7 +136,16 @@ def run(
 
 
 @torch.no_grad()
-def _side_by_side(case, device, dtype, compiled, weights, activations, budget_s, stage) -> dict:
+def _side_by_side(
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool,
+    weights: str | None,
+    activations: str | None,
+    budget_s: float,
+    stage: Callable[[str], None],
+) -> dict:
     stage(STAGES[1])
     module = case.build(device, dtype)
     inputs = case.inputs(device, dtype)

@@ -6,6 +6,7 @@ As with the digits, two copies are loaded as any user would, one is given to `ac
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -83,7 +84,7 @@ class Continuation:
 class Writer:
     """A model and what it is to write: tokens of a prompt, how many new ones, the seed they are drawn with."""
 
-    def __init__(self, model, inputs, new_tokens: int, seed: int):
+    def __init__(self, model: Any, inputs: Any, new_tokens: int, seed: int) -> None:
         self.model, self.inputs, self.new_tokens, self.seed = model, inputs, new_tokens, seed
         self.times: list[float] = []
 

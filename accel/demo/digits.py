@@ -6,9 +6,11 @@ that nothing but the one line differs between them.
 
 import gc
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,19 +99,19 @@ class Comparison:
         console.print(Text(self.summary))
 
 
-def _load(folder: Path, device: torch.device, dtype: torch.dtype):
+def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     pipe = saved.load_saved(folder, dtype, device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _draw(pipe, word: str, seed: int, steps: int) -> np.ndarray:
+def _draw(pipe: Any, word: str, seed: int, steps: int) -> np.ndarray:
     generator = torch.Generator("cpu").manual_seed(seed)
     prompt = PROMPT.format(word)
     return pipe(prompt, num_inference_steps=steps, generator=generator, output_type="np").images[0]
 
 
-def _timed(draw, device: torch.device, times: list[float], images: list[np.ndarray]) -> None:
+def _timed(draw: Callable[[], np.ndarray], device: torch.device, times: list[float], images: list[np.ndarray]) -> None:
     times.append(seconds(lambda: images.append(draw()), device))
 
 

@@ -4,10 +4,10 @@ The time of a step is the difference of two generate() calls that write a few an
 nothing watches the calls, and what a call costs once is in neither.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ PROMPTS = (512, 2048, 8192)
 CHUNK = 4096  # tokens of a long prompt computed at once
 PERIOD = 24  # after so many tokens a prompt repeats itself, for prompt lookup to find something
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
-MODES = {
+MODES: dict[str, dict] = {
     "beam 4": {"num_beams": 4},
     "top-k, top-p": SAMPLING,
     "top-k, top-p, penalty": SAMPLING | {"repetition_penalty": 1.1},
@@ -62,7 +62,7 @@ class Work:
         """Tokens that the model has positions for."""
         return getattr(self.stock.config.get_text_config(), "max_position_embeddings", None) or 2**30
 
-    def steps(self, variant: Variant, inputs: dict, **options) -> dict[str, float]:
+    def steps(self, variant: Variant, inputs: dict, **options: Any) -> dict[str, float]:
         """Seconds of a call that writes many tokens, and of one decode step."""
         few, many = (
             seconds(partial(variant.generate, inputs, tokens, **options), self.device)
@@ -89,11 +89,11 @@ def decode(work: Work) -> Iterator[TimedCase]:
     first, *others = work.contexts
     for rows, context in [(rows, first) for rows in work.batches] + [(1, context) for context in others]:
 
-        def prepare(variant, rows=rows, context=context):
+        def prepare(variant: Variant, rows: int = rows, context: int = context) -> Callable[[], dict[str, float]]:
             inputs = prompt(work.stock, rows, _room(work, context, work.many))
             return lambda: work.steps(variant, inputs)
 
-        def figures(median, variant, rows=rows, context=context):
+        def figures(median: dict[str, float], variant: Variant, rows: int = rows, context: int = context) -> dict:
             return work.rate(rows, context, median, variant)
 
         about = {"batch": rows, "context": context, "new tokens": work.new_tokens}
@@ -109,7 +109,7 @@ def prefill(work: Work) -> Iterator[TimedCase]:
     itemsize = work.stock.dtype.itemsize
     for tokens in (tokens for tokens in PROMPTS if tokens < work.most):
 
-        def prepare(variant, tokens=tokens):
+        def prepare(variant: Variant, tokens: int = tokens) -> Callable[[], dict[str, float]]:
             inputs = prompt(work.stock, 1, tokens)
 
             def sample() -> dict[str, float]:
@@ -120,7 +120,7 @@ def prefill(work: Work) -> Iterator[TimedCase]:
 
             return sample
 
-        def figures(median, variant, tokens=tokens):
+        def figures(median: dict[str, float], variant: Variant, tokens: int = tokens) -> dict:
             flops = work.traffic.flops(tokens, width, itemsize)
             return {
                 "ms": round(median["forward"] * 1e3, 3),
@@ -136,9 +136,11 @@ def modes(work: Work) -> Iterator[TimedCase]:
     context = work.contexts[0]
     for mode, options in MODES.items():
 
-        def prepare(variant, mode=mode, options=options):
+        def prepare(variant: Variant, mode: str = mode, options: dict = options) -> Callable[[], dict[str, float]]:
             inputs = _prompt_for(mode, work, _room(work, context, work.many))
             if mode == "assisted":
+                if variant.assistant is None:
+                    raise ValueError(f"{variant.name} has no model to assist it")
                 options = options | {"assistant_model": variant.assistant()}
 
             def sample() -> dict[str, float]:
@@ -147,7 +149,7 @@ def modes(work: Work) -> Iterator[TimedCase]:
 
             return sample
 
-        def figures(median, variant, mode=mode):
+        def figures(median: dict[str, float], variant: Variant, mode: str = mode) -> dict:
             step, rows = median["step"], 4 if mode.startswith("4 ") else 1
             call_ms = round(median["call"] * 1e3, 2)
             return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
@@ -160,7 +162,7 @@ def long(work: Work) -> Iterator[TimedCase]:
     past = min(work.long, work.most - work.many - 1)
     for rows in work.long_batches if past > 0 else ():
 
-        def prepare(variant, rows=rows):
+        def prepare(variant: Variant, rows: int = rows) -> Callable[[], dict[str, float]]:
             ids = prompt(work.stock, rows, past + 1)["input_ids"]
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             # By generate(), which says how many tokens there will be: room for them is made once, and no more.
@@ -185,7 +187,7 @@ def long(work: Work) -> Iterator[TimedCase]:
 
             return sample
 
-        def figures(median, variant, rows=rows):
+        def figures(median: dict[str, float], variant: Variant, rows: int = rows) -> dict:
             return work.rate(rows, past, median, variant)
 
         yield TimedCase("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)

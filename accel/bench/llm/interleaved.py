@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ class Variant:
     saved: int = 0
     kept: float = 1.0
 
-    def generate(self, inputs: dict, tokens: int, **options):
+    def generate(self, inputs: dict, tokens: int, **options: Any) -> Any:
         """So many new tokens; what generate() returns. Raises ValueError where it stopped before."""
         out = self.model.generate(**inputs, max_new_tokens=tokens, **({"do_sample": False} | self.options | options))
         length = inputs["input_ids"].shape[1] + tokens

@@ -33,7 +33,7 @@ def latency_row(work: Work, variant: Variant) -> dict:
             continue
         inputs = prompt(work.stock, batch, tokens, seed=len(found) + 1)
 
-        def run(inputs=inputs, new=new) -> float:
+        def run(inputs: dict = inputs, new: int = new) -> float:
             return seconds(lambda: variant.generate(inputs, new), work.device)
 
         first, second = (run() for _ in range(UNSETTLED))

@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,14 +35,14 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedMo
     return _endless(made.requires_grad_(False))
 
 
-def config_of(name: str):
+def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     kind, given = CONFIGS[name]
     return AutoConfig.for_model(kind, **given)
 
 
-def _random(config, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+def _random(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     devices = [device] if device.type == "cuda" else []

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Steps:
         self.token = inputs["input_ids"][:, -1:].clone()
         self.cache = model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
 
-    def __call__(self, *_) -> None:
+    def __call__(self, *_: object) -> None:
         self.cache = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).past_key_values
 
 
@@ -131,7 +132,7 @@ def _kernels(
     return _on_gpu(profiler.events(), ranges.order if ranges else []) if on_gpu else _on_cpu(profiler.events())
 
 
-def _on_gpu(events, order: list[str]) -> list[Kernel]:
+def _on_gpu(events: Any, order: list[str]) -> list[Kernel]:
     """Launches by start; those between the two marks of a range have its role, by the order of ranges."""
     launched = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     launched = sorted((e for e in launched if not e.name.startswith(PREFIX)), key=lambda e: e.time_range.start)
@@ -147,7 +148,7 @@ def _on_gpu(events, order: list[str]) -> list[Kernel]:
     return found
 
 
-def _on_cpu(events) -> list[Kernel]:
+def _on_cpu(events: Any) -> list[Kernel]:
     """Operations by their own time, with the role of the range they are in."""
     found = []
     for event in (event for event in events if not event.name.startswith(PREFIX)):

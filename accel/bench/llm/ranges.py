@@ -43,11 +43,11 @@ class Ranges(TorchFunctionMode):
                 forward.kernels = dataclasses.replace(forward.kernels, **wrapped)
         return super().__enter__()
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         role = None if self.inside else self.role(getattr(function, "__name__", ""), args)
         return self.run(role, function, args, kwargs or {})
 
-    def run(self, role: str | None, function: Callable, args: tuple, kwargs: dict):
+    def run(self, role: str | None, function: Callable, args: tuple, kwargs: dict) -> Any:
         if role is None or self.inside:
             return function(*args, **kwargs)
         self.inside = True
@@ -86,8 +86,8 @@ class Ranged:
     def __init__(self, op: Op, ranges: Ranges):
         self.op, self.ranges = op, ranges
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ranges.run(self.ranges.role(self.op.name, args) or REST, self.op, args, kwargs)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.op, name)

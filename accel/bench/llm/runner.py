@@ -153,7 +153,7 @@ def bench_language_model(
 
 
 @torch.no_grad()
-def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel", stage) -> None:
+def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel", stage: Callable[[str], None]) -> None:
     device = request.device
     stock = beside(model)
     traffic = Traffic.of(stock)
@@ -194,7 +194,9 @@ def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel"
     going.about |= {"sites": dict(Counter(site["status"] for site in report["sites"]))}
 
 
-def _parts(request: BenchRequest, going: BenchRun, work: cases.Work, variants: list[Variant], stage) -> None:
+def _parts(
+    request: BenchRequest, going: BenchRun, work: cases.Work, variants: list[Variant], stage: Callable[[str], None]
+) -> None:
     for part in (part for part in IN_TURNS if part in request.parts):
         if not going.out_of_time(part):
             stage(part)

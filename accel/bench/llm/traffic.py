@@ -103,13 +103,19 @@ class _Watch:
             for path, module in layer.named_modules():
                 if any(p is not None and p.dim() >= 2 for p in module._parameters.values()):
 
-                    def note(module, args, output, path=path, order=order):
+                    def note(
+                        module: nn.Module,
+                        args: tuple,
+                        output: object,
+                        path: str = path,
+                        order: list[tuple[str, nn.Module]] = order,
+                    ) -> None:
                         order.append((path.partition(".")[0] if "." in path else "", module))
 
                     self.handles.append(module.register_forward_hook(note))
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
 
