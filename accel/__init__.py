@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from accel.options import Options
     from accel.patching.user_ops import register_op
     from accel.verification.metrics import Quality
+else:  # there is nothing else to a type checker
+
+    def __getattr__(name: str) -> Any:
+        """What `import accel` gives, loaded with torch when it is first asked for: the command's help needs neither."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in MODULES:
+            return import_module(f"{__name__}.{name}")
+        module = HOMES.get(name, "api")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        return value
+
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,17 +50,6 @@ __all__ = [
 # Where they stand that are not functions of `api`.
 HOMES = {"Options": "options", "Quality": "verification.metrics", "register_op": "patching.user_ops"}
 MODULES = ("errors",)
-
-
-def __getattr__(name: str) -> Any:
-    """What `import accel` gives, loaded with torch when it is first asked for: the command's help needs neither."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in MODULES:
-        return import_module(f"{__name__}.{name}")
-    module = HOMES.get(name, "api")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-    return value
 
 
 def __dir__() -> list[str]:
