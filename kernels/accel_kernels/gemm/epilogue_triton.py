@@ -28,10 +28,8 @@ def epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, after, GATE: tl.constexpr, 
 
 
 @triton.jit
-def store_epilogue(y, other, n_idx, n_mask, place, mask, s_ptr, us_ptr, after, y_ptr, GATE: tl.constexpr,
-                   KIND: tl.constexpr):  # fmt: skip
-    """Stores at `place` what `epilogue` gives, and the residual that lies at the same place."""
-    y = epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, after, GATE, KIND)
+def store_sum(y, place, mask, after, y_ptr):
+    """Stores at `place` what `epilogue` gives, plus the residual that lies at the same place."""
     if after.residual is not None:
         y += tl.load(after.residual + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -14,7 +14,7 @@ import triton.language as tl
 from accel_kernels.attention.paged.split_kv import upcast
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import multiprocessors, shared_memory
@@ -100,7 +100,8 @@ def gemv_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
-    store_epilogue(y, other, n_idx, n_mask, n_idx, n_mask, None, None, after, y_ptr, GATE, KIND)
+    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, KIND)
+    store_sum(y, n_idx, n_mask, after, y_ptr)
 
 
 @triton.jit(do_not_specialize=("m",))
@@ -143,8 +144,8 @@ def skinny_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
-    store_epilogue(acc, acc_u, n_col, n_col_mask, place, mask, None, None, after, y_ptr, GATE, KIND)
+    y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, after, GATE, KIND)
+    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
 
 
 def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):

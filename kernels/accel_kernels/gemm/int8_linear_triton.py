@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.op import capability, launcher, multiprocessors, shared_memory
 from accel_kernels.warmup import launch
@@ -93,8 +93,9 @@ def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, r
         if GATE:
             other = _add_outliers(other, outliers, count, up.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
     n_row, n_mask = n_idx[None, :], (n_idx < n)[None, :]
+    y = epilogue(y, other, n_row, n_mask, weight.scales, up.scales, after, GATE, KIND)
     place, mask = m_idx.to(tl.int64)[:, None] * n + n_row, (m_idx < rows)[:, None] & n_mask
-    store_epilogue(y, other, n_row, n_mask, place, mask, weight.scales, up.scales, after, y_ptr, GATE, KIND)
+    store_sum(y, place, mask, after, y_ptr)
 
 
 @triton.jit(do_not_specialize=("rows", "capacity"))

@@ -10,7 +10,7 @@ take 2.12 ms in int8 and 1.77 in int4, where those of bf16 take 3.51 (H200, nvid
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, planes
 
 
@@ -277,4 +277,5 @@ def _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED: tl.c
         y *= tl.load(weight.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         if GATE:
             other *= tl.load(up.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    store_epilogue(y, other, n_idx, n_mask, n_idx, n_mask, None, None, after, y_ptr, GATE, KIND)
+    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, KIND)
+    store_sum(y, n_idx, n_mask, after, y_ptr)

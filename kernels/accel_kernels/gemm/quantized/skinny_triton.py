@@ -8,7 +8,7 @@ divide. The products of a Llama-3.1-8B token of 8 rows take 3.92 ms in int8 and 
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor
 
 
@@ -90,5 +90,5 @@ def quantized_skinny_kernel(
         if GATE:
             other *= tl.load(up.scales + n_row).to(tl.float32)[:, None]
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    place, mask = m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask
-    store_epilogue(y, other, n_col, n_col_mask, place, mask, None, None, after, y_ptr, GATE, KIND)
+    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, KIND)
+    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)

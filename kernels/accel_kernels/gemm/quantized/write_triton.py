@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.epilogue_triton import store_epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 
 
 @gluon.jit
@@ -15,6 +15,6 @@ def write(y, other, first, weight, up, after, y_ptr, m, n, SCALED: gl.constexpr,
     """
     row = gl.expand_dims(first + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, OUT)), 1)
     out = gl.expand_dims(gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, OUT)), 0)
-    place, mask = out.to(gl.int64) * n + row, (out < m) & (row < n)
     scales, up_scales = (None, None) if SCALED else (weight.scales, up.scales)
-    store_epilogue(y, other, row, row < n, place, mask, scales, up_scales, after, y_ptr, GATE, KIND)
+    y = epilogue(y, other, row, row < n, scales, up_scales, after, GATE, KIND)
+    store_sum(y, out.to(gl.int64) * n + row, (out < m) & (row < n), after, y_ptr)
