@@ -72,7 +72,7 @@ class Work:
 
     def rate(self, rows: int, context: int, median: dict[str, float], variant: Variant) -> dict:
         """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
-        step = median["step"]
+        step = _step(median)
         tokens = context + (self.few + self.many) // 2
         less = variant.saved + (1 - variant.kept) * self.traffic.cache(rows, tokens)
         moved = self.traffic.step_bytes(rows, tokens) - less
@@ -82,6 +82,13 @@ class Work:
             "share_of_bandwidth": round(moved / self.bandwidth / step, 4),
             "call_ms": round(median["call"] * 1e3, 2),
         }
+
+
+def _step(median: dict[str, float]) -> float:
+    """Seconds of a decode step. Raises ValueError where longer calls took no longer than shorter ones."""
+    if median["step"] <= 0:
+        raise ValueError("calls that wrote more tokens took no longer: the machine is busy, or new_tokens too few")
+    return median["step"]
 
 
 def decode(work: Work) -> Iterator[TimedCase]:
@@ -150,7 +157,7 @@ def modes(work: Work) -> Iterator[TimedCase]:
             return sample
 
         def figures(median: dict[str, float], variant: Variant, mode: str = mode) -> dict:
-            step, rows = median["step"], 4 if mode.startswith("4 ") else 1
+            step, rows = _step(median), 4 if mode.startswith("4 ") else 1
             call_ms = round(median["call"] * 1e3, 2)
             return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
 

@@ -46,7 +46,7 @@ class TimedCase:
 
     about: what it is, as it stands in the result. prepare(variant): brings it to where timing starts and gives
     `sample`, which runs the work once and returns {name: seconds}. figures(median, variant): figures from the medians
-    of those.
+    of those; raises ValueError where they give none.
     variants: names of those that take part; None for all but the compiler, which is slow to get ready.
     """
 
@@ -110,12 +110,17 @@ def interleaved(
                     del samples[name], found[name]
                     fail(name, error)
     named = {variant.name: variant for variant in variants}
-    return {
-        name: case.figures({key: statistics.median(row[key] for row in rows) for key in rows[0]}, named[name])
-        | {"first_s": round(first[name], 3), "rounds": len(rows)}
-        for name, rows in found.items()
-        if rows
-    }
+    results = {}
+    for name, rows in found.items():
+        if rows:
+            median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+            try:
+                results[name] = case.figures(median, named[name])
+            except Exception as error:
+                fail(name, error)
+            else:
+                results[name] |= {"first_s": round(first[name], 3), "rounds": len(rows)}
+    return results
 
 
 def _rounds(names: list[str], clock: Clock) -> Iterator[list[str]]:
