@@ -31,6 +31,7 @@ def pipeline(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.share(2)
 def test_every_kind_of_call_after_every_other(pipeline, live, calls):
     kinds = calls.CALLS | (SDXL if hasattr(pipeline, "text_encoder_2") else {})
     twin = copy.deepcopy(pipeline)
@@ -43,7 +44,7 @@ def test_every_kind_of_call_after_every_other(pipeline, live, calls):
     assert np.array_equal(live.draw(pipeline), stock["as-ever"])
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_a_change_between_two_steps_is_seen_by_the_next(pipeline, between_steps, live, tmp_path):
     def adapter(p):
         live.lora("style")(p, tmp_path)

@@ -55,6 +55,7 @@ def test_the_reader_reads_real_digits(digits):
     ],
     ids=lambda call: ",".join(call),
 )
+@pytest.mark.share(2)
 def test_every_way_of_calling(pipe, call):
     call = dict(call)
     prompts = call.pop("prompts", "a handwritten seven")

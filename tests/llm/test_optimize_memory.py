@@ -83,5 +83,5 @@ def test_layers_are_forgotten_one_by_one(family, name):
             found = formulas(one, known, KINDS)
         peaks.append(live.peak)
         assert len(found) == len(known) == depth
-        assert all(layer.calls == [] and layer.keys is layer.attended is None for layer, _ in found)
+        assert all(layer.calls == [] and layer.stored is layer.attended is None for layer, _ in found)
     assert peaks[1] - peaks[0] <= (DEPTHS[1] - DEPTHS[0]) * (SMALL + 2 * 7 * TOKEN_BYTES), peaks

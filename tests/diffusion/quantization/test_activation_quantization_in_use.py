@@ -76,6 +76,7 @@ def test_offloaded_afterwards(unet_and_inputs):
     [("int8", torch.float16), ("int8", torch.bfloat16), ("int8-outliers", torch.float16), ("fp8", torch.bfloat16)],
     ids=str,
 )
+@pytest.mark.share(2)
 def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet_and_inputs):
     model, inputs = unet_and_inputs("sdxl", dtype)
     inputs = torch.utils._pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
@@ -92,7 +93,7 @@ def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet_and_inputs)
 
 # docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("kind", "told"), [("int8", 48.4), ("int8-outliers", 49.3), ("fp8", 38.7)])
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 def test_digits_stay_the_same(kind, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 

@@ -55,6 +55,7 @@ def test_a_transformer_equals_stock_over_the_same_weights(name, weights, tiny):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
+@pytest.mark.share(2)
 def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet):
     stock = unet(name).to(dtype)
     model = accel.optimize(copy.deepcopy(stock), weights="int8")
@@ -68,6 +69,7 @@ def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet
     assert accel.verify(model).passed
 
 
+@pytest.mark.share(2)
 def test_everything_that_is_fused_takes_quantized_linears(family, unet):
     plain, model = accel.optimize(unet(family)), accel.optimize(unet(family), weights="int8")
     assert {rule: sites(model, rule) for rule in FUSED} == {rule: sites(plain, rule) for rule in FUSED}

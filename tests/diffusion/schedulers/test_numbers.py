@@ -27,6 +27,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
+@pytest.mark.share(2)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)
@@ -52,7 +53,7 @@ def test_stock_is_seen_to_read(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_half_precision(name, dtype):
     scheduler = make(name)
     wanted, _ = denoise(copy.deepcopy(scheduler), dtype=dtype)
@@ -70,6 +71,7 @@ def test_half_precision(name, dtype):
         if EVERYTHING or begin is (turn % 2 > 0)
     ],
 )
+@pytest.mark.share(2)
 def test_image_to_image(name, begin):
     """A slice of the timesteps, an image with noise added; twice, with another number of steps, then from the start."""
     scheduler = make(name)

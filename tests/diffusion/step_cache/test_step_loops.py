@@ -20,6 +20,7 @@ from support.diffusion.step_oracle import STEPS, agree, loop, reasons
     ],
     ids=["elements", "ints", "floats", "tensors", "expanded", "inversion"],
 )
+@pytest.mark.share(2)
 def test_kinds_of_timesteps(cached, tiny, steps):
     model, oracle = cached()
     for _ in range(2):

@@ -106,6 +106,7 @@ CASES = {
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.share(2)
 def test_emulated(case, at_once):
     format, rows, k, n, group, zeros, gate = case
     random = torch.Generator().manual_seed(0)

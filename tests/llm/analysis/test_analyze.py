@@ -115,12 +115,14 @@ def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
 
 
 @pytest.mark.parametrize("family", FAST[::EACH], ids=str)
+@pytest.mark.share(2)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
     assert repr(specs(family.name, torch.bfloat16)) == repr(specs(family.name))
 
 
 @pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
+@pytest.mark.share(2)
 def test_every_layer_is_reported_with_its_whole_model(family):
     model = make(family) if available(family.kind) else pytest.skip("not in this transformers")
     sites = accel.report(accel.optimize(model)).sites

@@ -39,6 +39,7 @@ def test_every_logit(name, pair_of):
 
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("name", CORE)
+@pytest.mark.share(3)
 def test_masks_of_one_call_and_of_the_next(name, mask, pair_of):
     """The mask grows by ones, as generate's does."""
     ids, mask = prompt(2, 9), masks()[mask]

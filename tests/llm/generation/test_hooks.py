@@ -68,6 +68,7 @@ def seen(model, find, before: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("case", "before"), in_turn(PLACES, [True, False]), ids=str)
+@pytest.mark.share(2)
 def test_a_hook_is_shown_what_stock_shows(case, before, pair):
     name, place, fast = case
     ours, stock = pair(name)

@@ -41,6 +41,7 @@ def pair_of():
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.share(3)
 def test_logits_and_the_steps_after(name, length, pair_of):
     ours, stock = pair_of(name)
     ids = prompt(1, length, length)
@@ -59,6 +60,7 @@ def test_padded_on_the_left(name, lengths, pair_of):
 
 
 @pytest.mark.parametrize(("name", "mode"), [*every(2, FAST, ["greedy-padded"]), *every(4, FAST, ["greedy"])], ids=str)
+@pytest.mark.share(3)
 def test_every_family(name, mode, pair_of):
     """That the filling is taken, or that the family stays out, is what its way of being called says."""
     ours, stock = pair_of(name)
@@ -131,6 +133,7 @@ def with_filling(monkeypatch, model, change, ids, mask) -> tuple[dict, list[torc
 @pytest.mark.parametrize("value", [0.0, 50.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("lengths", [(10,), (10, 6), (41,)], ids=str)
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.share(3)
 def test_bit_for_bit_whatever_it_is_filled_up_with(name, lengths, value, pair_of, monkeypatch):
     ours, _ = pair_of(name)
     ids, mask = padded(lengths)

@@ -51,7 +51,7 @@ def small():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_stock_models_generate_the_same_over_it(name, mode):
     model = MODELS[name]().eval()
     model.set_attn_implementation(name.split()[-1])

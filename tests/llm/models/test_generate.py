@@ -42,6 +42,7 @@ def outcome(mode, model, ids, mask):
 
 
 @pytest.mark.parametrize(("name", "mode"), PRODUCT, ids=str)
+@pytest.mark.share(3)
 def test_mode(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)
@@ -76,6 +77,7 @@ def runs(model, action) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.share(2)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -119,6 +121,7 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
+@pytest.mark.share(2)
 def test_restore_is_exact(name, tiny):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
@@ -140,6 +143,7 @@ def test_restore_is_exact(name, tiny):
 
 
 @pytest.mark.parametrize("name", [name for (name,) in every(4, FAST) if not BY_NAME[name].uneven])
+@pytest.mark.share(2)
 def test_padding_changes_no_token(name, pair_of):
     """A left-padded batch gives what each prompt gives alone, ours and stock's."""
     ours, stock = pair_of(name)

@@ -81,6 +81,7 @@ def test_a_cache_is_freed_with_its_last_user(name, pair_of, few_objects):
 
 
 @pytest.mark.parametrize("name", CORE)
+@pytest.mark.share(2)
 def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
     """Whatever else is generated meanwhile; then the conversation goes on."""
     ours, stock = pair_of(name)

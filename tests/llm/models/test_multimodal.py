@@ -48,6 +48,7 @@ def fallbacks(model) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.share(2)
 def test_text_and_image(name, steps):
     ours, stock, text, image = pair(name)
     depth = ours.config.get_text_config().num_hidden_layers

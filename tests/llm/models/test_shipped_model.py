@@ -160,6 +160,7 @@ LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (
 
 
 @pytest.mark.parametrize("weights", LOSS if EVERYTHING else ("int8", "int4-g32-asym"))
+@pytest.mark.share(2)
 def test_quantized_it_reads_almost_as_well(stock, third, tokenizer, weights):
     """On a third of the text."""
     model = accel.optimize(copy.deepcopy(stock), weights=weights)

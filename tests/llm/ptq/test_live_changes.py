@@ -22,6 +22,7 @@ WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-d
 @pytest.mark.parametrize(
     ("name", "change"), every(2, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER]), ids=str
 )
+@pytest.mark.share(2)
 def test_a_change_is_seen_by_the_next_call(change, name):
     if change.only and name not in change.only:
         pytest.skip("for other families")

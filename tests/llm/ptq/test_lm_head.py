@@ -104,6 +104,7 @@ def test_all_logits_of_a_prompt(name):
     in_turn(("llama", "gemma2", "gpt2"), HEADS[:3], (torch.bfloat16, torch.float16)),
     ids=str,
 )
+@pytest.mark.share(2)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights, dtype):
     stock, ours = optimized(name, weights, dtype)
     reference, exact = rounded(stock, ours), rounded(stock, ours, torch.float32)

@@ -20,7 +20,7 @@ FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mi
 
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))

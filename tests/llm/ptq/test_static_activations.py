@@ -53,6 +53,7 @@ def oracle(stock, ours, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gemma2", "phi3", "gpt-neox"])
 @torch.no_grad()
+@pytest.mark.share(2)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     ours = quantized(name, kind, torch.float64)
     wanted = oracle(make(name, torch.float64), ours, kind)
@@ -109,6 +110,7 @@ def test_linears_of_one_input_have_one_scale_and_rows_are_rounded_once_for_them(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
+@pytest.mark.share(2)
 def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     make("llama-biases", dtype).save_pretrained(tmp_path / "stock")  # whose frequencies are in full precision

@@ -26,7 +26,7 @@ APART = Scheme("int8")
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*linear layers, .* are saved in the model's dtype")
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     stock = make(name, dtype)
@@ -101,7 +101,7 @@ IDS = [torch.randint(3, 99, (2, 24), generator=torch.Generator().manual_seed(see
 @pytest.mark.parametrize(
     ("scheme", "method"), [("int4-g32-head", "gptq"), ("int4-g32-head", "awq"), ("int8-head", "smoothquant")]
 )
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_methods_leave_it_to_rounding_to_nearest(name, scheme, method, tmp_path):
     stock, model = make(name), make(name)
     accel.quantize(model, scheme, [{"input_ids": ids} for ids in IDS], method=method, out=tmp_path / "out")

@@ -47,6 +47,7 @@ FAMILIES = ("llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped
         {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-tied", "mixtral") for scheme in SCHEMES)}
     ),
 )
+@pytest.mark.share(2)
 def test_the_same_model(name, scheme, saved, monkeypatch):
     from transformers.quantizers import auto
 
