@@ -62,7 +62,7 @@ def case(request, change, live):
     return request.getfixturevalue("pipe"), end
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_path):
     pipe, end = case
     twin = copy.deepcopy(pipe)

@@ -21,7 +21,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [*FAST, *OTHERS])
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_optimizing_keeps_nothing_of_what_it_looked_at(name, few_objects):
     """A record of an 8B model is 200 MB; in a circle of references it stayed for many calls."""
     if not available(BY_NAME[name].kind):

@@ -58,7 +58,7 @@ def model(family: str, **depth):
      if EVERYTHING or (i + j) % 2 == 0],
     ids=str,
 )  # fmt: skip
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, warmups):
     """A record of every layer, or room for keys and values in every layer while only one of a kind runs, is more."""
     peaks = []
@@ -74,6 +74,7 @@ def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, wa
 
 
 @pytest.mark.parametrize(("family", "name"), FAMILIES)
+@pytest.mark.share(2)
 def test_layers_are_forgotten_one_by_one(family, name):
     """What stays of a layer until the run ends are the keys and values in stock's own cache."""
     peaks = []

@@ -27,7 +27,7 @@ def optimized(name: str = "mixtral", seed: int = 0, dtype: torch.dtype = torch.b
 
 
 @pytest.mark.parametrize("seed", [*range(6), 11])
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_where_rounding_sends_tokens_is_not_judged(seed):
     """Judged by every token, 1 and 11 failed; with ours and stock exchanged others would."""
     ours = optimized(seed=seed, weights="int8")
@@ -73,7 +73,7 @@ def shares_changed(self, fast, x, index, weights):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_wrong_experts_fail(wrong, part, dtype, weights, monkeypatch):
     for seed in range(2):
         ours = optimized(seed=seed, dtype=dtype, weights=weights)

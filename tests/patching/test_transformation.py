@@ -68,6 +68,7 @@ CASES += [(vae, faked), (vae, written_down), (vae, traced)]
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("make", "how"), CASES)
+@pytest.mark.share(2)
 def test_what_torch_does_with_a_forward_it_does_with_stocks(make, how, tiny):
     ours, stock, x, call = make(tiny)
 

@@ -27,7 +27,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)

@@ -213,6 +213,7 @@ def shipped():
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.0005), ("fp8", 1.001)])
+@pytest.mark.share(2)
 def test_the_perplexity_of_the_shipped_model(kind, most, shipped):
     stock, own, loss = shipped
     ours = accel.optimize(copy.deepcopy(stock), kv_cache=kind)

@@ -233,6 +233,7 @@ def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
+@pytest.mark.share(3)
 def test_verify_tells_its_loss_and_fails_where_it_is_wrong(name, monkeypatch):
     _, ours = optimized(name, "int4-g32-head")
     quality = accel.verify(ours)

@@ -108,6 +108,7 @@ def test_the_report_shows_every_weight():
     in_turn(["int8", "int8-outliers", "fp8"], [torch.float32, torch.bfloat16]),
     ids=str,
 )
+@pytest.mark.share(2)
 def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
     model = make("llama-biases", dtype)
     weights = activations.partition("-")[0]
@@ -146,7 +147,7 @@ def _cut(rows):
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_a_wrong_kernel_of_rounded_rows_fails(name, monkeypatch):
     model = make("llama-biases", torch.bfloat16)
     for layer in layers(model).values():

@@ -138,6 +138,7 @@ def test_to_nearest_needs_no_text_and_is_what_optimize_stores():
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.share(2)
 def test_better_than_to_nearest(method):
     """The first layer, which gets the same inputs whatever was done."""
     for name in ("llama", "gpt2", "gemma2", "phi", "mixtral"):

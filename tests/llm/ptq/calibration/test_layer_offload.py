@@ -135,7 +135,7 @@ class Apart(TorchDispatchMode):
 
 @pytest.mark.parametrize(("scheme", "method", "activations"), WAYS[:5])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_a_layer_and_what_it_is_given_are_on_one_device(name, scheme, method, activations, monkeypatch):
     """Without a second device: what is lent or moved is a copy, and copies and originals never meet."""
     model, there = make(name), torch.device("cpu", 0)
