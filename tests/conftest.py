@@ -16,6 +16,7 @@ from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
 from support.diffusion.step_oracle import Oracle
 from support.diffusion.tiny_models import UNETS, make_sdxl_pipeline, make_unet, make_vae, unet_inputs
+from support.everything import EVERYTHING
 from support.kernels.accuracy import assert_as_good_as_torch
 from support.state import assert_same_state, differences, snapshot
 
@@ -53,7 +54,7 @@ GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's
 
 def pytest_collection_modifyitems(config, items):
     numbers, left = Counter(), []
-    for item in items if not os.environ.get("ACCEL_TEST_EVERYTHING") else ():
+    for item in items if not EVERYTHING else ():
         share = item.get_closest_marker("share")
         if share is not None:
             test = item.nodeid.partition("[")[0]

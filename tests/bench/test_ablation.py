@@ -1,7 +1,6 @@
 """What each mechanism gives: every one is really left out, and the model is as it was afterwards."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from typer.testing import CliRunner
 
 from accel.bench import ablation
 from accel.bench.ablation import MECHANISMS, ablate
-
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")

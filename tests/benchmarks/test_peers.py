@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,13 +3,12 @@
 import importlib
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "models" / "tiny-lm"

@@ -1,7 +1,6 @@
 """`accel bench`: what it refuses, and the file it writes."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ import accel
 from accel.bench import ready
 from accel.bench.cases import CASES
 from support.command_line import CALL, DIGITS, run_command
-
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 
 def test_bench_refuses_an_unknown_case_and_names_the_others():

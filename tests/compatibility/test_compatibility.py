@@ -4,15 +4,13 @@
 and writes the file anew.
 """
 
-import os
-
 import pytest
 
 from support.compatibility import compatibility_table as table
 from support.compatibility.comparison import Row, compare, told
+from support.everything import EVERYTHING
 
 LIKE_A_GPU = {"layout": "channels_last", "cpu": "fuse"}
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 WRITTEN, ROWS = table.read()
 CURRENT = table.versions() == WRITTEN
 

@@ -1,7 +1,6 @@
 """What users do to a pipeline between two calls: stock and optimized go through it side by side."""
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ import torch
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import obstacle
+from support.everything import EVERYTHING
 
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 SAME = 1.01 / 255  # one step of the eight bits an image has
 
 

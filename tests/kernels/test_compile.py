@@ -6,13 +6,13 @@ instructions written out, every second once more for one of the others, in turn.
 all of them, and each kernel in every way that its large cases ask for.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 
 CHECK = """
@@ -60,7 +60,7 @@ for arch in (90, 80, 100):
 
 
 def test_kernels_compile(tmp_path: Path):
-    many = "all" if os.environ.get("ACCEL_TEST_EVERYTHING") else "some"
+    many = "all" if EVERYTHING else "some"
     lines = [line.split() for line in in_a_process(CHECK, tmp_path, many).splitlines()]
     kernels = {int(line[-1]): int(line[1]) for line in lines}
     assert kernels.keys() == {80, 90, 100} and kernels[90] >= 35 and min(kernels.values()) >= 2

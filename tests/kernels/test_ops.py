@@ -4,7 +4,6 @@ An op's first case runs in every dtype, the others in one of 16 bits in turn and
 compute in float32 whatever they read. ACCEL_TEST_EVERYTHING=1 runs all.
 """
 
-import os
 import pickle
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import OPS, Quantized
 
+from support.everything import EVERYTHING
+
 pytest.importorskip("triton")
 
 NUMBERS = ("quantize_rows",)  # what it gives is no rounding of what it is given: tests of its own
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import accel
-from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, make
+from support.everything import EVERYTHING
+from support.llm.families import BY_NAME, FAMILIES, available, make
 
 FAST = ["llama", "gemma2", "bloom", "mixtral", "phi3-longrope", *(["gpt2", "falcon-grouped", "granite"] * EVERYTHING)]
 OTHERS = [family.name for family in FAMILIES if family.expected != "fast"][: 4 if EVERYTHING else 1]

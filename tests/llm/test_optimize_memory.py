@@ -10,7 +10,8 @@ from accel.llm.analysis.analyze import formulas
 from accel.llm.generation import self_test as check
 from accel.llm.recording import window
 from accel.llm.runtime.attention_kinds import KINDS
-from support.llm.families import EVERYTHING, available, make
+from support.everything import EVERYTHING
+from support.llm.families import available, make
 from support.llm.live_bytes import LiveBytes
 
 # By the name that each has for its depth.

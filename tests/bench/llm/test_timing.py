@@ -14,8 +14,7 @@ from accel.bench import timing
 from accel.bench.llm import cases, ready
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
-
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from accel.diffusion.schedulers import LINEAR
-from support.diffusion.scheduler_cases import EVERYTHING, NAMES, V, all_cases, label, split
+from support.diffusion.scheduler_cases import NAMES, V, all_cases, label, split
 from support.diffusion.scheduler_loops import denoise, equal, make, optimized
+from support.everything import EVERYTHING
 
 
 def error(got, exact) -> float:

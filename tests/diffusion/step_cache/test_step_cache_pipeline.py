@@ -1,7 +1,6 @@
 """The step cache in pipelines as users call them: as the oracle draws, and where it starts anew."""
 
 import copy
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ from PIL import Image
 import accel
 from support.diffusion.drawing import SEVEN, draw
 from support.diffusion.step_oracle import Oracle, reasons
+from support.everything import EVERYTHING
 
 
 def same(ours, wanted):
@@ -99,7 +99,7 @@ def test_a_controlnet_pipeline_equals_the_oracle(pipe):
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")
-    if live.CHANGES.index(change) % 5 and not os.environ.get("ACCEL_TEST_EVERYTHING"):
+    if live.CHANGES.index(change) % 5 and not EVERYTHING:
         pytest.skip("every fifth one; ACCEL_TEST_EVERYTHING=1 runs all")
     twin = copy.deepcopy(pipe)
     oracle = Oracle(twin.unet, 2)

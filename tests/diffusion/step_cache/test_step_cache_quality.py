@@ -1,7 +1,5 @@
 """What the step cache loses, the interval it finds for a quality, and what takes no step cache."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,7 @@ from PIL import Image
 import accel
 from accel.diffusion.step_cache import budget as step_cache_budget
 from support.diffusion.drawing import SEVEN, draw
-
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 
 def psnr(ours, stock):

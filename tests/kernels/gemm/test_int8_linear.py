@@ -1,7 +1,5 @@
 """Products of rows in 8 bits: exact sums, every epilogue, every tile, and what is refused."""
 
-import os
-
 import pytest
 import torch
 from accel_kernels import Quantized, fp8_linear, int8_linear, quantize_rows
@@ -11,6 +9,7 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows
 from support.kernels.int8_rows import weight_of
 
 pytest.importorskip("triton")
+from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -194,7 +193,7 @@ print("wgmma")
 """
 
 
-@pytest.mark.skipif(not os.environ.get("ACCEL_TEST_EVERYTHING"), reason="seconds of compiling; make test-all runs it")
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of compiling; make test-all runs it")
 def test_hopper_multiplies_bytes_in_its_own_tensor_cores(tmp_path):
     """In the kernel that Triton pipelines, with and without a gate, and in the one written out by hand."""
     assert in_a_process(COMPILE, tmp_path).strip() == "wgmma"

@@ -1,11 +1,10 @@
 """The product with numbers in the tensor cores' registers: no interpreter runs it, so here it is compiled and read."""
 
-import os
-
 import pytest
 
 pytest.importorskip("triton")
 
+from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 
 CHECK = """
@@ -42,6 +41,6 @@ print("registers")
 """
 
 
-@pytest.mark.skipif(not os.environ.get("ACCEL_TEST_EVERYTHING"), reason="gemv_mma unpacks alike; its test runs always")
+@pytest.mark.skipif(not EVERYTHING, reason="gemv_mma unpacks alike; its test runs always")
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
     assert in_a_process(CHECK, tmp_path).strip() == "registers"

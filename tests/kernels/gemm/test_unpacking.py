@@ -3,7 +3,6 @@
 Triton's interpreter takes plain arithmetic in its stead, so nothing else sees it without a GPU.
 """
 
-import os
 import re
 
 import numpy as np
@@ -18,6 +17,8 @@ from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
 from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
 from accel_kernels.gemm.quantized_weight import unpack
 from triton.runtime.interpreter import TensorHandle
+
+from support.everything import EVERYTHING
 
 HALF = {"bf16": torch.bfloat16, "f16": torch.float16}
 TWO16 = np.uint32(1 << 16)
@@ -178,7 +179,7 @@ CASES = [
     for cases in FORMATS
     for number, case in enumerate(cases)
     for turn, dtype in enumerate((torch.float16, torch.bfloat16))
-    if number % 4 == 2 * turn or os.environ.get("ACCEL_TEST_EVERYTHING")
+    if number % 4 == 2 * turn or EVERYTHING
 ]
 
 

@@ -8,7 +8,8 @@ from accel.llm.analysis.analyze import formulas
 from accel.llm.recording.inputs import FEW
 from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime.attention_kinds import KINDS
-from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make
+from support.everything import EVERYTHING
+from support.llm.families import BY_NAME, FAMILIES, available, layers, make
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
 # What tells some families apart; (rotary form, interleaved) and the rest as in the specs.

@@ -94,3 +94,20 @@ def test_a_linear_that_is_none_is_called_and_not_multiplied():
     ours, theirs = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (model, stock))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     assert not accel.report(model).fallbacks
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3), 0.5, True, None, False, 0.0], ids=str)
+def test_an_attention_that_is_told_something_unknown_is_refused(value):
+    """Also where it is a tensor, which cannot be compared with False. None, False and 0 say nothing."""
+
+    def tell(layer):
+        before = type(layer.self_attn).forward
+
+        def forward(self, *args, **kwargs):
+            return before(self, *args, **kwargs, temper=value)
+
+        layer.self_attn.__class__ = type("Told", (type(layer.self_attn),), {"forward": forward})
+
+    reasons = {reason for *_, reason in accel.report(accel.optimize(llama_with(tell))).sites}
+    silent = not isinstance(value, torch.Tensor) and not value
+    assert any("its attention is told temper" in (reason or "") for reason in reasons) != silent, reasons

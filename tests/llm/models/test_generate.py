@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import accel
+from support.everything import EVERYTHING
 from support.llm.edits.adapters import lora
-from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded
+from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from support.everything import EVERYTHING
 from support.llm.changes import CHANGES
-from support.llm.families import EVERYTHING, padded
+from support.llm.families import padded
 from support.llm.outputs import generate, same
 
 FAMILIES = ("llama", "gpt2", "gpt-neox")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
-from support.llm.families import EVERYTHING
+from support.everything import EVERYTHING
 from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, perplexity
 
 PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']

@@ -15,7 +15,7 @@ import accel
 from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibrate import quantize_layers
 from accel.quantization.scheme import Scheme
-from support.llm.families import EVERYTHING
+from support.everything import EVERYTHING
 from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, WINDOW, perplexity
 
 

@@ -11,8 +11,9 @@ import accel
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import LayerResult
 from accel.quantization.module import QuantizedLinear
+from support.everything import EVERYTHING
 from support.llm.calls import tokenizer
-from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, layers, make, padded
+from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded
 from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits
 

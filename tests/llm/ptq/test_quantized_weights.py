@@ -9,7 +9,8 @@ import torch
 
 import accel
 from accel.quantization.module import QuantizedLinear
-from support.llm.families import BY_NAME, EVERYTHING, FAMILIES, available, every, layers, make, padded, prompt
+from support.everything import EVERYTHING
+from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import rounded

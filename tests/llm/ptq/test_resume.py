@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 import accel
 from accel.llm.ptq import run as running
-from support.llm.families import EVERYTHING, make
+from support.everything import EVERYTHING
+from support.llm.families import make
 from support.llm.quantized import held_by, logits
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

@@ -1,8 +1,6 @@
 """Every scheduler and the options it is tried with."""
 
-import os
-
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
 
 SPACINGS = [{"timestep_spacing": spacing} for spacing in ("leading", "linspace", "trailing")]
 SIGMAS = [{"use_karras_sigmas": True}, {"use_exponential_sigmas": True}, {"use_beta_sigmas": True}]

@@ -5,13 +5,13 @@ A new family is a line here; test_generate.py and tests/gpu/llm/test_generate.py
 
 import functools
 import itertools
-import os
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-EVERYTHING = bool(os.environ.get("ACCEL_TEST_EVERYTHING"))
+from support.everything import EVERYTHING
+
 VOCAB = 99
 LONG = 128  # positions
 SIZES = {
