@@ -298,5 +298,4 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # kernels.py beside this file would be taken for the package of that name, which others look for
     run(arguments())

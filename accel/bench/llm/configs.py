@@ -106,6 +106,22 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             pad_token_id=32000,
         ),
     ),
+    # Convolutions between the attention layers, as LiquidAI/LFM2-1.2B has them.
+    "lfm2-1.2b": (
+        "lfm2",
+        dict(
+            vocab_size=65536,
+            hidden_size=2048,
+            intermediate_size=12288,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=128000,
+            norm_eps=1e-5,
+            layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+            rope_parameters=_plain_rope(1e6),
+        ),
+    ),
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.
     "tiny": (

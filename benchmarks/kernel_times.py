@@ -1,6 +1,6 @@
 """Every op's kernel against torch's own on one GPU: error first, then microseconds inside a CUDA graph.
 
-    python benchmarks/kernels.py [OUT.json]
+    python benchmarks/kernel_times.py [OUT.json]
 
 Prints a table and writes it as JSON, with the machine. `gb_s` counts inputs and outputs once.
 """
