@@ -17,7 +17,6 @@ import json
 import logging
 import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
