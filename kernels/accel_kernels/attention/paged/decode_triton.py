@@ -9,23 +9,20 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_arguments import decode_arguments
-from accel_kernels.attention.paged.kv import PADDING_MASK
-from accel_kernels.attention.paged.kv_quantization_triton import code_of, packing, power_below, rounded
-from accel_kernels.attention.paged.online_softmax_triton import attention_block, capped, finish, load_block
-from accel_kernels.attention.paged.rotary_store_triton import (
-    AT_COLUMNS,
-    AT_LAYERS,
-    AT_LENGTH,
-    AT_TABLE,
-    OF_EACH,
-    apply_rope,
-    stored_at,
+from accel_kernels.attention.paged.kv_quantization_triton import code_of, fitted, packing, rounded
+from accel_kernels.attention.paged.online_softmax_triton import (
+    add_token,
+    attention_block,
+    before_keys,
+    finish,
+    in_base_2,
+    load_block,
 )
+from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
 from accel_kernels.attention.paged.split_kv import (
     CODES_FILL,
     CODES_REGISTERS,
     KV8_BLOCKS,
-    LEAST_BLOCKS,
     MOST_SPLITS,
     combined_rows,
     scratch,
@@ -33,11 +30,10 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
     upcast,
 )
+from accel_kernels.attention.paged.store_triton import share_of, store_of
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
-
-AT_VALID, CODES_LEAST = tl.constexpr(PADDING_MASK), tl.constexpr(KV8_BLOCKS)
 
 
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
@@ -56,66 +52,29 @@ def decode_kernel(
     split = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
-    columns = tl.load(where_ptr + AT_COLUMNS)
-    table = stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
-    keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, stored_as) + g * DIM
-    new_values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, stored_as) + g * DIM
-    values = new_values
-    if PACKED is not None:
-        values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
-    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
-    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
-    valid_ptr = None
-    if HAS_PADDING_MASK:
-        valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED, HAS_PADDING_MASK)
+    stored = store.length
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
-    first = 0
-    if window is not None:
-        first = tl.maximum(0, stored + 1 - window) // BLOCK_N
-    blocks = tl.cdiv(stored, BLOCK_N)
-    share = tl.maximum(blocks - first, 1)
-    if SPLIT:
-        few = tl.cdiv(share, few_splits)
-        share = tl.maximum(tl.cdiv(share, splits), LEAST)
-        if PACKED is not None:
-            share = tl.maximum(share, tl.minimum(few, CODES_LEAST))
-    active = tl.maximum(1, tl.cdiv(blocks - first, share))
-    start = first + split * share
-    stop = tl.minimum(start + share, blocks)
+    blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
     block_k, block_v, k_scale, v_scale = load_block(
-        keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
+        store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
     )
-    # How channels turn together, as in rotary_store; here all of them, or none, in pairs (i, i + half).
-    HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
-    mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
-    sign = tl.where(d_idx < HALF, -1.0, 1.0)
+    mate, sign = mates(d_idx, PAIRS)
     m_idx = tl.arange(0, BLOCK_M)
     m_mask = m_idx < GROUP
     head = g * GROUP + m_idx
-    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     slope = None
     if slope_ptr is not None:
-        slope = tl.load(slope_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-    if sink_ptr is not None:
-        if split == 0:
-            row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-            row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+        slope = in_base_2(slope_ptr, head, m_mask)
+    row_max, row_sum = before_keys(sink_ptr, head, m_mask, split, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_D if PACKED is None else BLOCK_D // 2), tl.float32)
     odd = 0.0 if PACKED is None else acc
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if PAIRS > 0:
-        angle = b * angles.row + (d_idx % HALF) * angles.pair
-        cos = tl.load(angles.cos + angle, mask=d_mask, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(angles.sin + angle, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-    else:
-        cos = 1.0
-        sin = 0.0
+    cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
     q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
     query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
@@ -124,25 +83,23 @@ def decode_kernel(
         query = query.to(tl.float32)
     q_in, q_scale = query, scale
     if PACKED is not None:
-        # By a power of two into the range of fp16, where what a bf16 holds is exact.
-        unit = power_below(tl.max(tl.abs(query.to(tl.float32)), axis=1))
-        q_in, q_scale = (query.to(tl.float32) / unit[:, None]).to(tl.float16), (unit * scale)[:, None]
+        q_in, unit = fitted(query)
+        q_scale = (unit * scale)[:, None]
     at = tl.full((BLOCK_M,), 0, tl.int32) + stored
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
+            softcap, slope, store.valid, CODE, PACKED, UPCAST,
         )  # fmt: skip
     for i in range(start + 1, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < stored
         block_k, block_v, k_scale, v_scale = load_block(
-            keys, values, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE,
-            PACKED,
-        )  # fmt: skip
+            store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
+        )
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
+            softcap, slope, store.valid, CODE, PACKED, UPCAST,
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
@@ -153,32 +110,22 @@ def decode_kernel(
         k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
         k_new = k_new.to(element)
         v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
-        block = tl.load(table + stored // STORE_BLOCK).to(tl.int64)
+        block = tl.load(store.table + stored // STORE_BLOCK).to(tl.int64)
         slot = (block * STORE_BLOCK + stored % STORE_BLOCK) * (kv_heads * DIM)
         if CODE is not None:
             k_new, k_new_scale = rounded(k_new.to(tl.float32), CODE)
             v_new, v_new_scale = rounded(v_new.to(tl.float32), CODE)
             at_scale = block * (kv_heads * STORE_BLOCK) + stored % STORE_BLOCK + tl.arange(0, 1)
-            tl.store(k_scales + at_scale, k_new_scale)
-            tl.store(v_scales + at_scale, v_new_scale)
-        tl.store(keys + slot + d_idx[None, :] + one, k_new, mask=new_mask)
-        tl.store(new_values + slot + d_idx[None, :] + one, v_new, mask=new_mask)
+            tl.store(store.k_scales + at_scale, k_new_scale)
+            tl.store(store.v_scales + at_scale, v_new_scale)
+        tl.store(store.k + slot + d_idx[None, :] + one, k_new, mask=new_mask)
+        tl.store(store.v + slot + d_idx[None, :] + one, v_new, mask=new_mask)
         if CODE is not None:
             k_new = k_new.to(tl.float32) * k_new_scale[:, None]
             v_new = v_new.to(tl.float32) * v_new_scale[:, None]
-        score = tl.sum(query.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-        score = capped(score, softcap)
-        if slope is not None:
-            score += slope * stored
-        if HAS_PADDING_MASK:
-            score = tl.where(tl.load(valid_ptr + stored) != 0, score, -float("inf"))
-        new_max = tl.maximum(row_max, score)
-        top = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(score - top)
-        shrink = tl.exp2(row_max - top)
-        row_sum = row_sum * shrink + p
-        acc = acc * shrink[:, None] + p[:, None] * v_new.to(tl.float32)
-        row_max = new_max
+        row_max, row_sum, acc = add_token(
+            query, k_new, v_new, row_max, row_sum, acc, stored, scale, softcap, slope, store.valid
+        )
     unit = tl.program_id(0).to(tl.int64)
     finish(
         acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, 0, 1, b, g, heads, m_mask,
@@ -210,7 +157,7 @@ def decode(q, k, v, kv, scale, **more):
     launch(
         decode_kernel, (rows * kv_heads, splits), *arguments,
         **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,
-        LEAST=LEAST_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
+        LEAST=None if packed is None else KV8_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
         CODE=code_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), PDL=bool(pdl),
         num_warps=tile.warps, num_stages=tile.stages, **pdl, **registers,
     )  # fmt: skip

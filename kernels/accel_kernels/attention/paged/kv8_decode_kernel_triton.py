@@ -15,8 +15,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.attention.paged.kv import PADDING_MASK
-from accel_kernels.attention.paged.kv8_merge_triton import IN_BASE_2, add_new, finish_heads
+from accel_kernels.attention.paged.kv8_merge_triton import add_new, finish_heads
 from accel_kernels.attention.paged.kv8_mma_triton import (
     add_values,
     exp2,
@@ -31,20 +30,12 @@ from accel_kernels.attention.paged.kv8_mma_triton import (
     registers,
     two_halves,
 )
-from accel_kernels.attention.paged.kv_quantization_triton import power_below
-from accel_kernels.attention.paged.online_softmax_triton import capped
-from accel_kernels.attention.paged.rotary_store_triton import (
-    AT_COLUMNS,
-    AT_LAYERS,
-    AT_LENGTH,
-    AT_TABLE,
-    OF_EACH,
-    apply_rope,
-    stored_at,
-)
+from accel_kernels.attention.paged.kv_quantization_triton import fitted
+from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2, capped, in_base_2
+from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
+from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_VALID, OF_EACH, row_of, share_of
 from accel_kernels.launch import power_of_two
 
-AT_VALID = gl.constexpr(PADDING_MASK)
 TOP = gl.constexpr(14.0)  # the largest weight, in base 2
 power_of_two_up = gluon.constexpr_function(power_of_two)
 
@@ -84,25 +75,14 @@ def kv8_decode_kernel(
     split = gl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored = gl.load(where_ptr + AT_LENGTH).to(gl.int32)
-    columns = gl.load(where_ptr + AT_COLUMNS)
-    table = stored_at(where_ptr, AT_TABLE, gl.int32) + b * columns
+    stored, columns, table = row_of(where_ptr, b)
     at = where_ptr + AT_LAYERS + OF_EACH * layer
     keys, values = gl.load(at) + g * DIM, gl.load(at + 1) + g * DIM
     k_scales, v_scales = gl.load(at + 2) + g * (4 * BLOCK), gl.load(at + 3) + g * (4 * BLOCK)
     padding_mask = None
     if HAS_PADDING_MASK:
         padding_mask = gl.load(where_ptr + AT_VALID) + b * columns * BLOCK
-    first = 0
-    if window is not None:
-        first = gl.maximum(0, stored + 1 - window) // BLOCK
-    blocks = gl.cdiv(stored, BLOCK)
-    share = gl.maximum(blocks - first, 1)
-    few = gl.cdiv(share, few_splits)
-    share = gl.maximum(gl.cdiv(share, splits), gl.minimum(few, LEAST))
-    active = gl.maximum(1, gl.cdiv(blocks - first, share))
-    start = first + split * share
-    stop = gl.minimum(start + share, blocks)
+    blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, True, BLOCK, LEAST)
 
     # A thread is (warp, g, t), its head lane_g of the group; tokens and channels are those of `code_fragments`.
     warp = gl.expand_dims(gl.arange(0, num_warps, gl.SliceLayout(1, LANES)), 1)
@@ -140,28 +120,17 @@ def kv8_decode_kernel(
         tl.extra.cuda.gdc_wait()
     if split >= active:
         return
-    # How channels turn together, as in rotary_store; here all of them, or none, in pairs (i, i + half).
     d_idx = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
     m_idx = gl.arange(0, 8, gl.SliceLayout(1, WIDE))
     d_mask, m_mask = d_idx < DIM, m_idx < GROUP
-    HALF: gl.constexpr = PAIRS if PAIRS > 0 else 1
-    mate = gl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
-    sign = gl.where(d_idx < HALF, -1.0, 1.0)
-    if PAIRS > 0:
-        angle = b * angles.row + (d_idx % HALF) * angles.pair
-        cos = gl.expand_dims(gl.load(angles.cos + angle).to(gl.float32), 0)
-        sin = gl.expand_dims(gl.load(angles.sin + angle).to(gl.float32), 0)
-    else:
-        cos = 1.0
-        sin = 0.0
+    mate, sign = mates(d_idx, PAIRS)
+    cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
     head = g * GROUP + m_idx
     q_heads = q.data + b * q.row + gl.expand_dims(head, 1) * q.head
     q_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask, 0)
     query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
     query = query.to(element)
-    # By a power of two into the range of fp16, where what a bf16 holds is exact.
-    unit = power_below(gl.max(gl.abs(query.to(gl.float32)), axis=1))
-    halves = (query.to(gl.float32) / gl.expand_dims(unit, 1)).to(gl.float16)
+    halves, unit = fitted(query)
     halves = gl.convert_layout(halves, FRAGMENT).to(gl.int16, bitcast=True)
     low, high = gl.split(gl.reshape(halves, [8, DIM // 2, 2]))
     pairs = (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
@@ -175,10 +144,10 @@ def kv8_decode_kernel(
     row_sum = gl.zeros([num_warps, 32], gl.float32, LANES)
     some_head = lane_g < GROUP
     if slope_ptr is not None:
-        slope = gl.load(slope_ptr + g * GROUP + lane_g, mask=some_head, other=0.0).to(gl.float32) * IN_BASE_2
+        slope = in_base_2(slope_ptr, g * GROUP + lane_g, some_head)
     if sink_ptr is not None:
         if split == 0:
-            sink = gl.load(sink_ptr + g * GROUP + lane_g, mask=some_head, other=0.0).to(gl.float32) * IN_BASE_2
+            sink = in_base_2(sink_ptr, g * GROUP + lane_g, some_head)
             row_max = gl.where(warp == 0, sink, row_max)
             row_sum = gl.where((warp == 0) & (t == 0), 16384.0, row_sum)  # 2^TOP
     acc = ()

@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from accel_kernels.attention.paged.kv_quantization_triton import rounded
-from accel_kernels.attention.paged.online_softmax_triton import capped
-from accel_kernels.attention.paged.rotary_store_triton import apply_rope, stored_at
+from accel_kernels.attention.paged.online_softmax_triton import add_token, in_base_2
+from accel_kernels.attention.paged.rotary_store_triton import apply_rope
+from accel_kernels.attention.paged.store_triton import stored_at
 
-IN_BASE_2 = gl.constexpr(1.4426950408889634)
 # Names until Triton 3.6, and since.
 all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
@@ -36,18 +36,13 @@ def add_new(
     gl.store(stored_at(at, 1, CODE) + place, v_new, mask=mask)
     k_new = k_new.to(gl.float32) * gl.expand_dims(k_scale, 1)
     v_new = v_new.to(gl.float32) * gl.expand_dims(v_scale, 1)
-    score = capped(gl.sum(query.to(gl.float32) * k_new, axis=1) * scale, softcap)
+    slope = None
     if slope_ptr is not None:
-        slope = gl.load(slope_ptr + g * GROUP + m_idx, mask=m_idx < GROUP, other=0.0).to(gl.float32) * IN_BASE_2
-        score += slope * stored
+        slope = in_base_2(slope_ptr, g * GROUP + m_idx, m_idx < GROUP)
+    valid_ptr = None
     if padding_mask is not None:
-        seen = gl.load((padding_mask + stored).to(gl.pointer_type(gl.int8)))
-        score = gl.where(seen != 0, score, -float("inf"))
-    new_max = gl.maximum(row_max, score)
-    top = gl.where(new_max == -float("inf"), 0.0, new_max)
-    p = gl.exp2(score - top)
-    shrink = gl.exp2(row_max - top)
-    return new_max, row_sum * shrink + p, total * gl.expand_dims(shrink, 1) + gl.expand_dims(p, 1) * v_new
+        valid_ptr = padding_mask.to(gl.pointer_type(gl.int8))
+    return add_token(query, k_new, v_new, row_max, row_sum, total, stored, scale, softcap, slope, valid_ptr)
 
 
 @gluon.jit

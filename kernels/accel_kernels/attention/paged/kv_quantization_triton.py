@@ -97,6 +97,13 @@ def power_below(x):
 
 
 @triton.jit
+def fitted(query):
+    """Queries by a power of two into the range of fp16, where what a bf16 holds is exact, and that of each row."""
+    unit = power_below(tl.max(tl.abs(query.to(tl.float32)), axis=1))
+    return (query.to(tl.float32) / unit[:, None]).to(tl.float16), unit
+
+
+@triton.jit
 def rounded(x, CODE: tl.constexpr):
     """Codes of x, (rows, D) in fp32, and the scale of every row, bit for bit as `kv_quantization` has them."""
     TOP: tl.constexpr = INT8_TOP if CODE == tl.int8 else FLOAT8_TOP

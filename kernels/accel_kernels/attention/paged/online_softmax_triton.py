@@ -9,28 +9,30 @@ import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
+IN_BASE_2 = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def load_block(
-    k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads,
-    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr,
+    store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Keys (D, N) and values (N, D) of the tokens n_idx, which lie in one block of the store, and their scales.
 
     PACKED: values as int16s of two channels each, (N, D / 2); shared memory turns those around for a product, no bytes.
     """
     start = tl.min(n_idx, axis=0)
-    block = tl.load(table + start // STORE_BLOCK).to(tl.int64)
+    block = tl.load(store.table + start // STORE_BLOCK).to(tl.int64)
     k_scale = 1.0
     v_scale = 1.0
     if PACKED is None:
         slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (kv_heads * DIM)
-        k = tl.load(k_ptr + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
-        v = tl.load(v_ptr + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
+        k = tl.load(store.k + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+        v = tl.load(store.read_v + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
         if CODE is not None:
             scale = block * (kv_heads * STORE_BLOCK) + n_idx % STORE_BLOCK
-            k_scale = tl.load(k_scales + scale, mask=n_mask, other=0.0)
-            v_scale = tl.load(v_scales + scale, mask=n_mask, other=0.0)
+            k_scale = tl.load(store.k_scales + scale, mask=n_mask, other=0.0)
+            v_scale = tl.load(store.v_scales + scale, mask=n_mask, other=0.0)
     else:
         # One address of 64 bits, offsets of 32 that are the same for every block: there is little time between loads.
         in_block = tl.arange(0, n_idx.shape[0])
@@ -38,14 +40,14 @@ def load_block(
             in_block += start % STORE_BLOCK
         first = block * STORE_BLOCK * kv_heads
         pairs = tl.arange(0, d_idx.shape[0] // 2)
-        k_ptr += first * DIM
-        v_ptr += first * (DIM // 2)
+        k_ptr = store.k + first * DIM
+        v_ptr = store.read_v + first * (DIM // 2)
         k_place = (in_block * (kv_heads * DIM))[None, :] + d_idx[:, None]
         v_place = (in_block * (kv_heads * (DIM // 2)))[:, None] + pairs[None, :]
         k = tl.load(k_ptr + k_place, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
         v = tl.load(v_ptr + v_place, mask=n_mask[:, None] & (pairs < DIM // 2)[None, :], other=0)
-        k_scale = tl.load(k_scales + first + in_block, mask=n_mask, other=0.0)
-        v_scale = tl.load(v_scales + first + in_block, mask=n_mask, other=0.0)
+        k_scale = tl.load(store.k_scales + first + in_block, mask=n_mask, other=0.0)
+        v_scale = tl.load(store.v_scales + first + in_block, mask=n_mask, other=0.0)
     return k, v, k_scale, v_scale
 
 
@@ -54,7 +56,7 @@ def capped(scores, softcap):
     """Scores in base 2, after softcap * tanh(scores / softcap) where there is one."""
     if softcap is not None:
         scores = softcap * _tanh(scores / softcap)
-    return scores * 1.4426950408889634
+    return scores * IN_BASE_2
 
 
 @triton.jit
@@ -64,6 +66,24 @@ def _tanh(x):
     near = ((((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
             - 3.33332819422e-1) * z * x + x  # fmt: skip
     return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit
+def in_base_2(ptr, head, mask):
+    """Sinks or slopes of these heads."""
+    return tl.load(ptr + head, mask=mask, other=0.0).to(tl.float32) * IN_BASE_2
+
+
+@triton.jit
+def before_keys(sink_ptr, head, m_mask, split, BLOCK_M: tl.constexpr):
+    """The running maximum and sum before any key: of the sinks in the first share, if there are sinks."""
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sink_ptr is not None:
+        if split == 0:
+            row_max = in_base_2(sink_ptr, head, m_mask)
+            row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return row_max, row_sum
 
 
 @triton.jit
@@ -115,6 +135,22 @@ def attention_block(
         p *= v_scale[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new_max, row_sum, acc, odd
+
+
+@triton.jit
+def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, valid_ptr):
+    """The one key and value of position `at`, (1, D) each, as `attention_block` adds a block."""
+    score = tl.sum(query.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+    score = capped(score, softcap)
+    if slope is not None:
+        score += slope * at
+    if valid_ptr is not None:
+        score = tl.where(tl.load(valid_ptr + at) != 0, score, -float("inf"))
+    new_max = tl.maximum(row_max, score)
+    top = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(score - top)
+    shrink = tl.exp2(row_max - top)
+    return new_max, row_sum * shrink + p, acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
 
 
 @triton.jit

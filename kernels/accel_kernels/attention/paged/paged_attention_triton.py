@@ -9,21 +9,17 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_triton import decode, decodes
-from accel_kernels.attention.paged.kv import PADDING_MASK
 from accel_kernels.attention.paged.kv8_decode_triton import decodes_codes, kv8_decode
 from accel_kernels.attention.paged.kv_quantization_triton import code_of
-from accel_kernels.attention.paged.online_softmax_triton import attention_block, finish, load_block
-from accel_kernels.attention.paged.rotary_store_triton import (
-    AT_COLUMNS,
-    AT_LAYERS,
-    AT_LENGTH,
-    AT_TABLE,
-    OF_EACH,
-    rotary_store,
-    stored_at,
+from accel_kernels.attention.paged.online_softmax_triton import (
+    attention_block,
+    before_keys,
+    finish,
+    in_base_2,
+    load_block,
 )
+from accel_kernels.attention.paged.rotary_store_triton import rotary_store
 from accel_kernels.attention.paged.split_kv import (
-    LEAST_BLOCKS,
     MOST_SPLITS,
     combined_rows,
     scratch,
@@ -31,11 +27,10 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
     upcast,
 )
+from accel_kernels.attention.paged.store_triton import store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.warmup import launch
-
-AT_VALID = tl.constexpr(PADDING_MASK)
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
 # than cuDNN's (benchmarks/prompt_attention.py), which takes the host 30 to 70 ms a length.
@@ -47,7 +42,7 @@ def paged_attention_kernel(
     q_ptr, o_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
     layer, new, heads, kv_heads, scale, window, softcap, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, CODE: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,16 +54,8 @@ def paged_attention_kernel(
     split = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
-    columns = tl.load(where_ptr + AT_COLUMNS)
-    table = stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
-    k_ptr = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, stored_as) + g * DIM
-    v_ptr = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, stored_as) + g * DIM
-    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
-    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
-    valid_ptr = None
-    if HAS_PADDING_MASK:
-        valid_ptr = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, None, HAS_PADDING_MASK)
+    stored = store.length
     m_idx = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -89,31 +76,23 @@ def paged_attention_kernel(
     blocks = tl.cdiv(end, BLOCK_N)
     share = blocks - first
     if SPLIT:
-        share = tl.maximum(tl.cdiv(share, splits), LEAST)
+        share = tl.cdiv(share, splits)
     active = tl.cdiv(blocks - first, share)
     start = first + split * share
     stop = tl.minimum(start + share, blocks)
-    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     slope = None
     if slope_ptr is not None:
-        slope = tl.load(slope_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-    if sink_ptr is not None:
-        if split == 0:
-            row_max = tl.load(sink_ptr + head, mask=m_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-            row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+        slope = in_base_2(slope_ptr, head, m_mask)
+    row_max, row_sum = before_keys(sink_ptr, head, m_mask, split, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     odd = 0.0  # see `attention_block`
     for i in range(start, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
-        k, v, k_scale, v_scale = load_block(
-            k_ptr, v_ptr, k_scales, v_scales, table, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE,
-            None,
-        )  # fmt: skip
+        k, v, k_scale, v_scale = load_block(store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, None)
         row_max, row_sum, acc, odd = attention_block(
             q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
-            valid_ptr, CODE, None, UPCAST,
+            store.valid, CODE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     finish(
@@ -153,7 +132,7 @@ def paged_attention(
         q, out, *scratch(units, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         kv.layer, new, heads, kv_heads, float(scale), window, None if softcap is None else float(softcap), splits,
         GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block, BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys, BLOCK_D=tile.channels, LEAST=LEAST_BLOCKS, MOST_SPLITS=MOST_SPLITS,
+        BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
         COMBINE=combined_rows(group * new), SPLIT=splits > 1, CODE=code_of(kv.key_scales, kv.keys),
         UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
     )  # fmt: skip

@@ -7,24 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, TABLE
 from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
+from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_LENGTH, AT_TABLE, OF_EACH, stored_at
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
-
-# Places in `metadata`, as kernels may read them.
-AT_LENGTH, AT_TABLE, AT_COLUMNS, AT_LAYERS = (tl.constexpr(i) for i in (LENGTH, TABLE, COLUMNS, LAYERS))
-OF_EACH = tl.constexpr(EACH)
-
-
-@triton.jit
-def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
-    """The pointer that stands in `metadata`; allocations are aligned far beyond the 16 bytes of a wide load."""
-    return tl.multiple_of(tl.load(where_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit(do_not_specialize=("layer", "new"))
@@ -130,6 +120,26 @@ def put(
     if SHOWN:
         shown = codes.to(tl.float32) * scale[:, None]
         tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown.to(x.dtype), mask=mask)
+
+
+@triton.jit
+def mates(d_idx, PAIRS: tl.constexpr):
+    """The mate and sign of each channel, of which all, or none, turn in pairs (i, i + half)."""
+    HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
+    mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
+    return mate, tl.where(d_idx < HALF, -1.0, 1.0)
+
+
+@triton.jit
+def angle_of(angles, b, d_idx, d_mask, PAIRS: tl.constexpr):
+    """Cosine and sine of each channel of row b's one new token, see `mates`. angles: `Angles`."""
+    cos = 1.0
+    sin = 0.0
+    if PAIRS > 0:
+        angle = b * angles.row + (d_idx % PAIRS) * angles.pair
+        cos = tl.load(angles.cos + angle, mask=d_mask, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(angles.sin + angle, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+    return cos, sin
 
 
 @triton.jit

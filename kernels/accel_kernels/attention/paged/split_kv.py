@@ -9,7 +9,6 @@ from accel_kernels.launch import power_of_two
 from accel_kernels.op import multiprocessors
 
 MOST_SPLITS = 32
-LEAST_BLOCKS = 1  # of keys to a share
 # Codes of 8 bits are turned into numbers while the next are on their way: more programs to a multiprocessor, if their
 # shares are long enough.
 FILL, CODES_FILL = 2, 4

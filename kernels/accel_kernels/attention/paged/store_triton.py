@@ -1,0 +1,80 @@
+"""The store of keys and values inside kernels, which find it by address, see `paged.kv`."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, PADDING_MASK, TABLE
+
+# Places in `metadata`, as kernels may read them.
+AT_LENGTH, AT_TABLE, AT_COLUMNS, AT_LAYERS = (tl.constexpr(i) for i in (LENGTH, TABLE, COLUMNS, LAYERS))
+AT_VALID, OF_EACH = tl.constexpr(PADDING_MASK), tl.constexpr(EACH)
+
+
+class Store(NamedTuple):
+    """Of one row and key head. read_v: v as `load_block` reads them; valid: the padding mask of the row, or None."""
+
+    length: Any
+    table: Any
+    k: Any
+    v: Any
+    read_v: Any
+    k_scales: Any
+    v_scales: Any
+    valid: Any
+
+
+@triton.jit
+def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
+    """The pointer that stands in `metadata`; allocations are aligned far beyond the 16 bytes of a wide load."""
+    return tl.multiple_of(tl.load(where_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def row_of(where_ptr, b):
+    """Tokens stored, columns of the block table, and its row b."""
+    length = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
+    columns = tl.load(where_ptr + AT_COLUMNS)
+    return length, columns, stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
+
+
+@triton.jit
+def share_of(stored, window, split, splits, few_splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """For one new token: blocks stored, where this share of them starts and stops, and how many shares there are.
+
+    A share has LEAST blocks or more, if not None, where each of `few_splits` shares would.
+    """
+    first = 0
+    if window is not None:
+        first = tl.maximum(0, stored + 1 - window) // BLOCK
+    blocks = tl.cdiv(stored, BLOCK)
+    share = tl.maximum(blocks - first, 1)
+    if SPLIT:
+        few = tl.cdiv(share, few_splits)
+        share = tl.cdiv(share, splits)
+        if LEAST is not None:
+            share = tl.maximum(share, tl.minimum(few, LEAST))
+    active = tl.maximum(1, tl.cdiv(blocks - first, share))
+    start = first + split * share
+    return blocks, start, tl.minimum(start + share, blocks), active
+
+
+@triton.jit
+def store_of(
+    where_ptr, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
+    PACKED: tl.constexpr, HAS_PADDING_MASK: tl.constexpr,
+):  # fmt: skip
+    """The `Store` of row b and key head g. ELEMENT: of keys and values; PACKED: see `load_block`."""
+    length, columns, table = row_of(where_ptr, b)
+    k = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, ELEMENT) + g * DIM
+    v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, ELEMENT) + g * DIM
+    read_v = v
+    if PACKED is not None:
+        read_v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
+    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
+    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
+    valid = None
+    if HAS_PADDING_MASK:
+        valid = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    return Store(length, table, k, v, read_v, k_scales, v_scales, valid)
