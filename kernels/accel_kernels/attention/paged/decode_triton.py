@@ -30,7 +30,7 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
     upcast,
 )
-from accel_kernels.attention.paged.store_triton import share_of, store_of
+from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
@@ -52,7 +52,10 @@ def decode_kernel(
     split = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED, HAS_PADDING_MASK)
+    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED)
+    valid_ptr = None
+    if HAS_PADDING_MASK:
+        valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
     stored = store.length
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -89,7 +92,7 @@ def decode_kernel(
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, store.valid, CODE, PACKED, UPCAST,
+            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
         )  # fmt: skip
     for i in range(start + 1, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -99,7 +102,7 @@ def decode_kernel(
         )
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, store.valid, CODE, PACKED, UPCAST,
+            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
@@ -124,7 +127,7 @@ def decode_kernel(
             k_new = k_new.to(tl.float32) * k_new_scale[:, None]
             v_new = v_new.to(tl.float32) * v_new_scale[:, None]
         row_max, row_sum, acc = add_token(
-            query, k_new, v_new, row_max, row_sum, acc, stored, scale, softcap, slope, store.valid
+            query, k_new, v_new, row_max, row_sum, acc, stored, scale, softcap, slope, valid_ptr
         )
     unit = tl.program_id(0).to(tl.int64)
     finish(

@@ -27,7 +27,7 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
     upcast,
 )
-from accel_kernels.attention.paged.store_triton import store_of
+from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.warmup import launch
@@ -54,7 +54,10 @@ def paged_attention_kernel(
     split = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, None, HAS_PADDING_MASK)
+    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
+    valid_ptr = None
+    if HAS_PADDING_MASK:
+        valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
     stored = store.length
     m_idx = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
@@ -92,7 +95,7 @@ def paged_attention_kernel(
         k, v, k_scale, v_scale = load_block(store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, None)
         row_max, row_sum, acc, odd = attention_block(
             q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
-            store.valid, CODE, None, UPCAST,
+            valid_ptr, CODE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     finish(

@@ -13,7 +13,7 @@ AT_VALID, OF_EACH = tl.constexpr(PADDING_MASK), tl.constexpr(EACH)
 
 
 class Store(NamedTuple):
-    """Of one row and key head. read_v: v as `load_block` reads them; valid: the padding mask of the row, or None."""
+    """Of one row and key head. read_v: v as `load_block` reads them."""
 
     length: Any
     table: Any
@@ -22,7 +22,6 @@ class Store(NamedTuple):
     read_v: Any
     k_scales: Any
     v_scales: Any
-    valid: Any
 
 
 @triton.jit
@@ -63,10 +62,10 @@ def share_of(stored, window, split, splits, few_splits, SPLIT: tl.constexpr, BLO
 @triton.jit
 def store_of(
     where_ptr, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
-    PACKED: tl.constexpr, HAS_PADDING_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """The `Store` of row b and key head g. ELEMENT: of keys and values; PACKED: see `load_block`."""
-    length, columns, table = row_of(where_ptr, b)
+    length, _, table = row_of(where_ptr, b)
     k = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, ELEMENT) + g * DIM
     v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, ELEMENT) + g * DIM
     read_v = v
@@ -74,7 +73,11 @@ def store_of(
         read_v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
     k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
     v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
-    valid = None
-    if HAS_PADDING_MASK:
-        valid = tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
-    return Store(length, table, k, v, read_v, k_scales, v_scales, valid)
+    return Store(length, table, k, v, read_v, k_scales, v_scales)
+
+
+@triton.jit
+def padding_mask_of(where_ptr, b, STORE_BLOCK: tl.constexpr):
+    """The padding mask of row b. By itself: Triton 3.6 returns no None, as there is where the store has none."""
+    columns = tl.load(where_ptr + AT_COLUMNS)
+    return tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
