@@ -20,6 +20,8 @@ endef
 export SETTINGS
 # CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
 TRITON := triton>=3.6,<=3.9.0
+# The kernels are to compile with the oldest that pyproject.toml allows too: a folder beside the environment's own.
+OLDEST_TRITON := triton==3.6.0
 # With a comma, at which a call in a makefile would be cut.
 SELF := .[dev,docs]
 # Compiling torch's 1000 modules takes longer than running them: done while the rest is installed.
@@ -38,6 +40,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@$(call install,torch hatchling)
 	@$(TORCH_BYTECODE) & \
 	{ test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(call install,"$(TRITON)"); } \
+	&& { test "$$(uname -s)" != Linux || $(PIP) --no-deps --target $(VENV)/oldest-triton "$(OLDEST_TRITON)" || true; } \
 	&& $(call install,--no-build-isolation --editable "$(SELF)"); installed=$$?; wait; exit $$installed
 	@touch $@
 

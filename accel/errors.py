@@ -39,6 +39,11 @@ def fatal(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in CUDA)
 
 
+def of_a_kernel(error: BaseException) -> bool:
+    """Whether a kernel could not be compiled: the error says nothing of the model, nor of how it was called."""
+    return type(error).__module__.partition(".")[0] == "triton"
+
+
 def reason_of(error: BaseException, *, memory: bool = False) -> str:
     """The one way to go on after an error: in one line for the report, its traceback logged. Raises it where `fatal`.
 

@@ -6,6 +6,7 @@ instructions written out, every second once more for one of the others, in turn.
 all of them, and each kernel in every way that its large cases ask for.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,50 @@ def test_kernels_compile(tmp_path: Path):
     lines = [line.split() for line in in_a_process(CHECK, tmp_path, many).splitlines()]
     kernels = {int(line[-1]): int(line[1]) for line in lines}
     assert kernels.keys() == {80, 90, 100} and kernels[90] >= 35 and min(kernels.values()) >= 2
+
+
+READ = """
+import sys
+import torch
+import triton
+from accel_kernels import OPS
+from support.kernels.absent_gpu import GPU, absent_gpu
+from triton.compiler import ASTSource
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+make_ir = ASTSource.make_ir
+
+
+class Read(Exception):
+    pass
+
+
+def read(*args, **kwargs):
+    make_ir(*args, **kwargs)
+    raise Read
+
+
+with absent_gpu(90) as found:
+    for op in OPS:
+        for number, case in enumerate(op.cases):
+            args, more = case.make(GPU, DTYPES[number % len(DTYPES)])
+            if op.supports(*args, **more) is None:
+                op.triton(*args, **more)
+ways = list({launch.way: launch for launch in found}.values())
+ASTSource.make_ir = read
+for launch in ways if sys.argv[1:] == ["all"] else ways[::3]:
+    try:
+        launch.compiled()
+    except Read:  # or a launcher that asks how many registers it takes has compiled it before
+        pass
+print(triton.__version__, len(ways), len({launch.name for launch in ways}))
+"""
+
+
+def test_the_oldest_triton_reads_the_kernels(tmp_path: Path):
+    """Its language has less than that of the one installed. What it reads it compiles: its passes are not ours."""
+    oldest = Path(sys.prefix, "oldest-triton")
+    if not oldest.is_dir():
+        pytest.skip("no Triton of another version beside the environment's own, see the Makefile")
+    version, ways, kernels = in_a_process(READ, tmp_path, "all" if EVERYTHING else "some", first=oldest).split()
+    assert version == "3.6.0" and int(ways) >= 200 and int(kernels) >= 30

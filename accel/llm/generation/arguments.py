@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from accel.errors import reason_of
+from accel.errors import of_a_kernel, reason_of
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
@@ -116,7 +116,10 @@ def _blank(piece: dict, name: str) -> dict:
 
 
 def _agrees(forward: Any, pieces: list[dict], alike: Alike) -> bool:
-    """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them."""
+    """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them.
+
+    Raises the error of a kernel that does not compile.
+    """
     found = []
     for run in (forward.stock, forward.fast):
         cache, logits = DynamicCache(config=forward.module.config), []
@@ -124,6 +127,8 @@ def _agrees(forward: Any, pieces: list[dict], alike: Alike) -> bool:
             try:
                 output = run(**piece, past_key_values=cache, use_cache=True, return_dict=True)
             except Exception as error:  # not a call that can be had, or not one that can be had fast
+                if of_a_kernel(error):
+                    raise
                 reason_of(error)
                 return False
             logits.append(output.logits)

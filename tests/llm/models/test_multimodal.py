@@ -178,3 +178,18 @@ def test_memory_that_runs_out_while_arguments_are_tried_is_told(monkeypatch):
     monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         arguments._agrees(forward, [{}], lambda got, wanted: True)
+
+
+def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
+    """It says nothing of what the model takes: prompts without a mask would run stock for a reason that is not true."""
+
+    def stock(**piece):
+        return SimpleNamespace(logits=torch.zeros(1, 3, 4))
+
+    def fast(**piece):
+        raise type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})("no such thing")
+
+    forward = SimpleNamespace(module=SimpleNamespace(config=None), stock=stock, fast=fast)
+    monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
+    with pytest.raises(Exception, match="no such thing"):
+        arguments._agrees(forward, [{}], lambda got, wanted: True)
