@@ -21,6 +21,7 @@ export SETTINGS
 # CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
 TRITON := triton>=3.6,<=3.9.0
 # The kernels are to compile with the oldest that pyproject.toml allows too: a folder beside the environment's own.
+# Where there is none for this Python, the test that reads them with it is skipped.
 OLDEST_TRITON := triton==3.6.0
 # With a comma, at which a call in a makefile would be cut.
 SELF := .[dev,docs]
