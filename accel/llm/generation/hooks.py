@@ -18,7 +18,7 @@ from accel.patching.per_thread import PerThread
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-class Request(PerThread):
+class GenerateCall(PerThread):
     """What this thread's generate() call goes on with: the store, and whether its tokens come one by one."""
 
     def put(self, store: Store | None) -> None:
@@ -34,8 +34,8 @@ class GenerateHook:
 
     name: str
 
-    def __init__(self, module: PreTrainedModel, forward: DecoderForward, request: Request):
-        self.module, self.forward, self.request = module, forward, request
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
+        self.module, self.forward, self.call = module, forward, call
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -54,7 +54,7 @@ class PrepareCache(GenerateHook):
     name = "_prepare_cache_for_generation"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.request.put(None)
+        self.call.put(None)
         result = self.stock(*args, **kwargs)
         try:
             weight = self.forward.embeddings()
@@ -68,7 +68,7 @@ class PrepareCache(GenerateHook):
         if cache is not None and not (config.output_attentions or config.output_hidden_states):  # such calls run stock
             store = adopt(cache, self.forward.shapes(), wanted=given.get("max_cache_length", 0))
             if isinstance(store, Store) and given.get("generation_mode") in ONE_BY_ONE:
-                self.request.put(store)
+                self.call.put(store)
         return result
 
 
@@ -78,7 +78,7 @@ class Criteria(GenerateHook):
     name = "_get_stopping_criteria"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store = self.stock(*args, **kwargs), self.request.store()
+        criteria, store = self.stock(*args, **kwargs), self.call.store()
         return criteria if store is None else Lookahead(criteria, self.forward, store)
 
 
@@ -100,5 +100,5 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
     kinds: list[type[GenerateHook]] = [PrepareCache]
     if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
         kinds += [Criteria, PrepareInputs]
-    request = Request()
-    return [Patch(model, kind.name, kind(model, forward, request)) for kind in kinds if kind.name not in vars(model)]
+    call = GenerateCall()
+    return [Patch(model, kind.name, kind(model, forward, call)) for kind in kinds if kind.name not in vars(model)]

@@ -1,0 +1,1 @@
+"""Continuous batching: many requests of different lengths in one model, in one step after another."""
