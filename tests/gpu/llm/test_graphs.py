@@ -30,6 +30,16 @@ def test_one_graph_serves_every_length():
     assert accel.report(ours).fallbacks == []
 
 
+@pytest.mark.parametrize("rows, captured", [(65, 1), (130, 1), (512, 1), (513, 0)])
+def test_steps_of_many_rows(rows, captured):
+    ours, stock = new_pair("llama")
+    ids = prompt(rows, 6).cuda()
+    for _ in range(2):
+        same(generate(ours, ids, None, max_new_tokens=6), generate(stock, ids, None, max_new_tokens=6))
+    assert len(decode_graphs(ours)) == captured
+    assert accel.report(ours).fallbacks == []
+
+
 def test_two_caches_in_turn_through_one_graph():
     """Two conversations of one shape, a step of one and a step of the other."""
     from transformers import DynamicCache

@@ -10,6 +10,7 @@ from torch import nn
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
+from accel.llm.generation.decoder import by_graph
 from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.patching.ledger import Ledger
 from support.llm.families import make, prompt
@@ -26,6 +27,12 @@ def test_few_lengths_and_little_filling(rows):
     assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST // STEP + 2
     assert len(set(rooms)) <= 50 or rows & (rows - 1)
     assert bucket_for(rows, MOST // rows + 1) is None
+
+
+def test_which_steps_behind_stored_tokens_are_graphs():
+    assert all(by_graph(rows, 1) for rows in (1, 64, 65, 512)) and not by_graph(513, 1)
+    assert by_graph(1, 64) and by_graph(16, 4)  # a draft to verify
+    assert not by_graph(1, 65) and not by_graph(65, 2)  # each length would be captured anew
 
 
 def test_filled_with_what_is_there():
