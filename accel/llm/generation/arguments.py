@@ -121,7 +121,7 @@ def _agrees(forward: Any, pieces: list[dict], alike: Alike) -> bool:
     Raises the error of a kernel that does not compile.
     """
     found = []
-    for run in (forward.stock, forward.fast):
+    for run in (forward.reference, forward.fast):
         cache, logits = DynamicCache(config=forward.module.config), []
         for piece in pieces:
             try:
@@ -143,7 +143,7 @@ def _kept(forward: Any, changed: dict) -> tuple[Kept, ...]:
 
     def run() -> Any:
         cache = DynamicCache(config=model.config)
-        return forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        return forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
 
     wanted, found = run().logits, []
     for (path, name), value in changed.items():

@@ -20,6 +20,7 @@ from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
+from accel.llm.recording.implementation import unpaged
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import ForwardContext, Step
@@ -90,6 +91,11 @@ class DecoderForward(FastForward):
                 reason = str(unfit)
         self.ledger.fell_back(self.path, reason)
         return self.stock(*args, **kwargs)
+
+    def reference(self, **kwargs: Any) -> Any:
+        """What stock gives in a trial, with a cache of the usual kind."""
+        with unpaged(self.module):
+            return self.stock(**kwargs)
 
     def mode(self) -> str | None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

@@ -130,7 +130,7 @@ def try_mixed(forward: MixedForward) -> None:
         with resting(model), unrounded(model):
             with dequantizing(model):  # what is fused is compared with torch's own products
                 wanted, _ = stock_logits(forward, lengths)
-                bare = _logits(forward.stock, forward, lengths)
+                bare = _logits(forward.reference, forward, lengths)
             with fused_layers(forward):
                 got = _logits(forward.fast, forward, lengths, masked=True)[:, -wanted.shape[1] :]
                 plain = _logits(forward.fast, forward, lengths)

@@ -2,11 +2,13 @@
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import table_of_positions
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
 from accel.patching.ledger import Ledger
@@ -32,10 +34,11 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
 
     def step(stock: bool, start: int, end: int) -> None:
         ledger.stock_on_cpu = stock
-        pending = time.perf_counter()
-        cache = caches.get(stock)
-        output = model.forward(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, return_dict=True)
-        times[stock].append(time.perf_counter() - pending)
+        with unpaged(model) if stock else nullcontext():
+            pending = time.perf_counter()
+            cache = caches.get(stock)
+            output = model.forward(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, return_dict=True)
+            times[stock].append(time.perf_counter() - pending)
         caches[stock] = output.past_key_values
 
     before = ledger.stock_on_cpu

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.llm.recording.implementation import EXPERTS, foreign_experts, lent_configs
+from accel.llm.recording.implementation import EXPERTS, PAGED, foreign_experts, lent_configs
 from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same
@@ -44,8 +44,8 @@ class ModelRelied:
         ]
         self.configurations = configurations(model)
         self.experts = foreign_experts(self.configurations)
-        names = (getattr(config, ATTENTION, None) for config in self.configurations)
-        chosen = {name for name in names if name is not None}
+        names = [getattr(config, ATTENTION, None) for config in self.configurations]
+        chosen = {one for name in names if name is not None for one in (name, name.removeprefix(PAGED))}
         self.code = CalledCode(map(type, model.modules()), chosen)  # now: before the first call it may be another
         found = ((path, model.get_submodule(path)) for path in sorted(shown))
         self.shown = {path: (type(one), replaced_forward(one) is None) for path, one in found if not _takes_one(one)}

@@ -185,7 +185,7 @@ def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[torch.Tensor,
     """The logits of all pieces but the padding's, and the class they came in."""
     cache, found = DynamicCache(config=forward.module.config), []
     for piece in pieces_of(forward, lengths):
-        output = forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        output = forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
         extra = [name for name, value in output.items() if name not in ("logits", "past_key_values")]
         if extra:
             raise NotUnderstood(f"its output has {', '.join(extra)}")
@@ -197,7 +197,9 @@ def _alone(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
     """Stock logits where a mask is given, but no positions."""
     ids, mask, _ = _inputs(forward, _short(lengths))
     cache = DynamicCache(config=forward.module.config)
-    output = forward.stock(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True)
+    output = forward.reference(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True
+    )
     return output.logits[:, PADDING:]
 
 

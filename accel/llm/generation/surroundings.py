@@ -25,7 +25,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
         with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)
             for piece in pieces:
-                forward.stock(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+                forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
         with fused_layers(forward):
             forward.apart = True
             try:

@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FIELD, EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
+PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 
 
 def foreign_attention(modules: list[nn.Module]) -> str | None:
@@ -20,8 +21,9 @@ def foreign_attention(modules: list[nn.Module]) -> str | None:
     What is recorded instead shows nothing of it, and a short trial little: it may differ for long texts alone.
     """
     configs = {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PretrainedConfig)}
-    for name in {vars(config).get(FIELD) for config in configs.values()} - {None}:
-        functions = [ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
+    names = {vars(config).get(FIELD) for config in configs.values()} - {None}
+    for name in sorted(names | {name.removeprefix(PAGED) for name in names}):
+        functions = [] if name.startswith(PAGED) else [ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
         if name != "eager":  # which is a function of the model's own file
             functions.append(ALL_ATTENTION_FUNCTIONS.get(name))
         if None in functions:
@@ -60,3 +62,20 @@ def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dic
                 if attention is not None and FIELD in vars(held[name]):
                     vars(held[name])[FIELD] = attention
         yield copies
+
+
+@contextmanager
+def unpaged(model: nn.Module) -> Iterator[None]:
+    """Inside, a model with a paged attention has the same one without pages. The paged one raises in calls with any
+    cache but that of continuous batching, which attends to the same tokens.
+    """
+    held = (value for module in model.modules() for value in vars(module).values())
+    names = {vars(value).get(FIELD) or "" for value in held if isinstance(value, PretrainedConfig)}
+    if not any(name.startswith(PAGED) for name in names):
+        yield
+        return
+    with lent_configs(model) as copies:
+        for config in copies.values():
+            if isinstance(config, PretrainedConfig) and vars(config).get(FIELD):
+                vars(config)[FIELD] = vars(config)[FIELD].removeprefix(PAGED)
+        yield

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from accel.errors import reason_of
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.implementation import foreign_attention, lent_configs
+from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
@@ -70,7 +70,7 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
                 for layer in layers:
                     undo.callback(layer.register_forward_hook(partial(note, path)).remove)
             try:
-                with resting(model):
+                with resting(model), unpaged(model):
                     type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)

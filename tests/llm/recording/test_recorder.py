@@ -15,6 +15,7 @@ from accel.llm.analysis.analyze import formulas
 from accel.llm.runtime.attention_kinds import KINDS
 from support.llm.edits.modules import llama_with
 from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.outputs import flat, generate, same
 
 
 def whole(model) -> tuple[str, str]:
@@ -79,12 +80,43 @@ def test_models_optimized_at_the_same_time_are_all_fused(registries):
 # -- stock forwards that cannot be run ---------------------------------------------------------------------------------
 
 
-def test_an_attention_for_other_caches_is_left_alone(registries):
-    """It raises in stock, where it is not given the cache it wants; optimize does not."""
-    model = make("llama")
-    model.set_attn_implementation("paged|eager")
+@pytest.mark.filterwarnings("ignore:The `paged")
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("llama", "sdpa"), ("mixtral", "sdpa"), *((name, "eager") for name in ("llama", "gemma2", "lfm2"))],
+)
+def test_an_attention_for_pages_is_understood_without_them(name, plain, registries):
+    """transformers' own raises in every call that has no pages; 5.23 takes "paged|sdpa" for "sdpa"."""
+    model = make(name)
+    model.set_attn_implementation(f"paged|{plain}")
+    stock, named = copy.deepcopy(model), model.config._attn_implementation
+    stock.set_attn_implementation(plain)
     accel.optimize(model)
-    assert whole(model) == ("skipped", "the attention 'paged|eager' has no masks, or is not registered")
+    assert whole(model)[0] == "patched" and model.config._attn_implementation == named
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+    ids = prompt(2, 12)
+    with torch.no_grad():
+        same(flat(model(ids)), flat(stock(ids)))
+    same(generate(model, ids, None), generate(stock, ids, None))
+    assert not accel.report(model).fallbacks
+    accel.restore(model)
+    if named != plain:
+        with pytest.raises(ValueError, match="without a paged attention cache"):
+            model(ids)
+
+
+@pytest.mark.filterwarnings("ignore:The `paged")
+def test_the_attention_of_pages_being_the_users_is_called(registries):
+    """Stock's is what may be left out, another one is not."""
+    before = AttentionInterface._global_mapping["paged|eager"]
+    AttentionInterface.register("paged|eager", lambda *args, **kwargs: before(*args, **kwargs))
+    try:
+        model = make("llama")
+        model.set_attn_implementation("paged|eager")
+        accel.optimize(model)
+        assert whole(model) == ("skipped", "the attention 'paged|eager' is not one of transformers' own")
+    finally:
+        AttentionInterface.register("paged|eager", before)
 
 
 @pytest.mark.parametrize("name", ["users_own", "sdpa"])
