@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accel_kernels import KV, Norm, fused_linear, paged_attention
+from accel_kernels.attention.paged.kv import LENGTH, metadata_of
 
 from accel.bench.machine import commit, machine, now
 
@@ -42,8 +43,8 @@ def store(rows: int) -> list[KV]:
     kept = [
         (rand(rows * columns, BLOCK, KV_HEADS, DIM), rand(rows * columns, BLOCK, KV_HEADS, DIM)) for _ in range(LAYERS)
     ]
-    addresses = [address for k, v in kept for address in (k.data_ptr(), v.data_ptr(), 0, 0)]
-    where = torch.tensor([STORED, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
+    where = metadata_of(columns, [(table, *pair) for pair in kept], table.device)
+    where[LENGTH] = STORED
     split_counters = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
     return [KV(k, v, table, None, where, layer, False, split_counters) for layer, (k, v) in enumerate(kept)]
 

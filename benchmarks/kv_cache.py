@@ -15,6 +15,7 @@ import torch
 from accel_kernels import KV, paged_attention
 from accel_kernels.attention.paged import kv8_decode_triton as kv8_decode
 from accel_kernels.attention.paged import paged_attention_triton as paged_attention_kernels
+from accel_kernels.attention.paged.kv import LENGTH, metadata_of
 from accel_kernels.attention.paged.kv_quantization import rounded
 from decode_chain import BLOCK, DEVICE, DIM, DTYPE, HEADS, KV_HEADS, milliseconds, rand
 
@@ -48,8 +49,9 @@ def store(rows: int, stored: int, codes: torch.dtype | None, layers: int) -> lis
             turned = [rounded(t, codes) for t in pair]
             pair, scales = [c for c, _ in turned], [s.mT.contiguous().mT for _, s in turned]
         kept.append((*pair, *scales))
-    addresses = [0 if tensor is None else tensor.data_ptr() for layer in kept for tensor in layer]
-    where = torch.tensor([stored, table.data_ptr(), 0, columns, *addresses], device=DEVICE)
+    layers = [(table, *(tensor for tensor in layer if tensor is not None)) for layer in kept]
+    where = metadata_of(columns, layers, table.device)
+    where[LENGTH] = stored
     split_counters = torch.zeros(rows * KV_HEADS, device=DEVICE, dtype=torch.int32)
     return [
         KV(k, v, table, None, where, layer, False, split_counters, key_scales=ks, value_scales=vs)

@@ -25,6 +25,7 @@ if TOY:
 
 from accel_kernels import KV, paged_attention  # noqa: E402
 from accel_kernels.attention.paged import paged_attention_triton as kernels  # noqa: E402
+from accel_kernels.attention.paged.kv import metadata_of  # noqa: E402
 from int8_linear import milliseconds  # noqa: E402
 
 from accel.bench.machine import commit, machine, now  # noqa: E402
@@ -52,8 +53,7 @@ class Prompt:
         blocks = -(-tokens // BLOCK)
         self.table = torch.arange(blocks, device=DEVICE, dtype=torch.int32)[None]
         self.keys, self.values = (rand(blocks, BLOCK, kv_heads, dim) for _ in range(2))
-        addresses = [self.keys.data_ptr(), self.values.data_ptr(), 0, 0]
-        self.metadata = torch.tensor([0, self.table.data_ptr(), 0, blocks, *addresses], device=DEVICE)
+        self.metadata = metadata_of(blocks, [(self.table, self.keys, self.values)], self.table.device)
         self.last = torch.tensor([self.real - 1], device=DEVICE)
 
     def attended(self, op, dtype: torch.dtype, dense=None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from accel_kernels.attention.paged.kv import EACH, KV, LENGTH, PADDING_MASK
+from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 
 BLOCK = 64  # tokens
@@ -55,14 +55,14 @@ class Shape(NamedTuple):
 class Place:
     """What kernels on one device read besides the blocks; KV says what each tensor is. own: the table to begin with.
 
-    addresses: of what each layer keeps, EACH of them.
+    layers: what each keeps.
     """
 
-    def __init__(self, device: torch.device, rows: int, columns: int, addresses: Iterable[int]):
+    def __init__(self, device: torch.device, rows: int, columns: int, layers: Iterable[Sequence[torch.Tensor]]):
         self.own = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
         self.table = self.own.clone()
         self.padding_mask: torch.Tensor | None = None
-        self.metadata = torch.tensor([0, self.table.data_ptr(), 0, columns, *addresses], device=device)
+        self.metadata = metadata_of(columns, [(self.table, *kept) for kept in layers], device)
 
 
 class Blocks:
@@ -81,9 +81,7 @@ class Blocks:
         with torch.inference_mode(False), torch.no_grad():
             self.kept = {shape: shape.empty(layers, rows * columns) for shape, layers in Counter(shapes).items()}
             self.views = _by_layer(shapes, self.kept)
-            of_layers = ([t.data_ptr() for t in views] + [0] * (EACH - len(views)) for views in self.views)
-            addresses = list(chain.from_iterable(of_layers))
-            self.places = {s.device: Place(s.device, rows, columns, addresses) for s in self.kept}
+            self.places = {s.device: Place(s.device, rows, columns, self.views) for s in self.kept}
 
     def kv(self, layer: int, is_prefill: bool) -> KV:
         place = self.places[self.shapes[layer].device]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import KV
 from accel_kernels.attention.paged.decode_triton import decode
-from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK
+from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv8_decode_triton import decodes_codes, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
@@ -29,8 +29,9 @@ def made(kind, dtype, length, group=4, dim=128):
     for _ in range(2):
         codes, scales = rounded(torch.randn(ROWS * COLUMNS, 64, KV_HEADS, dim, device="cuda", dtype=dtype), CODES[kind])
         pairs.append((codes, scales.mT.contiguous().mT))
-    addresses = [t.data_ptr() for t in (pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])]
-    where = torch.tensor([length, table.data_ptr(), 0, COLUMNS, *addresses], device="cuda")
+    kept = (pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
+    where = metadata_of(COLUMNS, [(table, *kept)], table.device)
+    where[LENGTH] = length
     kv = KV(pairs[0][0], pairs[1][0], table, None, where, 0, key_scales=pairs[0][1], value_scales=pairs[1][1])
     blocks, places = kv.slots(length, COLUMNS * 64)
     for codes, scales in pairs:

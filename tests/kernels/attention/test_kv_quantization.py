@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accel_kernels import KV, paged_attention
+from accel_kernels.attention.paged.kv import LENGTH, metadata_of
 from accel_kernels.attention.paged.kv_quantization import TOPS, restored, rounded
 
 pytest.importorskip("triton")
@@ -164,8 +165,8 @@ def test_eight_bit_floats_that_are_exact(new, dtype):
     q, k, v = (t.to(dtype) for t in (q, k, v))
     for function in (paged_attention.reference, paged_attention.triton):
         (keys, key_scales), (values, value_scales) = ((c.clone(), s.mT.contiguous().mT) for c, s in parts)
-        addresses = [t.data_ptr() for t in (keys, values, key_scales, value_scales)]
-        where = torch.tensor([*kv.metadata[:4].tolist()[:1], kv.table.data_ptr(), 0, kv.table.shape[1], *addresses])
+        where = metadata_of(kv.table.shape[1], [(kv.table, keys, values, key_scales, value_scales)], kv.table.device)
+        where[LENGTH] = kv.stored()
         one = kv._replace(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, metadata=where)
         outputs.append((function(q, k, v, one, dim**-0.5), keys.float(), values.float(), key_scales, value_scales))
     (theirs, *stored), (mine, *ours) = outputs
@@ -195,9 +196,9 @@ def test_a_prompt_is_shown_what_is_stored(code):
 
     (q, k, v, kv, _), kwargs = over("int8-prefill")
     if code != torch.int8:
-        kv = kv._replace(keys=kv.keys.to(code), values=kv.values.to(code))
-        addresses = [t.data_ptr() for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales)]
-        kv.metadata[4:] = torch.tensor(addresses)
+        keys, values = kv.keys.to(code), kv.values.to(code)
+        kept = (kv.table, keys, values, kv.key_scales, kv.value_scales)
+        kv = kv._replace(keys=keys, values=values, metadata=metadata_of(kv.table.shape[1], [kept], kv.table.device))
     _, keys, values = rotary_store(q, k, v, kv, **kwargs, shown=True)
     for shown, stored in zip((keys, values), kv.read(q.shape[1], torch.float32), strict=True):
         assert torch.equal(shown, stored)

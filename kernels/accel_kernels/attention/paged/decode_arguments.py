@@ -36,7 +36,8 @@ def decode_arguments(
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
     arguments = (
         *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles, kernel_arguments(q_norm)[0],
-        kernel_arguments(k_norm)[0], *scratch, sinks, slopes, kv.metadata, kv.layer, heads, kv_heads, float(scale),
+        kernel_arguments(k_norm)[0], *scratch, sinks, slopes, kv.metadata,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.layer, heads, kv_heads, float(scale),
         window, None if softcap is None else float(softcap), splits, few_splits,
     )  # fmt: skip
     constants = {

@@ -38,8 +38,8 @@ from accel_kernels.warmup import launch
 
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def decode_kernel(
-    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr, layer,
-    heads, kv_heads, scale, window, softcap, splits, few_splits,
+    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
+    ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     HAS_PADDING_MASK: tl.constexpr, SPLIT: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
@@ -52,7 +52,17 @@ def decode_kernel(
     split = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED)
+    if ragged is not None:
+        if b >= tl.load(ragged.counts):  # no sequence; what comes out is zeros
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            if split == 0:
+                m_idx, d_idx = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+                place = (b * heads + g * GROUP + m_idx)[:, None] * DIM + d_idx[None, :]
+                zeros = tl.zeros((BLOCK_M, BLOCK_D), o_ptr.dtype.element_ty)
+                tl.store(o_ptr + place, zeros, mask=(m_idx < GROUP)[:, None] & (d_idx < DIM)[None, :])
+            return
+    store = store_of(where_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED)
     valid_ptr = None
     if HAS_PADDING_MASK:
         valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
@@ -132,7 +142,7 @@ def decode_kernel(
     unit = tl.program_id(0).to(tl.int64)
     finish(
         acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, 0, 1, b, g, heads, m_mask,
-        GROUP, DIM, BLOCK_M, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
+        GROUP, DIM, BLOCK_M, BLOCK_M, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
     )  # fmt: skip
 
 
@@ -141,8 +151,8 @@ def decodes(q, cos, interleaved: bool, dim: int) -> bool:
     return q.shape[1] == 1 and (cos is None or (not interleaved and 2 * cos.shape[-1] == dim))
 
 
-def decode(q, k, v, kv, scale, **more):
-    """`paged_attention` for one new token a row, see `decodes`. more: as of `decode_arguments`."""
+def decode(q, k, v, kv, scale, out=None, **more):
+    """`paged_attention` for one new token a row, or a sequence, see `decodes`. more: as of `decode_arguments`."""
     rows, _, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -153,7 +163,7 @@ def decode(q, k, v, kv, scale, **more):
     splits = few if packed is None else split_count(rows * kv_heads, q.device, CODES_FILL)
     small = tile.queries == 16 and tile.channels <= 128
     registers = {"maxnreg": CODES_REGISTERS} if packed is not None and small else {}
-    out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype)
+    out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
     pdl = programmatic(q.device)
     room = scratch(rows * kv_heads, splits, tile, q.device, kv.split_counters)
     arguments, constants = decode_arguments(q, k, v, out, kv, scale, room, splits, few, **more)

@@ -5,16 +5,26 @@ copied into the graph's inputs at every replay: how many tokens are stored, and 
 One graph then serves every cache, of any length, at any place.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
+from accel_kernels.attention.paged.ragged import Ragged
 
-LENGTH, TABLE, PADDING_MASK, COLUMNS, LAYERS = range(
-    5
-)  # places in `metadata`; what layer i has begins at LAYERS + EACH i
-EACH = 4  # keys, values, the scales of keys, the scales of values
+# Places in `metadata`; what layer i has begins at LAYERS + EACH i: its keys, its values, the scales of both, its table.
+LENGTH, PADDING_MASK, COLUMNS, LAYERS = range(4)
+KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLE, EACH = range(6)
+
+
+def metadata_of(columns: int, layers: Iterable[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """`metadata` of a store that holds nothing yet. layers: of each its table, keys, values, perhaps scales."""
+    places = [0, 0, columns]
+    for table, *kept in layers:
+        addresses = [tensor.data_ptr() for tensor in kept]
+        places += [*addresses, *[0] * (TABLE - len(addresses)), table.data_ptr()]
+    return torch.tensor(places, device=device)
 
 
 class KV(NamedTuple):
@@ -23,11 +33,12 @@ class KV(NamedTuple):
     keys, values: (blocks, block, kv heads, head dimension); a block is a run of tokens of one row. In the dtype of the
         model, or codes in 8 bits with the scales below, see `accel_kernels.attention.paged.kv_quantization`.
     table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
-    valid: (rows, columns * block) bool, which tokens may be attended to (a padding mask), or None for all.
-    where: int64 [tokens stored in every row, address of table, address of valid or 0, columns, then for every layer
-        the addresses of its keys, its values, and the scales of both or 0]. The one truth about the number of tokens.
+    padding_mask: (rows, columns * block) bool, which tokens may be attended to, or None for all.
+    metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns, then for every layer the
+        addresses of its keys, its values, the scales of both or 0, and its table]. The one truth about the number of
+        tokens, but for `ragged`.
     layer: which layer.
-    fresh: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
+    is_prefill: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     split_counters: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
         zeros; without it every call makes its own.
     ordered: the host knows that row r's blocks lie in order from r * columns on.
@@ -37,6 +48,7 @@ class KV(NamedTuple):
         no 0. None where all count.
     key_scales, value_scales: (blocks, block, kv heads) float32, the tokens of a block and head next to each other in
         memory, so that a program reads them in one go; None where keys and values are stored as they are.
+    ragged: the sequences of a call in which they have different lengths, see `Ragged`; None where all rows have one.
     """
 
     keys: torch.Tensor
@@ -52,6 +64,7 @@ class KV(NamedTuple):
     last: torch.Tensor | None = None
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    ragged: Ragged | None = None
 
     @property
     def block(self) -> int:

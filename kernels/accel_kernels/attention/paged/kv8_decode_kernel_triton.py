@@ -33,7 +33,7 @@ from accel_kernels.attention.paged.kv8_mma_triton import (
 from accel_kernels.attention.paged.kv_quantization_triton import fitted
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2, capped, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
-from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_VALID, OF_EACH, row_of, share_of
+from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_VALID, OF_EACH, row_of, share_of
 from accel_kernels.launch import power_of_two
 
 TOP = gl.constexpr(14.0)  # the largest weight, in base 2
@@ -52,8 +52,8 @@ def _load_values(values, row, limit, stride, WORDS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def kv8_decode_kernel(
-    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr, layer,
-    heads, kv_heads, scale, window, softcap, splits, few_splits,
+    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
+    ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
     HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
     LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, CODE: gl.constexpr, PDL: gl.constexpr,
@@ -75,14 +75,16 @@ def kv8_decode_kernel(
     split = gl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored, columns, table = row_of(where_ptr, b)
+    stored, table = row_of(where_ptr, layer, b, ragged)
     at = where_ptr + AT_LAYERS + OF_EACH * layer
     keys, values = gl.load(at) + g * DIM, gl.load(at + 1) + g * DIM
     k_scales, v_scales = gl.load(at + 2) + g * (4 * BLOCK), gl.load(at + 3) + g * (4 * BLOCK)
     padding_mask = None
     if HAS_PADDING_MASK:
-        padding_mask = gl.load(where_ptr + AT_VALID) + b * columns * BLOCK
+        padding_mask = gl.load(where_ptr + AT_VALID) + b * gl.load(where_ptr + AT_COLUMNS) * BLOCK
     blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, True, BLOCK, LEAST)
+    if ragged is not None:  # behind the decodes there is none
+        active = gl.where(b < gl.load(ragged.counts), active, 0)
 
     # A thread is (warp, g, t), its head lane_g of the group; tokens and channels are those of `code_fragments`.
     warp = gl.expand_dims(gl.arange(0, num_warps, gl.SliceLayout(1, LANES)), 1)
@@ -118,11 +120,15 @@ def kv8_decode_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if split >= active:
-        return
     d_idx = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
     m_idx = gl.arange(0, 8, gl.SliceLayout(1, WIDE))
     d_mask, m_mask = d_idx < DIM, m_idx < GROUP
+    if split >= active:
+        if ragged is not None:  # of no sequence zeros come out
+            zero_place = gl.expand_dims((b * heads + g * GROUP + m_idx) * DIM, 1) + gl.expand_dims(d_idx, 0)
+            zero_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask & (split + active == 0), 0)
+            gl.store(o_ptr + zero_place, gl.zeros([8, DIM], o_ptr.dtype.element_ty, WIDE), mask=zero_mask)
+        return
     mate, sign = mates(d_idx, PAIRS)
     cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
     head = g * GROUP + m_idx

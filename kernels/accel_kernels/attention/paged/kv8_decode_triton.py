@@ -25,13 +25,13 @@ def decodes_codes(q, kv) -> bool:
     return few and dim in (64, 128) and q.dtype in (torch.float16, torch.bfloat16) and kv.block == BLOCK
 
 
-def kv8_decode(q, k, v, kv, scale, **more):
+def kv8_decode(q, k, v, kv, scale, out=None, **more):
     """`decode` of what `decodes_codes`."""
     rows, _, heads, dim = q.shape
     kv_heads = k.shape[2]
     units = rows * kv_heads
     few, splits = (min(MOST_SPLITS, max(1, n * multiprocessors(q.device) // units)) for n in (FILL, CODES_FILL))
-    out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype)
+    out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
     parts, stats, split_counters = None, None, None
     if splits > 1:
         parts = torch.empty(units * HEADS * splits * dim, device=q.device, dtype=torch.float32)

@@ -155,15 +155,18 @@ def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, val
 
 @triton.jit
 def finish(
-    acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, m_first, new, b, g, heads,
-    m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, m_first, new, token, g, heads,
+    m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of a tile of queries: rows m are token m // GROUP, head m % GROUP of the group."""
+    """Writes the output of a tile of queries: rows m are token m // GROUP, head m % GROUP of the group.
+
+    token: the first of the row or sequence. USED: rows of the tile that count.
+    """
     d_idx = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_M)
     m_idx = m_first + rows
-    place = ((b * new + m_idx // GROUP) * heads + g * GROUP + m_idx % GROUP)[:, None] * DIM + d_idx[None, :]
+    place = ((token + m_idx // GROUP) * heads + g * GROUP + m_idx % GROUP)[:, None] * DIM + d_idx[None, :]
     mask = m_mask[:, None] & (d_idx < DIM)[None, :]
     if (not SPLIT) or (active <= 1):
         if split == 0:
@@ -180,11 +183,11 @@ def finish(
             tl.atomic_xchg(ticket_ptr + unit, 0)
             s_idx = tl.arange(0, MOST_SPLITS)
             c_idx = tl.arange(0, COMBINE)
-            for first in range(0, tl.minimum(BLOCK_M, new * GROUP - m_first), COMBINE):
+            for first in range(0, tl.minimum(USED, new * GROUP - m_first), COMBINE):
                 row = first + c_idx
                 m = m_first + row
                 theirs = (unit * BLOCK_M + row)[:, None] * MOST_SPLITS + s_idx[None, :]
-                there = (m < new * GROUP)[:, None] & (row < BLOCK_M)[:, None] & (s_idx < active)[None, :]
+                there = (m < new * GROUP)[:, None] & (row < USED)[:, None] & (s_idx < active)[None, :]
                 tops = tl.load(stat_ptr + theirs * 2, mask=there, other=-float("inf"))
                 sums = tl.load(stat_ptr + theirs * 2 + 1, mask=there, other=0.0)
                 parts = tl.load(
@@ -194,6 +197,6 @@ def finish(
                 weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
                 total = tl.sum(sums * weights, axis=1)
                 y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
-                out = ((b * new + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
-                keep = ((m < new * GROUP) & (row < BLOCK_M))[:, None] & (d_idx < DIM)[None, :]
+                out = ((token + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
+                keep = ((m < new * GROUP) & (row < USED))[:, None] & (d_idx < DIM)[None, :]
                 tl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=keep)

@@ -5,11 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.attention.paged.kv import KV
-from accel_kernels.attention.paged.kv_quantization import rounded
+from accel_kernels.attention.paged.cases import attention_case, ragged_case
+from accel_kernels.attention.paged.kv import LENGTH
 from accel_kernels.norm import norm as norms
-from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.op import Op, capability, dtype_reason
 
 FLOAT8 = (8, 9)  # the compute capability from which on GPUs convert to and from float8_e4m3fn
 
@@ -20,16 +19,21 @@ def reference(
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
-    Tokens T .. T + new - 1 are added to every row of the store, T = kv.where[LENGTH], which the caller moves on.
+    Tokens T .. T + new - 1 are added to every row of the store, T = kv.metadata[LENGTH], which the caller moves on.
+    With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`.
     cos, sin: (1 or rows, new, R / 2), one angle a pair of the first R channels; pairs are (i, i + R/2), or with
     `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
     query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
-    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.valid forbids are
-    not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share, for prompts
-    without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own token's too:
-    what comes out does not depend on how many tokens come at once.
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.padding_mask
+    forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
+    for prompts without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
+    token's too: what comes out does not depend on how many tokens come at once.
     """
+    if kv.ragged is not None:
+        given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
+                 "sinks": sinks, "slopes": slopes}  # fmt: skip
+        return _by_sequence(q, k, v, kv, scale, cos, sin, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
         q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
@@ -48,6 +52,19 @@ def reference(
         seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
         return _standard(q, keys, values, seen, scale)
     return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+
+
+def _by_sequence(q, k, v, kv, scale, cos, sin, given):
+    """Each sequence of a `Ragged` by itself; zeros for what fills the call up."""
+    out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
+    for start, end, length, row in kv.ragged.sequences():
+        metadata = kv.metadata.clone()
+        metadata[LENGTH] = length
+        alone = kv._replace(ragged=None, ordered=False, metadata=metadata, table=kv.table[row : row + 1])
+        angles = {} if cos is None else {"cos": cos[:, start:end], "sin": sin[:, start:end]}
+        new_q, new_k, new_v = (t[:, start:end] for t in (q, k, v))
+        out[:, start:end] = reference(new_q, new_k, new_v, alone, scale, **angles, **given)
+    return out
 
 
 def _seen(q, end, start, padding_mask, window):
@@ -120,97 +137,59 @@ def supports(
         return "queries and stored keys of different dtypes"
     if kv.keys.dtype == torch.float8_e4m3fn and q.is_cuda and capability(q.device) < FLOAT8:
         return "8-bit floats below compute capability 8.9"
+    if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
+        return "sequences of different lengths in several rows, or with a padding mask"
+    if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
+        return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centred or norm.bias is not None):
             return "a query or key norm with a mean or bias"
     return dtype_reason(q, k, v, cos, sin, sinks, slopes)
 
 
-def _case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None, padding_mask=False,
-          shuffled=False, qk_norm=False, small=False, codes=None, last=None, **more):  # fmt: skip
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def rand(*size):
-            return torch.randn(*size, generator=g).to(device, dtype)
-
-        columns = -(-(room or stored + new) // block)
-        blocks = rows * columns
-        order = torch.randperm(blocks, generator=g) if shuffled else torch.arange(blocks)
-        table = order.view(rows, columns).to(device, torch.int32)
-        keys, values = rand(blocks, block, kv_heads, dim), rand(blocks, block, kv_heads, dim)
-        stores, scales = (keys, values), (None, None)
-        if codes is not None:
-            rotated = (rounded(t, codes) for t in stores)
-            stores, scales = zip(*((c, s.mT.contiguous().mT) for c, s in rotated), strict=True)
-        mask = None
-        if padding_mask:  # left padding of row r by r tokens, and a hole
-            mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
-            mask[0, 1] = stored + new < 3
-            mask = mask.to(device)
-        addresses = [0 if t is None else t.data_ptr() for t in (*stores, *scales)]
-        metadata = [stored, table.data_ptr(), 0 if mask is None else mask.data_ptr(), columns, *addresses]
-        kv = KV(*stores, table, mask, torch.tensor(metadata, device=device), 0, is_prefill=stored == 0)
-        kv = kv._replace(key_scales=scales[0], value_scales=scales[1])
-        if last is not None:
-            kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
-        both = rand(rows, new, (heads + 2 * kv_heads) * dim)
-        if last is not None:
-            both[:, last + 1 :] = float("inf")
-        q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
-        given = dict(more)
-        if rotary:
-            angles = torch.rand(rows, new, rotary // 2, generator=g) * 6.28
-            given["cos"], given["sin"] = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-        if qk_norm:
-            given["q_norm"], given["k_norm"] = Norm(rand(dim), None, 1e-6), Norm(rand(dim), None, 1e-6)
-        for one in ("sinks", "slopes"):
-            if given.get(one):
-                given[one] = (torch.rand(heads, generator=g) - 0.5).to(device, dtype)
-        return (q, k, v, kv, dim**-0.5), given
-
-    return Case(name, make, small)
-
-
 CASES = (
-    _case("decode", 1, 37, 1, 4, 2, 32, rotary=32, small=True),
-    _case("decode-mha-odd", 2, 21, 1, 3, 3, 20, rotary=10, small=True),
-    _case("decode-mqa-interleaved", 2, 50, 1, 4, 1, 64, rotary=32, interleaved=True, small=True),
-    _case("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, small=True),
-    _case("decode-full-blocks", 2, 48, 1, 4, 2, 32, shuffled=True, small=True),
-    _case("decode-window", 1, 60, 1, 4, 2, 32, window=11, small=True),
-    _case("decode-window-across", 1, 57, 1, 4, 2, 32, window=11, small=True),
-    _case("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0, small=True),
-    _case("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True, small=True),
-    _case("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True, small=True),
-    _case("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, small=True),
-    _case("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200, small=True),
-    _case("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, small=True),
-    _case("prefill", 2, 0, 23, 4, 2, 32, rotary=32, small=True),
-    _case("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, padding_mask=True, small=True),
-    _case("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18, small=True),
-    _case("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0, small=True),
-    _case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
-    _case("prefill-softcap", 1, 0, 40, 2, 1, 64, rotary=64, window=30, softcap=50.0, small=True),
-    _case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
-    _case("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5, small=True),
-    _case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True, small=True),
-    _case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, codes=torch.int8, small=True),
-    _case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8, small=True),
-    _case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
-    _case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
-    _case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, codes=torch.int8, small=True),
-    _case(
+    attention_case("decode", 1, 37, 1, 4, 2, 32, rotary=32, small=True),
+    attention_case("decode-mha-odd", 2, 21, 1, 3, 3, 20, rotary=10, small=True),
+    attention_case("decode-mqa-interleaved", 2, 50, 1, 4, 1, 64, rotary=32, interleaved=True, small=True),
+    attention_case("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, small=True),
+    attention_case("decode-full-blocks", 2, 48, 1, 4, 2, 32, shuffled=True, small=True),
+    attention_case("decode-window", 1, 60, 1, 4, 2, 32, window=11, small=True),
+    attention_case("decode-window-across", 1, 57, 1, 4, 2, 32, window=11, small=True),
+    attention_case("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0, small=True),
+    attention_case("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True, small=True),
+    attention_case("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True, small=True),
+    attention_case("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, small=True),
+    attention_case("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200, small=True),
+    attention_case("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, small=True),
+    attention_case("prefill", 2, 0, 23, 4, 2, 32, rotary=32, small=True),
+    attention_case("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, padding_mask=True, small=True),
+    attention_case("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18, small=True),
+    attention_case("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0,
+                   small=True),
+    attention_case("prefill-window", 1, 0, 40, 2, 2, 32, window=7, small=True),
+    attention_case("prefill-softcap", 1, 0, 40, 2, 1, 64, rotary=64, window=30, softcap=50.0, small=True),
+    attention_case("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30, small=True),
+    attention_case("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5, small=True),
+    attention_case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True,
+                   small=True),
+    attention_case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, codes=torch.int8,
+                   small=True),
+    attention_case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8,
+                   small=True),
+    attention_case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
+    attention_case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
+    attention_case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, codes=torch.int8, small=True),
+    attention_case(
         "int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, padding_mask=True, codes=torch.int8, small=True
     ),
-    _case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
-    _case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
-    _case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
-    _case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
-    _case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
-    _case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
-    _case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
-    _case(
+    attention_case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    attention_case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    attention_case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
+    attention_case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
+    attention_case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
+    attention_case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    attention_case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
+    attention_case(
         "int8-decode-valid",
         2,
         317,
@@ -224,25 +203,43 @@ CASES = (
         shuffled=True,
         codes=torch.int8,
     ),
-    _case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, codes=torch.int8),
-    _case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True, codes=torch.int8),
-    _case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
-    _case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
-    _case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
-    _case("llama-prefill-filled", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661),
-    _case("llama-prefill-filled-rows", 2, 0, 256, 32, 8, 128, rotary=128, block=64, last=200, window=256),
-    _case("llama-prefill-filled-int8", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661, codes=torch.int8),
-    _case("qwen-prefill", 2, 0, 190, 14, 2, 64, rotary=64, block=64),
-    _case("qwen-prefill-valid", 2, 0, 190, 14, 2, 64, rotary=64, window=100, block=64, padding_mask=True),
-    _case("phi-prefill-80", 1, 0, 150, 8, 8, 80, rotary=32, block=64, padding_mask=True),
-    _case("prefill-96-filled", 1, 0, 320, 6, 2, 96, rotary=96, block=64, last=290),
-    _case("prefill-odd-filled", 1, 0, 320, 6, 2, 100, rotary=50, block=64, last=290),
-    _case("gemma2-prefill", 1, 0, 300, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
-    _case("gemma2-prefill-more", 1, 130, 170, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
-    _case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
-    _case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
-    _case("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, block=64, padding_mask=True),
-)
+    attention_case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, codes=torch.int8),
+    attention_case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True, codes=torch.int8),
+    attention_case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
+    attention_case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    attention_case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
+    attention_case("llama-prefill-filled", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661),
+    attention_case("llama-prefill-filled-rows", 2, 0, 256, 32, 8, 128, rotary=128, block=64, last=200, window=256),
+    attention_case("llama-prefill-filled-int8", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661,
+                   codes=torch.int8),
+    attention_case("qwen-prefill", 2, 0, 190, 14, 2, 64, rotary=64, block=64),
+    attention_case("qwen-prefill-valid", 2, 0, 190, 14, 2, 64, rotary=64, window=100, block=64, padding_mask=True),
+    attention_case("phi-prefill-80", 1, 0, 150, 8, 8, 80, rotary=32, block=64, padding_mask=True),
+    attention_case("prefill-96-filled", 1, 0, 320, 6, 2, 96, rotary=96, block=64, last=290),
+    attention_case("prefill-odd-filled", 1, 0, 320, 6, 2, 100, rotary=50, block=64, last=290),
+    attention_case("gemma2-prefill", 1, 0, 300, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
+    attention_case("gemma2-prefill-more", 1, 130, 170, 8, 4, 256, rotary=256, window=100, softcap=50.0, block=64),
+    attention_case("llama-prefill-more", 1, 1000, 700, 32, 8, 128, rotary=128, block=64),
+    attention_case("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
+    attention_case("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, block=64, padding_mask=True),
+    ragged_case("ragged-decode", [(37, 1), (0, 1), (16, 1), (90, 1)], 4, 2, 32, rotary=32, idle=2, fill=2, small=True),
+    ragged_case("ragged-decode-odd", [(21, 1), (4, 1)], 3, 3, 20, rotary=20, qk_norm=True, window=9, small=True),
+    ragged_case("ragged-interleaved", [(21, 1), (50, 1), (8, 6)], 6, 2, 32, rotary=16, interleaved=True, small=True),
+    ragged_case("ragged-partial", [(21, 1), (50, 1)], 4, 1, 32, rotary=16, idle=1, fill=1, small=True),
+    ragged_case("ragged-mixed", [(37, 1), (60, 1), (0, 23), (16, 9), (5, 1)], 4, 2, 32, rotary=32, small=True),
+    ragged_case("ragged-mixed-idle", [(9, 1), (0, 40)], 2, 1, 32, rotary=32, idle=3, fill=9, softcap=5.0, small=True),
+    ragged_case("ragged-prefill", [(0, 17), (33, 30)], 14, 2, 16, rotary=16, qk_norm=True, window=20, small=True),
+    ragged_case("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4, small=True),
+    ragged_case("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0, small=True),
+    ragged_case("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, codes=torch.int8, fill=2, small=True),
+    ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, codes=torch.float8_e4m3fn),
+    ragged_case("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, block=64, codes=torch.int8,
+                idle=5, fill=5),
+    ragged_case("ragged-llama", [*[(100 * i, 1) for i in range(20)], (0, 700), (64, 300)], 32, 8, 128, rotary=128,
+                block=64, idle=4, fill=4),
+    ragged_case("ragged-gemma2", [(700, 1), (0, 300)], 8, 4, 256, rotary=256, window=512, softcap=50.0, block=64),
+    ragged_case("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32, block=64),
+)  # fmt: skip
 
 paged_attention = Op(
     "paged_attention",

@@ -30,6 +30,7 @@ from accel_kernels.attention.paged.split_kv import (
 from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
@@ -37,45 +38,79 @@ from accel_kernels.warmup import launch
 SHORT = 256
 
 
+@triton.jit
+def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr):
+    """The sequence that a tile of TOKENS tokens is of, the tile's place in it, its first token, and its new tokens.
+
+    The tiles of sequence i begin at i + starts[i] // TOKENS: that is room for all, and some stay empty. Of sequences in
+    use, and behind the decodes where PREFILLS.
+    """
+    low = 0
+    if PREFILLS:
+        low = tl.load(ragged.counts)
+    skipped = low
+    first = tl.load(ragged.starts + low)
+    high = tl.load(ragged.counts + 1)
+    last = high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        begins = middle - skipped + (tl.load(ragged.starts + middle) - first) // TOKENS
+        if begins <= tile:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(ragged.starts + low)
+    end = tl.load(ragged.starts + low + 1, mask=low < last, other=0)
+    place = tile - (low - skipped + (start - first) // TOKENS)
+    return low.to(tl.int64), place, start.to(tl.int64), tl.where(low < last, end - start, 0)
+
+
 @triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
 def paged_attention_kernel(
     q_ptr, o_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
-    layer, new, heads, kv_heads, scale, window, softcap, splits,
+    ragged, layer, new, heads, kv_heads, scale, window, softcap, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, CODE: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    PREFILLS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
     stored_as: tl.constexpr = element if CODE is None else CODE
+    # Of the rows of a tile; a tile of a sequence begins with all heads of a token.
+    USED: tl.constexpr = BLOCK_M if ragged is None else BLOCK_M // GROUP * GROUP
     tile = tl.program_id(0)
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
     g = (tl.program_id(1) % kv_heads).to(tl.int64)
     split = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    store = store_of(where_ptr, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
+    first_token = b * new
+    if ragged is not None:
+        b, tile, first_token, new = sequence_of_tile(tile, ragged, USED // GROUP, PREFILLS)
+        if tile * (USED // GROUP) >= new:
+            return
+    store = store_of(where_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
     valid_ptr = None
     if HAS_PADDING_MASK:
         valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
     stored = store.length
-    m_idx = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_idx = tile * USED + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
     token, head = m_idx // GROUP, g * GROUP + m_idx % GROUP
-    m_mask = token < new
+    m_mask = (token < new) & (tl.arange(0, BLOCK_M) < USED)
     at = stored + token
     if PDL:
         tl.extra.cuda.gdc_wait()
-    place = ((b * new + token) * heads + head)[:, None] * DIM + d_idx[None, :]
+    place = ((first_token + token) * heads + head)[:, None] * DIM + d_idx[None, :]
     q = tl.load(q_ptr + place, mask=m_mask[:, None] & d_mask[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
     # The blocks of keys that some query of this tile sees, and this program's share of them.
-    end = stored + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, new - 1) + 1
+    end = stored + tl.minimum((tile * USED + USED - 1) // GROUP, new - 1) + 1
     first = 0
     if window is not None:
-        first = tl.maximum(0, stored + (tile * BLOCK_M) // GROUP + 1 - window) // BLOCK_N
+        first = tl.maximum(0, stored + (tile * USED) // GROUP + 1 - window) // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N)
     share = blocks - first
     if SPLIT:
@@ -97,10 +132,10 @@ def paged_attention_kernel(
             q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
             valid_ptr, CODE, None, UPCAST,
         )  # fmt: skip
-    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     finish(
-        acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, tile * BLOCK_M, new, b, g,
-        heads, m_mask, GROUP, DIM, BLOCK_M, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
+        acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, tile * USED, new,
+        first_token, g, heads, m_mask, GROUP, DIM, BLOCK_M, USED, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
     )  # fmt: skip
 
 
@@ -109,6 +144,10 @@ def paged_attention(
     sinks=None, slopes=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
+    if kv.ragged is not None:
+        return ragged_attention(
+            q, k, v, kv, scale, (cos, sin, interleaved, q_norm, k_norm), (window, softcap, sinks, slopes)
+        )
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
         return (kv8_decode if decodes_codes(q, kv) else decode)(
             q, k, v, kv, scale, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window, softcap=softcap,
@@ -122,23 +161,62 @@ def paged_attention(
     if kv.is_prefill and plain and q.is_cuda and torchs:
         return _fresh(q, k, v, kv, scale, dense or PromptAttention(), cos, sin, interleaved, q_norm, k_norm)
     q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
-    group = heads // kv_heads
-    tile = tile_of(new * group, kv.block, dim, q.dtype)
-    tiles = triton.cdiv(new * group, tile.queries)
-    units = rows * kv_heads * tiles
-    # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
-    splits = 1 if kv.is_prefill and kv.by_address else split_count(units, q.device)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
+    tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
+    tiles = triton.cdiv(new * (heads // kv_heads), tile.queries)
+    # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
+    splits = 1 if kv.is_prefill and kv.by_address else split_count(rows * kv_heads * tiles, q.device)
+    attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, window, softcap, sinks, slopes)
+    return out
+
+
+def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, prefills=False):
+    """Launches the kernel over tiles of queries, which are stored and rotated already. prefills: see `rotary_store`."""
+    _, new, heads, dim = q.shape
+    tiles, units, splits = grid
+    kv_heads = kv.keys.shape[2]
     pdl = programmatic(q.device)
     launch(
-        paged_attention_kernel, (tiles, rows * kv_heads, splits),
-        q, out, *scratch(units, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
-        kv.layer, new, heads, kv_heads, float(scale), window, None if softcap is None else float(softcap), splits,
-        GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block, BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
-        COMBINE=combined_rows(group * new), SPLIT=splits > 1, CODE=code_of(kv.key_scales, kv.keys),
-        UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
+        paged_attention_kernel, grid,
+        q, out, *scratch(units * tiles, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
+        None if softcap is None else float(softcap), splits,
+        GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
+        COMBINE=combined_rows(heads // kv_heads * new), SPLIT=splits > 1, CODE=code_of(kv.key_scales, kv.keys),
+        PREFILLS=prefills, UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
     )  # fmt: skip
+
+
+def ragged_attention(q, k, v, kv, scale, rotation, scores):
+    """`paged_attention` of a `Ragged`. rotation: cos, sin, interleaved and both norms; scores: what changes them."""
+    ragged, (tokens, heads, dim) = kv.ragged, q.shape[1:]
+    cos, sin, interleaved, q_norm, k_norm = rotation
+    window, softcap, sinks, slopes = scores
+    kv_heads = k.shape[2]
+    # Tiles write what they have; the kernel of the decodes all that it is launched for.
+    make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
+    out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
+    most = min(ragged.most_decodes, tokens)
+    turned = q.transpose(0, 1)[:most], k.transpose(0, 1)[:most], v.transpose(0, 1)[:most]
+    apart = most > 0 and decodes(turned[0], cos, interleaved, dim)
+    if not apart:
+        out.zero_()
+    else:
+        angles = (None, None) if cos is None else (cos.transpose(0, 1)[:most], sin.transpose(0, 1)[:most])
+        (kv8_decode if decodes_codes(turned[0], kv) else decode)(
+            *turned, kv, scale, out=out.view(tokens, 1, -1), cos=angles[0], sin=angles[1], q_norm=q_norm, k_norm=k_norm,
+            window=window, softcap=softcap, sinks=sinks, slopes=slopes,
+        )  # fmt: skip
+    sequences = ragged.most_prefills + (0 if apart else most)
+    if sequences:
+        q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm, prefills=apart)
+        group = heads // kv_heads
+        tile = tile_of(group * tokens if ragged.most_prefills else group, kv.block, dim, q.dtype)
+        tile = tile._replace(queries=max(tile.queries, power_of_two(group)))
+        tiles = tokens // (tile.queries // group) + sequences
+        splits = 1 if ragged.most_prefills else split_count(kv_heads * tiles, q.device)
+        attend_tiles(q, out, kv, scale, (tiles, kv_heads, splits), tile, window, softcap, sinks, slopes, apart)
     return out
 
 

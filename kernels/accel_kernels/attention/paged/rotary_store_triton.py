@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
-from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_LENGTH, AT_TABLE, OF_EACH, stored_at
+from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
@@ -19,24 +19,34 @@ MOST_HEADS = 32  # to a program
 
 @triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, where_ptr, last_ptr, shown_k_ptr, shown_v_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, where_ptr, ragged, last_ptr, shown_k_ptr, shown_v_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
-    HAS_LAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_LAST: tl.constexpr, PREFILLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.load(where_ptr + AT_LENGTH) + s
+    if ragged is None:
+        token = tl.load(where_ptr + AT_LENGTH) + s
+        stored_row = b
+    else:
+        sequence = tl.load(ragged.token_sequences + s)
+        least = 0
+        if PREFILLS:
+            least = tl.load(ragged.counts)
+        if sequence < least:  # fills the call up, or is stored by the kernel of the decodes
+            return
+        token = tl.load(ragged.lengths + sequence) + s - tl.load(ragged.starts + sequence)
+        stored_row = tl.load(ragged.rows + sequence).to(tl.int64)
     read, kv_read = heads, kv_heads  # as many heads are there, none of a token that does not count
     if HAS_LAST:
         counts = (s <= tl.load(last_ptr)).to(tl.int32)
         read, kv_read = heads * counts, kv_heads * counts
-    table = stored_at(where_ptr, AT_TABLE, tl.int32)
-    block = tl.load(table + b * tl.load(where_ptr + AT_COLUMNS) + token // STORE_BLOCK).to(tl.int64)
+    block = tl.load(table_row(where_ptr, layer, stored_row) + token // STORE_BLOCK).to(tl.int64)
     slot = (block * STORE_BLOCK + token % STORE_BLOCK) * kv_heads
     q_blocks = tl.cdiv(heads, BLOCK_H)
     k_blocks = tl.cdiv(kv_heads, BLOCK_H)
@@ -161,13 +171,15 @@ def apply_rope(
     return x
 
 
-def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False):
+def rotary_store(
+    q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False, prefills=False
+):
     """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous.
 
     Arguments as `paged_attention`.
 
     shown: returns (queries, keys, values), the last two as the store has them, rounded where it rounds them,
-    (rows, new, kv heads, D) contiguous.
+    (rows, new, kv heads, D) contiguous. prefills: of a `Ragged`, leaves the decodes out.
     """
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -180,11 +192,11 @@ def rotary_store(q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None
     pdl = programmatic(q.device)
     launch(
         rotary_store_kernel, grid,
-        q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata, kv.last, keys,
-        values, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
+        q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
-        CODE=code_of(kv.key_scales, kv.keys), SHOWN=shown, HAS_LAST=kv.last is not None, PDL=bool(pdl), num_warps=4,
-        **pdl,
+        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), CODE=code_of(kv.key_scales, kv.keys),
+        SHOWN=shown, HAS_LAST=kv.last is not None, PREFILLS=prefills, PDL=bool(pdl), num_warps=4, **pdl,
     )  # fmt: skip
     return (out, keys, values) if shown else out

@@ -8,8 +8,8 @@ import triton.language as tl
 from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, PADDING_MASK, TABLE
 
 # Places in `metadata`, as kernels may read them.
-AT_LENGTH, AT_TABLE, AT_COLUMNS, AT_LAYERS = (tl.constexpr(i) for i in (LENGTH, TABLE, COLUMNS, LAYERS))
-AT_VALID, OF_EACH = tl.constexpr(PADDING_MASK), tl.constexpr(EACH)
+AT_LENGTH, AT_VALID, AT_COLUMNS = (tl.constexpr(i) for i in (LENGTH, PADDING_MASK, COLUMNS))
+AT_LAYERS, OF_EACH, TABLE_OF = (tl.constexpr(i) for i in (LAYERS, EACH, TABLE))
 
 
 class Store(NamedTuple):
@@ -31,11 +31,22 @@ def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def row_of(where_ptr, b):
-    """Tokens stored, columns of the block table, and its row b."""
-    length = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
+def table_row(where_ptr, layer, row):
+    """A row of the block table of a layer."""
     columns = tl.load(where_ptr + AT_COLUMNS)
-    return length, columns, stored_at(where_ptr, AT_TABLE, tl.int32) + b * columns
+    return stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + TABLE_OF, tl.int32) + row * columns
+
+
+@triton.jit
+def row_of(where_ptr, layer, b, ragged):
+    """Tokens stored of row b, or of sequence b of a `Ragged`, and its row of the block table."""
+    if ragged is None:
+        length = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
+        row = b
+    else:
+        length = tl.load(ragged.lengths + b)
+        row = tl.load(ragged.rows + b).to(tl.int64)
+    return length, table_row(where_ptr, layer, row)
 
 
 @triton.jit
@@ -61,11 +72,11 @@ def share_of(stored, window, split, splits, few_splits, SPLIT: tl.constexpr, BLO
 
 @triton.jit
 def store_of(
-    where_ptr, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
+    where_ptr, ragged, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The `Store` of row b and key head g. ELEMENT: of keys and values; PACKED: see `load_block`."""
-    length, _, table = row_of(where_ptr, b)
+    """The `Store` of row or sequence b and key head g. ELEMENT: of keys and values; PACKED: see `load_block`."""
+    length, table = row_of(where_ptr, layer, b, ragged)
     k = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, ELEMENT) + g * DIM
     v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, ELEMENT) + g * DIM
     read_v = v

@@ -1,0 +1,112 @@
+"""Calls of the attention over a store, which tests and benchmarks run."""
+
+import torch
+
+from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.attention.paged.kv_quantization import rounded
+from accel_kernels.attention.paged.ragged import Ragged
+from accel_kernels.norm.norm import Norm
+from accel_kernels.op import Case
+
+
+class Numbers:
+    """Random tensors of one device and dtype, always the same ones."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def rand(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.generator).to(self.device, self.dtype)
+
+    def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, codes) -> KV:
+        """Full of keys and values; codes: the 8-bit dtype they are rounded to, or None."""
+        blocks = rows * columns
+        order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
+        table = order.view(rows, columns).to(self.device, torch.int32)
+        keys, values = (self.rand(blocks, block, heads, dim) for _ in range(2))
+        key_scales = value_scales = None
+        if codes is not None:
+            (keys, key_scales), (values, value_scales) = (rounded(t, codes) for t in (keys, values))
+            key_scales, value_scales = (t.mT.contiguous().mT for t in (key_scales, value_scales))
+        kept = [t for t in (table, keys, values, key_scales, value_scales) if t is not None]
+        metadata = metadata_of(columns, [kept], table.device)
+        return KV(keys, values, table, None, metadata, 0, key_scales=key_scales, value_scales=value_scales)
+
+    def given(self, rows: int, new: int, heads: int, dim: int, rotary, qk_norm: bool, more: dict) -> dict:
+        """The keywords of a call. rotary: channels that turn, or None."""
+        given = dict(more)
+        if rotary:
+            angles = torch.rand(rows, new, rotary // 2, generator=self.generator) * 6.28
+            given["cos"], given["sin"] = (t.to(self.device, self.dtype) for t in (angles.cos(), angles.sin()))
+        if qk_norm:
+            given["q_norm"], given["k_norm"] = Norm(self.rand(dim), None, 1e-6), Norm(self.rand(dim), None, 1e-6)
+        for one in ("sinks", "slopes"):
+            if given.get(one):
+                given[one] = (torch.rand(heads, generator=self.generator) - 0.5).to(self.device, self.dtype)
+        return given
+
+
+def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
+                   padding_mask=False, shuffled=False, qk_norm=False, small=False, codes=None, last=None,
+                   **more):  # fmt: skip
+    """Rows of `stored` tokens each, and `new` more."""
+
+    def make(device, dtype):
+        numbers = Numbers(device, dtype)
+        columns = -(-(room or stored + new) // block)
+        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, codes)
+        mask = None
+        if padding_mask:  # left padding of row r by r tokens, and a hole
+            mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
+            mask[0, 1] = stored + new < 3
+            mask = mask.to(device)
+        kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
+        kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
+        if last is not None:
+            kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
+        both = numbers.rand(rows, new, (heads + 2 * kv_heads) * dim)
+        if last is not None:
+            both[:, last + 1 :] = float("inf")
+        q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+        return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
+
+    return Case(name, make, small)
+
+
+def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, fill=0, rotary=None, block=16,
+                qk_norm=False, small=False, codes=None, **more):  # fmt: skip
+    """Sequences (tokens stored, new tokens). decodes: how many of the first are called so, None for all that can be.
+
+    idle: more of both kinds that the launch has room for. fill: tokens that fill the call up, of infinities.
+    """
+
+    def make(device, dtype):
+        numbers = Numbers(device, dtype)
+        news = [new for _, new in sequences]
+        first = next((i for i, new in enumerate(news) if new > 1), len(news)) if decodes is None else decodes
+        columns = -(-max((sum(one) for one in sequences), default=1) // block)
+        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, codes)
+        tokens = sum(news) + fill
+        both = numbers.rand(1, tokens, heads + 2 * kv_heads, dim)
+        both[:, sum(news) :] = float("inf")
+        q, k, v = both.split([heads, kv_heads, kv_heads], dim=2)
+        prefills = len(news) - first + idle if idle or first < len(news) else 0
+        size = first + idle + prefills
+        starts = [sum(news[:i]) for i in range(len(news) + 1)]
+
+        def filled(values, length, filler):
+            return torch.tensor([*values, *[filler] * (length - len(values))], device=device, dtype=torch.int32)
+
+        ragged = Ragged(
+            filled(starts, size + 1, sum(news)),
+            filled([stored for stored, _ in sequences], size, 7),
+            filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is nobody's
+            filled([i for i, new in enumerate(news) for _ in range(new)], tokens, -1),
+            filled([first, len(news)], 2, 0),
+            first + idle, prefills,
+        )  # fmt: skip
+        given = numbers.given(1, tokens, heads, dim, rotary, qk_norm, more)
+        return (q, k, v, kv._replace(ragged=ragged), dim**-0.5), given
+
+    return Case(name, make, small)
