@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 from accel_kernels import KV, paged_attention
-from accel_kernels.attention.paged import kv8_decode_triton as kv8_decode
 from accel_kernels.attention.paged import paged_attention_triton as paged_attention_kernels
 from accel_kernels.attention.paged.kv import LENGTH, metadata_of
+from accel_kernels.attention.paged.kv8 import kv8_decode_triton as kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 from decode_chain import BLOCK, DEVICE, DIM, DTYPE, HEADS, KV_HEADS, milliseconds, rand
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import KV
 from accel_kernels.attention.paged.decode_triton import decode
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
-from accel_kernels.attention.paged.kv8_decode_triton import decodes_codes, kv8_decode
+from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_codes, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
 from accel.llm.analysis.kv_quantization import CODES

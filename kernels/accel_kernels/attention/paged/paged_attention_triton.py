@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_triton import decode, decodes
-from accel_kernels.attention.paged.kv8_decode_triton import decodes_codes, kv8_decode
+from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_codes, kv8_decode
 from accel_kernels.attention.paged.kv_quantization_triton import code_of
 from accel_kernels.attention.paged.online_softmax_triton import (
     attention_block,

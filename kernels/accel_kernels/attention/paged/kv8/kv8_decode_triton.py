@@ -3,7 +3,7 @@
 import torch
 
 from accel_kernels.attention.paged.decode_arguments import decode_arguments
-from accel_kernels.attention.paged.kv8_decode_kernel_triton import kv8_decode_kernel
+from accel_kernels.attention.paged.kv8.kv8_decode_kernel_triton import kv8_decode_kernel
 from accel_kernels.attention.paged.kv_quantization_triton import code_of
 from accel_kernels.attention.paged.split_kv import CODES_FILL, CODES_REGISTERS, FILL, KV8_BLOCKS
 from accel_kernels.dependent_launch_triton import programmatic

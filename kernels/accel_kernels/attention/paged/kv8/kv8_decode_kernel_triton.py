@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.attention.paged.kv8_merge_triton import add_new, finish_heads
-from accel_kernels.attention.paged.kv8_mma_triton import (
+from accel_kernels.attention.paged.kv8.kv8_merge_triton import add_new, finish_heads
+from accel_kernels.attention.paged.kv8.kv8_mma_triton import (
     add_values,
     exp2,
     joined,
