@@ -111,11 +111,17 @@ def _each(module: nn.Module, x: torch.Tensor) -> Experts:
     index = torch.arange(experts, device=x.device)[:, None]
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
-    pieces = zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True)
+    # Few tokens are multiplied one by one, more are grouped: both ways are looked at.
+    pieces = [*zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True), _often(x, index, ones)]
     record = Experts(module, [(piece, {}) for piece in pieces])
     record.repeat(0)
     record.measure()
     return record
+
+
+def _often(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same tokens so many times that they are grouped."""
+    return tuple(tensor.repeat(MOST_TOKENS // len(tensor) + 1, 1) for tensor in tensors)
 
 
 def _worst(found: dict[str, Quality]) -> Quality:

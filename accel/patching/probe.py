@@ -24,13 +24,16 @@ class Probe:
         self.verdicts: dict[tuple, str | None] = {}
 
     def disagreement(
-        self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None
+        self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None, variant: object = None
     ) -> str | None:
-        """None where candidate(*args) equals the module's stock forward, else how far they are apart."""
+        """None where candidate(*args) equals the module's stock forward, else how far they are apart.
+
+        variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
+        """
         reason = side_effects(module)
         if reason is not None:
             return reason
-        key = (*_kind(module), type(getattr(candidate, "__self__", candidate)))
+        key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             self.verdicts[key] = _compare(module, candidate, args, kwargs or {})
         return self.verdicts[key]

@@ -1,12 +1,11 @@
-"""The experts of a mixture: for the few tokens of a step, one pass over what the router chose instead of a loop."""
+"""The experts of a mixture: one pass over what the router chose instead of a loop, for any number of tokens."""
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.llm.analysis.mlp import activation_name
+from accel.llm.analysis.experts import ExpertFormula, amplified, arguments, expert_formulas, holds_experts
 from accel.llm.recording.implementation import foreign_experts
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -21,34 +20,24 @@ PROBED = 3  # tokens
 
 
 class ExpertsForward(FastForward):
-    """Experts stacked in two parameters: gates and ups (E, 2 I, H), downs (E, H, I), the names in this order."""
+    """Experts stacked in two parameters, called with tokens (T, H), choices (T, k) and shares (T, k)."""
 
-    def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, names: tuple[str, str], activation: str
-    ) -> None:
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, formula: ExpertFormula) -> None:
         super().__init__(module, path, kernels, ledger)
-        self.names, self.activation = names, activation
+        self.formula, self.names = formula, arguments(module)
         self.parameters = tuple(module._parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or self.ledger.rests(args, kwargs)
-            or self.mode() is not None
-            or self.unfit(*args, **kwargs) is not None
-        ):
-            return self.stock(*args, **kwargs)  # a prompt, or what the calls around it are asked about
-        return self.fast(*args, **kwargs)
-
-    def unfit(self, x: Any, index: Any, weights: Any, *more: Any, **others: Any) -> str | None:
-        if more or others:
-            return "other arguments"
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
+        given = self._given(args, kwargs)
+        if not all(type(one) is torch.Tensor for one in given):
+            return "other arguments than tokens, choices and shares"
         config = vars(self.module).get("config")
         if config is not None and foreign_experts([config]):
             return "an implementation of the user's"
         if tuple(self.module._parameters) != self.parameters:
             return changed_since("which weights it has")
-        return self.kernels.experts.supports(x, index, weights, *self._stacks(), self.activation)
+        x, index, shares = given
+        return self.kernels.experts.supports(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
 
     def parts(self) -> Parts:
         return Parts((self.module, *self.module.children()))
@@ -57,32 +46,52 @@ class ExpertsForward(FastForward):
         """Any class will do, as each token is computed by itself."""
         super().remember()
 
-    def fast(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.kernels.experts(x, index, weights, *self._stacks(), self.activation)
+    def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x, index, shares = self._given(args, kwargs)
+        return self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
 
-    def _stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(self.module._parameters[name] for name in self.names)
+    def _given(self, args: tuple, kwargs: dict) -> tuple:
+        """Tokens, choices and shares, however they are given; None for what is not."""
+        return args if len(args) == 3 else (*args, *(kwargs.get(name) for name in self.names[len(args) :]))
+
+    def _weights(self) -> Any:
+        return self.formula.weights(self.module)
 
 
 def match_experts(site: Site, context: Context) -> Match | Skip | None:
     """A module with two stacks of matrices that fit each other, called with tokens, choices and shares."""
     module = site.module
-    own = vars(module)["_parameters"]
-    stacks = [name for name, value in own.items() if value is not None and value.dim() == 3]
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
-    acts = [child for child in module.children() if not list(child.parameters())]
-    if len(own) != 2 or len(stacks) != 2 or len(arguments) != 3 or len(acts) != 1:
+    if not holds_experts(module):
         return None
-    (experts, inner, hidden), down = own[stacks[0]].shape, own[stacks[1]].shape
-    name = activation_name(acts[0])
-    if down != (experts, hidden, inner // 2) or name is None:
-        return Skip("experts stored or activated in a way of their own")
     if meta_weights(module):
         return Skip("weights not loaded")
-    forward = ExpertsForward(module, site.path, context.kernels, context.ledger, tuple(stacks), name)
-    plain = ExpertsForward(module, site.path, context.kernels, context.ledger, tuple(stacks), name)
-    x = example(module, PROBED, hidden)
-    index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % experts
+    reason = None
+    for formula in expert_formulas(module):
+        found = _disagreement(module, formula, context)
+        if found is None:
+            forward = ExpertsForward(module, site.path, context.kernels, context.ledger, formula)
+            return Match(forward)
+        reason = reason or found
+    return Skip(reason or "experts stored or activated in a way of their own")
+
+
+def _disagreement(module: nn.Module, formula: ExpertFormula, context: Context) -> str | None:
+    """Why experts compute something else than this formula: on small inputs, or where a clamp would show.
+
+    By the operations that are to run, once their formula is found by plain ones.
+    """
+    x = example(module, PROBED, formula.weights(module).hidden)
+    index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % formula.weights(module).experts
     shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
-    reason = context.probe.disagreement(module, plain.fast, (x, index, shares))
-    return Match(forward) if reason is None else Skip(reason)
+    large = amplified(x, formula, module)
+    if large is None:
+        return "a number among its settings is too large for its dtype to be tried as a limit"
+    for plain in (True, False):
+        kernels = context.kernels.plain() if plain else context.kernels
+        candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
+        for size, given in (("small", x), ("large", large)):
+            variant = (formula, size, plain)
+            reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant)
+            if reason is not None:
+                return reason
+    return None

@@ -1,69 +1,109 @@
-"""Mixture of experts for few tokens: every token's chosen experts, straight from the stacked weights.
+"""Mixture of experts: every token through the experts that its router chose, straight from the stacked weights.
 
-y = sum over the chosen of weight * down_e (act(gate_e x) * up_e x); Shazeer et al., "Outrageously large neural
-networks", 2017, as Mixtral and its kin store it. No loop over experts and no copy of their weights.
+y = sum over the chosen e of share * down_e (gating(gate_e x, up_e x)); Shazeer et al., "Outrageously large neural
+networks", 2017, as Mixtral and its kin store it. No loop over experts on a GPU, no copy of their weights, and nothing
+that the host waits for, so that a CUDA graph can hold it.
 """
 
 import torch
+import torch.nn.functional as F
 
-from accel_kernels.norm.norm import ACTIVATIONS
+from accel_kernels.moe.weights import ExpertWeights, Gating
 from accel_kernels.op import Case, Op, dtype_reason
 
-MOST_TOKENS = 16
+MOST_TOKENS = 16  # that are multiplied one by one; more are grouped by their experts
 
 
-def reference(x, index, weights, gate_up, down, activation):
-    """x: (T, H); index, weights: (T, k), the chosen experts and their shares; gate_up: (E, 2 I, H), gates before ups;
-    down: (E, H, I); activation: a name of ACTIVATIONS. Returns (T, H)."""
+def reference(x, index, shares, weights):
+    """x: (T, H); index: (T, k) int64, the chosen experts; shares: (T, k), of each in the sum; weights: ExpertWeights.
+    Returns (T, H). An expert that there is none of, such as one of another rank, adds nothing.
+
+    On a GPU it waits for the index.
+    """
     tokens, chosen = index.shape
-    experts = index.reshape(-1)
-    rows = x.repeat_interleave(chosen, dim=0).unsqueeze(1)  # (T k, 1, H)
-    gate, up = torch.bmm(rows, gate_up[experts].transpose(1, 2)).chunk(2, dim=-1)
-    y = torch.bmm(ACTIVATIONS[activation](gate) * up, down[experts].transpose(1, 2)).view(tokens, chosen, -1)
-    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    flat = index.reshape(-1)
+    y = x.new_zeros(tokens * chosen, weights.hidden)
+    for expert in flat.unique().tolist():
+        if not 0 <= expert < weights.experts:
+            continue
+        pairs = (flat == expert).nonzero()[:, 0]
+        up_bias, down_bias = (None if b is None else b[expert] for b in (weights.gate_up_bias, weights.down_bias))
+        gate, up = weights.split(F.linear(x[pairs // chosen], weights.gate_up[expert], up_bias))
+        y[pairs] = F.linear(weights.gating(gate, up), weights.down[expert], down_bias)
+    return (y.view(tokens, chosen, -1) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def supports(x, index, weights, gate_up, down, activation) -> str | None:
+def supports(x, index, shares, weights) -> str | None:
     if x.numel() == 0 or index.numel() == 0:
         return "empty"
-    if x.shape[0] > MOST_TOKENS:
-        return f"{x.shape[0]} tokens, more than {MOST_TOKENS}"
-    if activation not in ACTIVATIONS:
-        return f"activation {activation!r}"
-    if gate_up.shape[2] % 8 or down.shape[2] % 8:
-        return f"{gate_up.shape[2]} or {down.shape[2]} inputs, not a multiple of 8"
-    for name, tensor in {"x": x, "index": index, "weights": weights, "gate_up": gate_up, "down": down}.items():
+    if x.dim() != 2 or index.dim() != 2 or len(index) != len(x) or shares.shape != index.shape:
+        return "tokens, choices and shares of other shapes than (T, H), (T, k) and (T, k)"
+    if x.shape[1] != weights.hidden:
+        return f"{x.shape[1]} channels, experts of {weights.hidden}"
+    if (reason := weights.reason()) is not None:
+        return reason
+    for name, tensor in {"x": x, "index": index, "shares": shares}.items():
         if not tensor.is_contiguous():
             return f"{name} not contiguous"
-    if gate_up.dtype != x.dtype or down.dtype != x.dtype or index.dtype != torch.int64:
+    if weights.gate_up.dtype != x.dtype or index.dtype != torch.int64:
         return "x and experts of different dtypes, or an index that is not int64"
-    return dtype_reason(x, weights, gate_up, down)
+    if index.device != x.device:
+        return f"tensors on {x.device} and {index.device}"
+    return dtype_reason(x, shares, weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
 
 
-def _case(name, tokens, experts, chosen, hidden, inner, activation="silu", small=False):
+CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
+
+
+def _case(name, tokens, experts, chosen, hidden, inner, gating=None, transposed=False, small=False, **more):
     def make(device, dtype):
         g = torch.Generator("cpu").manual_seed(0)
 
         def rand(*size, spread=1.0):
             return (torch.randn(*size, generator=g) * spread).to(device, dtype)
 
+        def stack(outputs, inputs):
+            if transposed:
+                return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
+            return rand(experts, outputs, inputs, spread=inputs**-0.5)
+
         index = torch.rand(tokens, experts, generator=g).topk(chosen).indices.to(device)
-        weights = torch.rand(tokens, chosen, generator=g).to(device, dtype)
-        up, down = (
-            rand(experts, 2 * inner, hidden, spread=hidden**-0.5),
-            rand(experts, hidden, inner, spread=inner**-0.5),
+        shares = torch.rand(tokens, chosen, generator=g).to(device, dtype)
+        biases = (rand(experts, 2 * inner), rand(experts, hidden)) if more.get("bias") else (None, None)
+        weights = (
+            stack(2 * inner, hidden),
+            stack(hidden, inner),
+            gating or Gating(),
+            more.get("interleaved", False),
+            *biases,
         )
-        return (rand(tokens, hidden), index, weights, up, down, activation), {}
+        return (rand(tokens, hidden), index, shares, ExpertWeights(*weights)), {}
 
     return Case(name, make, small)
 
 
+GPT_OSS = {"gating": CLAMPED, "transposed": True, "interleaved": True, "bias": True}
 CASES = (
     _case("tiny", 1, 4, 2, 64, 48, small=True),
-    _case("several", 3, 5, 2, 72, 40, "gelu_tanh", small=True),
+    _case("several", 3, 5, 2, 72, 40, Gating("gelu_tanh"), small=True),
     _case("all", 2, 3, 3, 40, 56, small=True),
+    _case("gpt-oss", 3, 4, 2, 72, 40, **GPT_OSS, small=True),
+    _case("transposed", 2, 3, 2, 40, 56, transposed=True, small=True),
+    _case("interleaved", 2, 3, 2, 40, 56, Gating(limit=0.5), interleaved=True, bias=True, small=True),
+    _case("grouped", 19, 5, 2, 72, 40, small=True),
+    _case("grouped-gpt-oss", 21, 4, 2, 72, 40, **GPT_OSS, small=True),
+    _case("grouped-transposed", 17, 3, 1, 40, 56, Gating("gelu"), transposed=True, small=True),
+    _case("grouped-interleaved", 17, 3, 2, 40, 72, Gating(limit=0.5), interleaved=True, bias=True, small=True),
+    _case("grouped-few-hit", 18, 40, 1, 40, 24, small=True),
     _case("mixtral", 1, 8, 2, 4096, 14336),
     _case("qwen3-moe", 4, 128, 8, 2048, 768),
-)
+    _case("gpt-oss-20b", 1, 32, 4, 2880, 2880, **GPT_OSS),
+    _case("qwen3-moe-32", 32, 128, 8, 2048, 768),
+    _case("qwen3-moe-128", 128, 128, 8, 2048, 768),
+    _case("qwen3-moe-2048", 2048, 128, 8, 2048, 768),
+    _case("mixtral-512", 512, 8, 2, 4096, 14336),
+    _case("gpt-oss-20b-64", 64, 32, 4, 2880, 2880, **GPT_OSS),
+    _case("gpt-oss-20b-512", 512, 32, 4, 2880, 2880, **GPT_OSS),
+)  # fmt: skip
 
 experts = Op("experts", reference, "accel_kernels.moe.experts_triton:experts", supports, CASES)

@@ -1,27 +1,45 @@
-"""Experts of a mixture: really taken for few tokens, left for many, and left where they have changed."""
+"""Experts of a mixture: recognized however they are stored, taken for any number of tokens, left where they changed."""
 
 import copy
 
 import pytest
 import torch
+from accel_kernels.moe.weights import Gating
 from torch import nn
 
 import accel
+from accel.llm.analysis.experts import ExpertFormula
 from accel.llm.runtime.experts import ExpertsForward
+from accel.patching.patch import MISSING
+from support.llm.families import BY_NAME, available, make, prompt
+
+BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
+GPT_OSS = ExpertFormula(
+    ("gate_up_proj", "down_proj"),
+    ("gate_up_proj_bias", "down_proj_bias"),
+    transposed=True,
+    interleaved=True,
+    gating=Gating("silu", 1.702, 7.0, 1.0),
+)
+# The formula by family, and how many layers have experts.
+FORMULAS = {
+    "mixtral": (BY_ROWS, 2),
+    "qwen2-moe": (BY_ROWS, 2),
+    "qwen2-moe-some-dense": (BY_ROWS, 1),
+    "qwen3-moe": (BY_ROWS, 2),
+    "olmoe": (BY_ROWS, 2),
+    "granite-moe": (BY_ROWS, 2),
+    "phi-moe": (BY_ROWS, 2),
+    "glm4-moe": (BY_ROWS, 1),
+    "deepseek-v3": (BY_ROWS, 1),  # beside an expert that all share, in layers that stay stock
+    "qwen3-next": (BY_ROWS, 2),
+    "gpt-oss": (GPT_OSS, 2),
+}
 
 
-@pytest.fixture
-def pair():
-    """(optimized, stock)."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=99, num_hidden_layers=2, num_local_experts=4, **sizes)
-    stock = MixtralForCausalLM(config).eval()
-    for parameter in stock.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape)
-    return accel.optimize(copy.deepcopy(stock)), stock
+def fused(model: nn.Module) -> dict[str, ExpertsForward]:
+    found = {path: vars(module).get("forward") for path, module in model.named_modules()}
+    return {path: forward for path, forward in found.items() if type(forward) is ExpertsForward}
 
 
 def taken(monkeypatch) -> list[int]:
@@ -32,19 +50,98 @@ def taken(monkeypatch) -> list[int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("length", "fused"), [(5, [5, 5]), (40, [])])
-def test_few_tokens_are_fused(pair, monkeypatch, length, fused):
-    ours, stock = pair
-    tokens, ids = taken(monkeypatch), torch.arange(length)[None] % 99
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
-    assert tokens == fused
+@pytest.mark.parametrize("name", FORMULAS)
+def test_recognized_and_taken_for_any_number_of_tokens(name, monkeypatch):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {name}")
+    formula, many = FORMULAS[name]
+    stock = make(name)
+    ours = accel.optimize(copy.deepcopy(stock))
+    assert [forward.formula for forward in fused(ours).values()] == [formula] * many
+    tokens = taken(monkeypatch)
+    for length in (3, 40):
+        torch.testing.assert_close(
+            ours(prompt(1, length)).logits, stock(prompt(1, length)).logits, rtol=1e-4, atol=1e-4
+        )
+    assert tokens == [3] * many + [40] * many
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_recognized_in_16_bits(name, dtype):
+    formula, many = FORMULAS[name]
+    assert [forward.formula for forward in fused(accel.optimize(make(name, dtype))).values()] == [formula] * many
 
 
 @torch.no_grad()
-def test_another_activation_is_noticed(pair, monkeypatch):
-    ours, stock = pair
-    tokens, ids = taken(monkeypatch), torch.arange(5)[None]
-    for model in pair:
+def test_another_activation_is_noticed(monkeypatch):
+    stock = make("mixtral")
+    ours = accel.optimize(copy.deepcopy(stock))
+    tokens, ids = taken(monkeypatch), prompt(1, 5)
+    for model in (ours, stock):
         model.model.layers[0].mlp.experts.act_fn = nn.GELU()
     torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
     assert tokens == [5]
+
+
+@torch.no_grad()
+def test_another_limit_is_noticed(monkeypatch):
+    stock = make("gpt-oss")
+    ours = accel.optimize(copy.deepcopy(stock))
+    tokens, ids = taken(monkeypatch), prompt(1, 5)
+    for model in (ours, stock):
+        model.model.layers[1].mlp.experts.limit = 0.25
+    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    assert tokens == [5]
+
+
+def gate_clamped_after(self, gate_up):
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    glu = (gate * torch.sigmoid(gate * self.alpha)).clamp(max=self.limit)
+    return (up.clamp(-self.limit, self.limit) + 1) * glu
+
+
+def gate_unclamped_below(self, gate_up):
+    gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(max=self.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+@pytest.mark.parametrize("gate", [gate_clamped_after, gate_unclamped_below])
+@pytest.mark.parametrize("limit", [7.0, 100.0])
+def test_a_gate_that_bends_elsewhere_is_left(gate, limit, monkeypatch):
+    """Small numbers show nothing of it."""
+    model = make("gpt-oss")
+    monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "_apply_gate", gate)
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = limit
+    before = {path: vars(module).get("forward", MISSING) for path, module in model.named_modules() if "experts" in path}
+    accel.optimize(model)
+    assert not fused(model)
+    assert {path: vars(model.get_submodule(path)).get("forward", MISSING) for path in before} == before
+
+
+@torch.no_grad()
+def test_named_arguments_are_taken(monkeypatch):
+    stock = make("gpt-oss")
+    ours = accel.optimize(copy.deepcopy(stock))
+    for model in (ours, stock):
+        model.set_experts_implementation("eager")  # others take them by place alone
+    tokens = taken_by_name(monkeypatch)
+    index, shares = torch.tensor([[0, 3], [2, 1]]), torch.rand(2, 2)
+    found = [
+        model.model.layers[0].mlp.experts(torch.ones(2, 64), routing_weights=shares, router_indices=index)
+        for model in (ours, stock)
+    ]
+    torch.testing.assert_close(*found)
+    assert tokens == [("router_indices", "routing_weights")]
+
+
+def taken_by_name(monkeypatch) -> list[tuple]:
+    names, fast = [], ExpertsForward.fast
+
+    def noted(self, *args, **kwargs):
+        names.append(tuple(sorted(kwargs)))
+        return fast(self, *args, **kwargs)
+
+    monkeypatch.setattr(ExpertsForward, "fast", noted)
+    return names

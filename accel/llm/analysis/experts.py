@@ -1,0 +1,96 @@
+"""How a module of stacked experts may compute: the formulas that fit what it holds, simplest first, for a probe."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from accel_kernels.moe.weights import ExpertWeights, Gating
+from torch import nn
+
+from accel.llm.analysis.mlp import activation_name
+
+SEEN = 8.0  # how large gates and ups are made at least where a bend far from zero is looked for
+BEYOND = 4.0  # in times of the largest number that the module holds, which may be where they are clamped
+
+
+@dataclass(frozen=True)
+class ExpertFormula:
+    """Which parameters hold what, by name. stacks: gates and ups, then downs; biases: of both, or none.
+
+    transposed: stored as (experts, inputs, outputs). interleaved: see `ExpertWeights`.
+    """
+
+    stacks: tuple[str, str]
+    biases: tuple[str, ...]
+    transposed: bool
+    interleaved: bool
+    gating: Gating
+
+    def weights(self, module: nn.Module) -> ExpertWeights:
+        """As the module holds them now."""
+        own: dict[str, Any] = module._parameters
+        gate_up, down = (own[name].transpose(1, 2) if self.transposed else own[name] for name in self.stacks)
+        return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(own[name] for name in self.biases))
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module has two stacks of matrices, and takes tokens, choices and shares."""
+    shapes = [value.shape for value in module._parameters.values() if value is not None]
+    stacks = [shape[0] for shape in shapes if len(shape) == 3]
+    return len(stacks) == 2 and len(set(stacks)) == 1 and len(arguments(module)) == 3
+
+
+def arguments(module: nn.Module) -> tuple[str, ...]:
+    """Names of what its forward takes."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def expert_formulas(module: nn.Module) -> Iterator[ExpertFormula]:
+    """All that fit the shapes, the activation and the numbers that the module holds."""
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    stacks, others = ([name for name, value in own.items() if (value.dim() == 3) is three] for three in (True, False))
+    gatings = list(_gatings(module))
+    for (first, second), biases in product(permutations(stacks), permutations(others)):
+        experts, *sizes = own[second].shape
+        for transposed in (False, True):
+            inner, hidden = sizes if transposed else reversed(sizes)
+            wide = (experts, hidden, 2 * inner) if transposed else (experts, 2 * inner, hidden)
+            shapes = [tuple(own[name].shape) for name in biases]
+            if own[first].shape != wide or shapes not in ([], [(experts, 2 * inner), (experts, hidden)]):
+                continue
+            for interleaved, gating in product((False, True), gatings):
+                yield ExpertFormula((first, second), biases, transposed, interleaved, gating)
+
+
+def numbers(module: nn.Module) -> list[float]:
+    """What it holds that may be a limit or a factor."""
+    return [value for value in vars(module).values() if type(value) is float and value > 0]
+
+
+def _gatings(module: nn.Module) -> Iterator[Gating]:
+    acts = list(module.children())
+    if len(acts) > 1 or any(True for act in acts for _ in act.parameters()):
+        return
+    name = activation_name(acts[0]) if acts else "silu"
+    if name is None:
+        return
+    held = numbers(module)
+    alphas = (1.0, *held) if name == "silu" else (1.0,)
+    for shift, alpha, limit in product((0.0, 1.0), dict.fromkeys(alphas), (None, *held)):
+        yield Gating(name, alpha, limit, shift)
+
+
+def amplified(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> torch.Tensor | None:
+    """x made so large that gates and ups pass every number that may be their limit; None where the dtype ends before.
+
+    x: (tokens, channels).
+    """
+    weights = formula.weights(module)
+    target = BEYOND * max([SEEN, *numbers(module)])
+    if target**2 > torch.finfo(x.dtype).max / BEYOND:  # gate and up are multiplied
+        return None
+    first = (x.float() @ weights.gate_up[0].detach().float().t()).square().mean().sqrt()
+    return x * float(target / first.clamp_min(1e-6))

@@ -1,0 +1,147 @@
+"""Few tokens: gates and ups of every choice, then downs, summed over a token's choices in order; on the CUDA cores.
+
+Every choice reads its expert's weights for itself. Those stored by rows are multiplied a few rows at a time, and added
+up along them; those stored transposed a few columns at a time, and added up across.
+"""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.moe.gating_triton import apply_gating
+
+
+@triton.jit(do_not_specialize=("chosen", "experts"))
+def expert_rows_up_kernel(
+    x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
+    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(1).to(tl.int64)
+    expert = tl.load(index_ptr + choice)
+    there = (expert >= 0) & (expert < experts)
+    expert = tl.where(there, expert, 0)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < inner
+    k_idx = tl.arange(0, BLOCK_K)
+    n_row = tl.minimum(n_idx, inner - 1)
+    gate_row, up_row = n_row, inner + n_row
+    if INTERLEAVED:
+        gate_row, up_row = 2 * n_row, 2 * n_row + 1
+    gate_place = w_ptr + (expert * 2 * inner + gate_row)[:, None] * K
+    up_place = w_ptr + (expert * 2 * inner + up_row)[:, None] * K
+    gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k_idx
+        mask = (at < K)[None, :]
+        x = tl.load(x_ptr + (choice // chosen) * K + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+        gate_sum += tl.load(gate_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
+        up_sum += tl.load(up_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
+    gate, up = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + expert * 2 * inner + gate_row).to(tl.float32)
+        up += tl.load(bias_ptr + expert * 2 * inner + up_row).to(tl.float32)
+    y = tl.where(there, apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT), 0.0)
+    tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit(do_not_specialize=("chosen", "experts"))
+def expert_columns_up_kernel(
+    x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
+    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(1).to(tl.int64)
+    expert = tl.load(index_ptr + choice)
+    there = (expert >= 0) & (expert < experts)
+    expert = tl.where(there, expert, 0)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < inner
+    k_idx = tl.arange(0, BLOCK_K)
+    w_ptr += expert * 2 * inner * K
+    x_ptr += (choice // chosen) * K
+    if INTERLEAVED:  # both in one stretch of memory, told apart at the end
+        wide_idx = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        wide_mask = wide_idx < 2 * inner
+        wide_sum = tl.zeros((BLOCK_K, 2 * BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            at = start + k_idx
+            x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
+            place = w_ptr + at.to(tl.int64)[:, None] * 2 * inner + wide_idx[None, :]
+            wide_sum += tl.load(place, mask=(at < K)[:, None] & wide_mask[None, :], other=0.0).to(tl.float32) * x
+        wide = tl.sum(wide_sum, axis=0)
+        if bias_ptr is not None:
+            wide += tl.load(bias_ptr + expert * 2 * inner + wide_idx, mask=wide_mask, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(wide, (BLOCK_N, 2)))
+    else:
+        gate_sum = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        up_sum = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            at = start + k_idx
+            x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
+            place = w_ptr + at.to(tl.int64)[:, None] * 2 * inner + n_idx[None, :]
+            mask = (at < K)[:, None] & n_mask[None, :]
+            gate_sum += tl.load(place, mask=mask, other=0.0).to(tl.float32) * x
+            up_sum += tl.load(place + inner, mask=mask, other=0.0).to(tl.float32) * x
+        gate, up = tl.sum(gate_sum, axis=0), tl.sum(up_sum, axis=0)
+        if bias_ptr is not None:
+            bias_ptr += expert * 2 * inner
+            gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    y = tl.where(there, apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT), 0.0)
+    tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit(do_not_specialize=("chosen", "experts"))
+def expert_rows_down_kernel(
+    h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < hidden
+    k_idx = tl.arange(0, BLOCK_K)
+    n_row = tl.minimum(n_idx, hidden - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    shift = tl.zeros((BLOCK_N,), tl.float32)
+    for choice in range(token * chosen, token * chosen + chosen):
+        expert = tl.load(index_ptr + choice)
+        there = (expert >= 0) & (expert < experts)
+        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
+        expert = tl.where(there, expert, 0)
+        row = w_ptr + (expert * hidden + n_row)[:, None] * K
+        for start in tl.static_range(0, K, BLOCK_K):
+            at = start + k_idx
+            h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32) * share
+            acc += tl.load(row + at[None, :], mask=(at < K)[None, :], other=0.0).to(tl.float32) * h[None, :]
+        if bias_ptr is not None:
+            shift += tl.load(bias_ptr + expert * hidden + n_row).to(tl.float32) * share
+    y = tl.sum(acc, axis=1) + shift
+    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit(do_not_specialize=("chosen", "experts"))
+def expert_columns_down_kernel(
+    h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_idx < hidden
+    k_idx = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+    shift = tl.zeros((BLOCK_N,), tl.float32)
+    for choice in range(token * chosen, token * chosen + chosen):
+        expert = tl.load(index_ptr + choice)
+        there = (expert >= 0) & (expert < experts)
+        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
+        expert = tl.where(there, expert, 0)
+        for start in range(0, K, BLOCK_K):
+            at = start + k_idx
+            h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32) * share
+            place = w_ptr + (expert * K + at)[:, None] * hidden + n_idx[None, :]
+            acc += tl.load(place, mask=(at < K)[:, None] & n_mask[None, :], other=0.0).to(tl.float32) * h[:, None]
+        if bias_ptr is not None:
+            shift += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32) * share
+    y = tl.sum(acc, axis=0) + shift
+    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)

@@ -1,0 +1,185 @@
+"""Many tokens: pairs of token and choice sorted by expert, then products of tiles of rows that share one.
+
+Three steps, none of which the host waits for. `group_kernel` finds where each expert's pairs begin and puts them there,
+in the order of the tokens. `grouped_up_kernel` and `grouped_down_kernel` multiply tiles of up to ROWS pairs of one
+expert by tiles of its weights. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls
+give equal bits. Sums are in fp32, what lies between two kernels is in the dtype of x.
+
+The tiles of expert e have the numbers from starts[e] // ROWS + e on: that leaves room for all of its pairs, and is
+known without the other experts' counts. So there are pairs // ROWS + experts numbers, which the host knows; a number
+without pairs has expert -1 in `tiles`, and its programs leave at once.
+"""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.moe.gating_triton import apply_gating
+
+
+@triton.jit(do_not_specialize=("pairs", "experts"))
+def group_kernel(index_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One expert a program. order: (pairs,) int32; starts: (experts + 1,) int32; tiles: int32, see above."""
+    expert = tl.program_id(0)
+    idx = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), tl.int32)
+    own = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
+        below += ((found >= 0) & (found < expert)).to(tl.int32)
+        own += (found == expert).to(tl.int32)
+    first, count = tl.sum(below, axis=0), tl.sum(own, axis=0)
+    tl.store(starts_ptr + expert, first)
+    place = first
+    for start in range(0, pairs, BLOCK):
+        found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
+        mine = (found == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(mine, axis=0) - 1, start + idx, mask=mine != 0)
+        place += tl.sum(mine, axis=0)
+    begin, end = first // ROWS + expert, (first + count) // ROWS + expert + 1
+    if expert == experts - 1:
+        tl.store(starts_ptr + experts, first + count)
+        end = pairs // ROWS + experts  # pairs of no expert take no place
+    for tile in range(begin, end):
+        tl.store(tiles_ptr + tile, tl.where((tile - begin) * ROWS < count, expert, -1))
+
+
+@triton.jit(do_not_specialize=("chosen",))
+def grouped_up_kernel(
+    x_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
+    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
+    row_mask = row_idx < end
+    token = tl.load(order_ptr + row_idx, mask=row_mask, other=0) // chosen
+    n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    n_mask = n_idx < inner
+    k_idx = tl.arange(0, DEPTH)
+    expert = expert.to(tl.int64)
+    x_place = x_ptr + token.to(tl.int64)[:, None] * K + k_idx[None, :]
+    if INTERLEAVED:  # gates and ups in one product, told apart at the end
+        wide_idx = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+        wide_mask = wide_idx < 2 * inner
+        w_place = stack_places(w_ptr, expert, wide_idx, k_idx, 2 * inner, K, TRANSPOSED)
+        wide = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
+        for step in range(0, K, DEPTH):
+            x = loaded_tile(x_place + step, row_mask[:, None], (k_idx < K - step)[None, :], K, DEPTH)
+            w = loaded_tile(
+                along_inputs(w_place, step, 2 * inner, TRANSPOSED), wide_mask[None, :], (k_idx < K - step)[:, None],
+                K, DEPTH,
+            )  # fmt: skip
+            if UPCAST:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            wide = tl.dot(x, w, wide, input_precision="ieee")
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * 2 * inner + wide_idx, mask=wide_mask, other=0.0)
+            wide += bias.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(wide, (ROWS, COLUMNS, 2)))
+    else:
+        gate_place = stack_places(w_ptr, expert, n_idx, k_idx, 2 * inner, K, TRANSPOSED)
+        up_place = stack_places(w_ptr, expert, inner + n_idx, k_idx, 2 * inner, K, TRANSPOSED)
+        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(0, K, DEPTH):
+            k_mask = k_idx < K - step
+            x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+            w = loaded_tile(
+                along_inputs(gate_place, step, 2 * inner, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH
+            )
+            u = loaded_tile(
+                along_inputs(up_place, step, 2 * inner, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH
+            )
+            if UPCAST:
+                x, w, u = x.to(tl.float32), w.to(tl.float32), u.to(tl.float32)
+            gate = tl.dot(x, w, gate, input_precision="ieee")
+            up = tl.dot(x, u, up, input_precision="ieee")
+        if bias_ptr is not None:
+            bias_ptr += expert * 2 * inner
+            gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    y = apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT)
+    place = h_ptr + row_idx.to(tl.int64)[:, None] * inner + n_idx[None, :]
+    tl.store(place, y.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+
+
+@triton.jit
+def grouped_down_kernel(
+    h_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
+    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
+    row_mask = row_idx < end
+    n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    n_mask = n_idx < hidden
+    k_idx = tl.arange(0, DEPTH)
+    expert = expert.to(tl.int64)
+    h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]
+    w_place = stack_places(w_ptr, expert, n_idx, k_idx, hidden, K, TRANSPOSED)
+    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(0, K, DEPTH):
+        k_mask = k_idx < K - step
+        h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+        w = loaded_tile(along_inputs(w_place, step, hidden, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
+        if UPCAST:
+            h, w = h.to(tl.float32), w.to(tl.float32)
+        y = tl.dot(h, w, y, input_precision="ieee")
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
+    mask = row_mask[:, None] & n_mask[None, :]
+    tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def stack_places(w_ptr, expert, n_idx, k_idx, n, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Where the tile (inputs, outputs) of an expert's matrix begins: one of (outputs n, inputs K), or transposed."""
+    if TRANSPOSED:
+        return w_ptr + expert * n * K + k_idx.to(tl.int64)[:, None] * n + n_idx[None, :]
+    else:
+        return w_ptr + expert * n * K + n_idx.to(tl.int64)[None, :] * K + k_idx[:, None]
+
+
+@triton.jit
+def along_inputs(place, step, n, TRANSPOSED: tl.constexpr):
+    """The places so many inputs further on."""
+    if TRANSPOSED:
+        return place + step * n
+    else:
+        return place + step
+
+
+@triton.jit
+def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
+    """What is there; zeros beyond the K inputs."""
+    if K % DEPTH == 0:
+        return tl.load(place, mask=mask, other=0.0)
+    else:
+        return tl.load(place, mask=mask & k_mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=("chosen", "experts"))
+def shared_sum_kernel(pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, BLOCK: tl.constexpr):
+    """Shares times what the experts gave, one token a program. A pair of no expert has nothing in `pairs`."""
+    token = tl.program_id(0).to(tl.int64)
+    n_idx = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n_mask = n_idx < hidden
+    y = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(token * chosen, token * chosen + chosen):
+        expert = tl.load(index_ptr + choice)
+        there = (expert >= 0) & (expert < experts)
+        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
+        given = tl.load(pairs_ptr + choice * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+        y += tl.where(there, share * given, 0.0)
+    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)

@@ -1,0 +1,142 @@
+"""Experts for many tokens, in Triton's interpreter: how pairs are grouped, odd choices, and nothing that waits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from accel_kernels.moe import experts_triton
+from accel_kernels.moe.experts import CASES, experts
+from accel_kernels.moe.grouped_triton import group_kernel
+from accel_kernels.moe.tiles import GEMV, TILES, likely_tile
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+
+# What hands numbers to the host, or gives sizes that only the device knows.
+WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "bincount",
+    "item",
+    "equal",
+    "_to_copy",
+    "where",
+)
+
+
+def given(name: str, dtype: torch.dtype = torch.float32) -> tuple:
+    args, _ = next(case for case in CASES if case.name == name).make(torch.device("cpu"), dtype)
+    return args
+
+
+@pytest.mark.parametrize(("pairs", "many", "rows"), [(2500, 7, 16), (33, 40, 32), (64, 2, 64)])
+@pytest.mark.parametrize("kind", ["random", "one", "missing"])
+def test_every_pair_has_one_place(pairs, many, rows, kind):
+    index = torch.randint(many, (pairs,), generator=torch.Generator().manual_seed(0))
+    if kind == "one":
+        index.fill_(many - 1)
+    if kind == "missing":  # experts of another rank
+        index[::3], index[1::5] = many, -1
+    numbers = pairs // rows + many
+    order, starts, tiles = (torch.full((n,), -7, dtype=torch.int32) for n in (pairs, many + 1, numbers))
+    group_kernel[(many,)](index, order, starts, tiles, pairs, many, ROWS=rows, BLOCK=1024)
+    there = (index >= 0) & (index < many)
+    counts = torch.bincount(index[there], minlength=many)
+    assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    wanted = torch.where(there, index, many).argsort(stable=True)[: int(there.sum())]
+    assert order[: len(wanted)].tolist() == wanted.tolist()  # by expert, and then in the order of the tokens
+    assert set(order[len(wanted) :].tolist()) <= {-7}
+    covered = []
+    for tile, expert in enumerate(tiles.tolist()):
+        assert -1 <= expert < many
+        if expert >= 0:
+            first = int(starts[expert]) + (tile - int(starts[expert]) // rows - expert) * rows
+            covered += range(first, min(first + rows, int(starts[expert + 1])))
+    assert covered == list(range(len(wanted)))
+
+
+@pytest.mark.parametrize("tile", [*TILES, GEMV])
+@pytest.mark.parametrize("name", ["several", "gpt-oss"])
+def test_every_tile_gives_the_same(name, tile, monkeypatch):
+    args = given(name)
+    poisoned(monkeypatch)
+    found = experts_triton.experts(*args, tile=tile)
+    torch.testing.assert_close(found, experts.reference(*args), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, experts_triton.experts(*args, tile=tile))
+
+
+@pytest.mark.parametrize("tile", ["16", GEMV])
+@pytest.mark.parametrize("name", ["gpt-oss", "interleaved", "transposed", "all"])
+def test_a_choice_of_no_expert_adds_nothing(name, tile, monkeypatch):
+    x, index, shares, weights = given(name)
+    index[0, 0], index[1] = weights.experts, -1
+    wanted = experts.reference(x, index, shares, weights)
+    assert not wanted[1].any() and wanted[0].any()
+    poisoned(monkeypatch)
+    torch.testing.assert_close(
+        experts_triton.experts(x, index, shares, weights, tile=tile), wanted, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "grouped-gpt-oss"])
+def test_what_is_no_number_stays_none(name):
+    """Though a clamp stands after it."""
+    x, *rest = given(name)
+    x[1] = torch.nan
+    found = experts_triton.experts(x, *rest)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+def poisoned(monkeypatch) -> None:
+    empty = torch.empty
+
+    def filled(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Raises where the host would read a number of the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.seen.add(name)
+        assert name not in WAITING, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["tiny", "grouped", "grouped-gpt-oss"])
+def test_nothing_waits_for_the_device(name, monkeypatch):
+    """What launches hold is no business of torch's; all that stands around them is."""
+    launched = []
+    monkeypatch.setattr(experts_triton, "launch", lambda kernel, grid, *args, **meta: launched.append((kernel, grid)))
+    args = given(name)
+    with NothingWaits() as mode:
+        assert experts.supports(*args) is None
+        experts_triton.experts(*args)
+    assert mode.seen and len(launched) == (2 if name == "tiny" else 4)
+    assert all(type(n) is int for _, grid in launched for n in grid)
+    with pytest.raises(AssertionError, match="waits"), NothingWaits():
+        experts.reference(*args)
+
+
+def test_tiles_follow_the_pairs_of_an_expert():
+    assert [likely_tile(tokens * 8, 128) for tokens in (17, 32, 128, 256, 512, 2048)] == [
+        "16",
+        "16",
+        "16",
+        "32",
+        "64",
+        "128",
+    ]
+    assert likely_tile(17 * 2, 8) == "16" and likely_tile(512 * 2, 8) == "128"
+    assert likely_tile(0, 8) == "16"
