@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accel_kernels import Quantized, dequantize, quantized_linear
-from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 
 from accel.patching.structure import plain, tampered
@@ -80,6 +80,6 @@ def multiplied(
     """x W^T + b. A quantized weight is read as it lies where rows are few, and written out before them where not."""
     if not isinstance(weight, Quantized):
         return multiply(x, weight, bias)
-    if x.numel() <= MOST_ROWS * x.shape[-1]:
+    if x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]:
         return quantized_linear(x.contiguous(), weight, bias)
     return multiply(x, dequantize(weight, x.dtype), bias)

@@ -99,7 +99,7 @@ def test_quantized_weights_the_kernel_cannot_read_are_named():
     (x, weight, _), more = case.make(torch.device("cpu"), torch.float16)
     assert op.supports(x, weight) is None
     assert "float32" in refused(op, x.float(), weight)
-    assert "rows" in refused(op, x.expand(65, -1).contiguous(), weight)
+    assert "rows" in refused(op, x.expand(513, -1).contiguous(), weight)
     assert "gate" in refused(op, x, weight, up=more["up"])
     assert "gate" in refused(op, x, weight, up=more["up"]._replace(scales=weight.scales.float()), activation="silu")
     assert "inputs" in refused(op, x[:, :64].contiguous(), weight)
@@ -132,9 +132,9 @@ def test_more_rows_than_the_kernel_takes_are_the_same_product(name):
     (x, weight, bias), more = next(case for case in op.cases if case.name == name).make(
         torch.device("cpu"), torch.float32
     )
-    x = torch.randn(70, x.shape[1])
+    x = torch.randn(520, x.shape[1])
     if "residual" in more:
-        more["residual"] = torch.randn(70, weight.shape[0])
+        more["residual"] = torch.randn(520, weight.shape[0])
     torch.testing.assert_close(op.instead(x, weight, bias, **more), op.reference(x, weight, bias, **more))
 
 

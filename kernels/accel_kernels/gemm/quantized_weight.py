@@ -16,6 +16,9 @@ from accel_kernels.op import capability
 PER_WORD = 8  # 4-bit numbers to an int32
 MIDDLE = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 QUAD = 16  # bytes of the weight that a thread reads at a time; a scale covers whole ones
+# Rows of x up to which a product reads the numbers as they lie. To write a weight of 8 bits out for cuBLAS, and read it
+# there, moves five times its bytes; of more rows, multiplying takes longer than that.
+MOST_QUANTIZED_ROWS = 512
 BITS = {torch.int8: 8, torch.int32: 4, torch.float8_e4m3fn: 8}
 
 

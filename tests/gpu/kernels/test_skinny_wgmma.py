@@ -1,4 +1,4 @@
-"""The product of few rows by warpgroups on the GPU: every format, odd sizes, shared tiles, memory that was NaN."""
+"""Products of up to 512 rows by warpgroups, on the GPU: every format, odd sizes, shared tiles, memory that was NaN."""
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ SIZES = [
 def hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper alone")
+
+
+# In blocks of 128.
+MANY = [(65, 200, 512), (128, 4096, 4096), (130, 1000, 2048), (257, 300, 4096), (300, 77, 896), (512, 6144, 1024)]
 
 
 def poisoned(monkeypatch):
@@ -93,6 +97,32 @@ def test_as_good_as_torch(name, size, exact, monkeypatch):
     plain(name, size, torch.bfloat16, monkeypatch)
 
 
+@pytest.mark.parametrize("size", MANY, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("gate", [False, True])
+def test_many_rows(name, size, gate, exact, monkeypatch):
+    from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES
+
+    (rows, n, k), dtype = size, torch.bfloat16
+    more = {"residual": rand(rows, n, dtype=dtype), "scale": 0.5, "norm": Norm(rand(k, dtype=dtype), None, 1e-5)}
+    if gate:
+        more |= {"up": weight(name, n, k, dtype), "activation": "silu"}
+    for tile in (None, *BROAD_TILES[name[:4].removesuffix("-")]):
+        judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), rand(n, dtype=dtype), more, tile)
+
+
+@pytest.mark.parametrize("size", MANY, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_by_tiles(name, size, exact, monkeypatch):
+    """The kernel of other cards."""
+    from accel_kernels.gemm.quantized.many_rows_triton import many_rows_tile
+
+    (rows, n, k), dtype = size, torch.float16
+    more = {"up": weight(name, n, k, dtype), "activation": "gelu"} if rows > 200 else {}
+    tile = many_rows_tile(rows, n, bool(more), 132)
+    judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), None, more, tile)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_in_half_precision(name, exact, monkeypatch):
     plain(name, SIZES[5], torch.float16, monkeypatch)
@@ -113,14 +143,15 @@ def test_gate_and_norm(name, rows, norm, tile, exact, monkeypatch):
     judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), bias, more, tiles(rows, name[:4])[tile])
 
 
+@pytest.mark.parametrize("rows", [33, 200])
 @pytest.mark.parametrize("name", ["int8", "int4-128"])
-def test_in_a_graph_over_again(name, exact):
+def test_in_a_graph_over_again(name, rows, exact):
     """Tickets are zeros again in every replay, and one call's sums never reach another's."""
     from accel_kernels.gemm.quantized.quantized_linear_triton import quantized_linear
 
     dtype = torch.bfloat16
-    x, first, second = rand(33, 4096, dtype=dtype), weight(name, 4096, 4096, dtype), weight(name, 4096, 4096, dtype)
-    tile = tiles(33, name[:4])[0]
+    x, first, second = rand(rows, 4096, dtype=dtype), weight(name, 4096, 4096, dtype), weight(name, 4096, 4096, dtype)
+    tile = tiles(rows, name[:4])[0] if rows < 65 else None
 
     def twice(x):
         return quantized_linear(quantized_linear(x, first, shape=tile), second, shape=tile)
@@ -130,7 +161,7 @@ def test_in_a_graph_over_again(name, exact):
     with torch.cuda.graph(graph):
         y = twice(x)
     for _ in range(20):
-        x.copy_(rand(33, 4096, dtype=dtype))
+        x.copy_(rand(rows, 4096, dtype=dtype))
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, twice(x))

@@ -54,17 +54,17 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbors=
     format = {INT8: "int8", INT4: "int4", FP8: "fp8"}[weight.data.dtype]
     (n, k), rows, gate = weight.shape, x.shape[0], up is not None
     box, half, other = permute_activations.box_columns(format), tile.rows // 2, up or weight
-    boxes, block_m = -(-k // box), max(8, 1 << (rows - 1).bit_length())
-    tiles = -(-n // (half if gate else tile.rows))
-    share = -(-tiles * boxes // (processors * tile.programs))
-    programs = -(-tiles * boxes // share)
+    boxes, block_m = -(-k // box), tile.x_rows or max(8, 1 << (rows - 1).bit_length())
+    tiles, blocks_m = -(-n // (half if gate else tile.rows)), -(-rows // block_m)
+    share = -(-tiles * boxes // max(1, processors * tile.programs // blocks_m))
+    programs = -(-tiles * boxes // share) * blocks_m
     machine, kernel = device(format, neighbors, at_once)
     column = permute_activations.column_of.fn(np.arange(boxes * box), format == "int4", neighbors)
     placed = np.pad(x, ((0, 0), (0, boxes * box - k)))[:, column]
-    sums = np.full((2 * boxes, block_m), np.nan)
+    sums = np.full((2 * boxes, blocks_m * block_m), np.nan)
     sums[:, :rows] = placed.reshape(rows, 2 * boxes, box // 2).sum(2).T
     y, parts = np.full(rows * n, np.nan), np.full(programs * 2 * tile.rows * block_m, np.nan)
-    split_counters = np.zeros(tiles, np.int64)
+    split_counters = np.zeros(tiles * blocks_m, np.int64)
 
     def pointer(tensor):
         return None if tensor is None else Pointer(plain(tensor).reshape(-1))
@@ -79,7 +79,7 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbors=
         kernel(
             Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
             Descriptor(words(other), (half, 32), 4), scaling(weight), scaling(other), after, pointer(y), pointer(parts),
-            pointer(split_counters), pointer(sums), rows, n, tiles * boxes, share,
+            pointer(split_counters), pointer(sums), rows, n, tiles * boxes, share, blocks_m,
             K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", GATE=gate, KIND="relu", BLOCK_M=block_m,
             BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, AT_ONCE=wgmma_tile.at_once(tile, block_m),
             PDL=True, num_warps=tile.warps,
@@ -130,6 +130,39 @@ def test_emulated(case, at_once):
             assert processors == 1 or n > 250 or split_counters.max() > 1  # shared tiles
 
 
+MANY = {
+    "int8": ("int8", 100, 256, 300, 0, False, False, 128),
+    "int8 four parts": ("int8", 130, 256, 70, 0, False, False, 256),
+    "int8 gate, three blocks": ("int8", 150, 384, 70, 0, False, True, 64),
+    "int4 32 gate zeros, padded": ("int4", 129, 288, 40, 32, True, True, 128),
+    "int4 128, scaled products, blocks": ("int4", 20, 768, 130, 128, True, False, 8),
+    "fp8 groups of 64": ("fp8", 260, 192, 70, 64, False, False, 128),
+}
+
+
+@pytest.mark.parametrize("case", MANY.values(), ids=list(MANY))
+def test_emulated_with_rows_in_blocks(case):
+    """Programs of one block of rows share tiles among themselves alone; what no row is there for is not written."""
+    format, rows, k, n, group, zeros, gate, x_rows = case
+    random = torch.Generator().manual_seed(0)
+
+    def weight():
+        full = torch.randn(n, k, generator=random) + (0.5 if zeros else 0.0)
+        return quantize_weight(full, FORMATS[format], group, zeros)
+
+    x, w, up = torch.randn(rows, k, generator=random).double().numpy(), weight(), weight() if gate else None
+    residual = torch.randn(rows, n, generator=random).double().numpy()
+    wanted = np.maximum(x @ exact(w).T, 0)
+    wanted = 0.5 * (wanted * (x @ exact(up).T) if gate else wanted) + residual
+    tile = wgmma_tile.WgmmaTile(128, 8, 3, 2, 1, x_rows)
+    for processors, order in ((1, None), (13, lambda many: reversed(range(many)))):
+        found, split_counters = emulate(
+            x, w, up, None, residual, tile, processors, False, neighbors=format == "fp8", order=order
+        )
+        assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
+        assert processors == 1 or split_counters.max() > 1  # shared tiles
+
+
 def exact(weight: Quantized) -> np.ndarray:
     numbers = weight.numbers().double().unflatten(1, (-1, weight.group))
     numbers = numbers if weight.zeros is None else numbers - weight.zeros[:, :, None]
@@ -137,8 +170,10 @@ def exact(weight: Quantized) -> np.ndarray:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
-@pytest.mark.parametrize("format, group, gate", [("int8", 0, False), ("int4", 64, True), ("fp8", 0, True)])
-def test_the_call(format, group, gate, monkeypatch):
+@pytest.mark.parametrize(
+    "format, group, gate, x_rows", [("int8", 0, False, 0), ("int4", 64, True, 16), ("fp8", 0, True, 0)]
+)
+def test_the_call(format, group, gate, x_rows, monkeypatch):
     """From the op's arguments: x permute_activations by its kernel, in the interpreter, and the product emulated."""
     rows, k, n = 37, 704, 150
     x, bias = torch.randn(1, rows, k).half(), torch.randn(n).half()
@@ -165,7 +200,7 @@ def test_the_call(format, group, gate, monkeypatch):
         args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
 
     monkeypatch.setattr(skinny_wgmma, "launch", launch)
-    tile = wgmma_tile.WgmmaTile(64, 4, 3, 2, 3)
+    tile = wgmma_tile.WgmmaTile(64, 4, 3, 2, 3, x_rows)
     found = quantized_linear.triton(x, weight, bias, **more, shape=tile)
     wide = {name: one.double() if isinstance(one, torch.Tensor) and name != "up" else one for name, one in more.items()}
     wide["norm"] = Norm(more["norm"].weight.double(), None, 1e-5)
@@ -190,6 +225,17 @@ def test_a_slot_loaded_too_early_is_seen(monkeypatch):
     assert np.abs(emulate(x, w, None, None, None, tile, 1, True)[0] - wanted).max() > 1
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_tiles_of_many_rows(format):
+    """The sums fill at most half of the registers, and the rings leave room for what is written by parts."""
+    for tile in wgmma_tile.BROAD_TILES[format]:
+        assert tile.x_rows * tile.rows <= 128 * 32 * tile.warps
+        numbers = tile.x_stages * tile.x_rows * permute_activations.box_columns(format) * 2
+        assert tile.stages * tile.rows * 128 + numbers + tile.rows // 2 * 64 * 4 <= 232448 - 1024
+    chosen = [wgmma_tile.broad_tile(128, n, 32, format, False, 132).rows for n in (4096, 28672)]
+    assert chosen == ([128, 128] if format == "int4" else [128, 256])  # few tiles, each summed up by several
+
+
 def test_refusals():
     tile, x = wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), torch.randn(32, 256).bfloat16()
 
@@ -200,10 +246,12 @@ def test_refusals():
 
     fine = quantize_weight(torch.randn(64, 256).bfloat16(), INT4, 128)
     assert "scales of torch.float32" in refused(fine._replace(scales=fine.scales.float()))
-    assert "65 rows" in refused(fine, torch.randn(65, 256).bfloat16())
+    assert "513 rows" in refused(fine, torch.randn(513, 256).bfloat16())
     assert "multiple of 16 bytes" in refused(
         quantize_weight(torch.randn(64, 264).bfloat16(), INT8), torch.randn(32, 264)
     )
+    assert "96 rows of x" in refused(fine, tile=tile._replace(x_rows=96))
+    assert "at most 256" in refused(fine, torch.randn(300, 256).bfloat16())
     assert "96 rows to 8 warps" in refused(fine, tile=tile._replace(rows=96))
 
 
@@ -214,17 +262,18 @@ from accel_kernels import quantized_linear
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
-from accel_kernels.gemm.quantized.tile_triton import post_scale, wgmma_tile
+from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, post_scale, wgmma_tile
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from support.kernels.absent_gpu import absent_gpu
 
 for kind, rows, gate, group, zeros, dtype in (
     (INT8, 64, False, 0, False, torch.bfloat16), (INT4, 32, True, 128, False, torch.bfloat16),
     (FP8, 32, False, 0, False, torch.float16), (INT4, 64, False, 32, True, torch.bfloat16),
-    (INT8, 32, True, 32, True, torch.bfloat16),
+    (INT8, 32, True, 32, True, torch.bfloat16), (INT8, 128, False, 0, False, torch.bfloat16),
+    (INT4, 200, True, 128, False, torch.bfloat16),
 ):
     format = FORMATS[kind]
-    tile = wgmma_tile(rows, format, gate)
+    tile = BROAD_TILES[format][0] if rows > 64 else wgmma_tile(rows, format, gate)
     with absent_gpu(90) as launches:
         weight, up = (quantize_weight(torch.randn(4096, 4096).to(dtype), kind, group, zeros) for _ in range(2))
         x = torch.randn(rows, 4096).to(dtype)

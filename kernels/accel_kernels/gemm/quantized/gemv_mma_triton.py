@@ -196,7 +196,7 @@ def gemv_mma_kernel(
         else:
             y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
             other = y
-        write(y, other, block * TILE, weight, up, after, y_ptr, 1, n, True, GATE, KIND, OUT)
+        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, KIND, OUT)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:

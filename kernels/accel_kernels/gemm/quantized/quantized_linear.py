@@ -1,17 +1,16 @@
 """The op `fused_linear` with weights in fewer bits: a decode step takes the less time the less it reads.
 
-The kernel reads whole numbers and scales as they were saved, and multiplies in registers; x keeps its 16 bits. For more
-rows than it takes, the weight is written out in the dtype of x and cuBLAS multiplies.
+The kernels read whole numbers and scales as they were saved, and multiply in registers; x keeps its 16 bits. For more
+rows than they take, the weight is written out in the dtype of x and cuBLAS multiplies.
 """
 
 import torch
 import torch.nn.functional as F
 
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS, Quantized, quantize_weight, weight_reason
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import Op, dtype_reason
 from accel_kernels.product_cases import product_case
@@ -83,8 +82,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if x.numel() == 0 or weight.data.numel() == 0:
         return "empty"
-    if rows > MOST_ROWS:
-        return f"{rows} rows, more than {MOST_ROWS}"
+    if rows > MOST_QUANTIZED_ROWS:
+        return f"{rows} rows, more than {MOST_QUANTIZED_ROWS}"
     if x.dtype == torch.float32:
         return "x of float32, which numbers of fewer bits do not pay for"
     if (reason := epilogue.refusal(weight.data)) is not None:
@@ -166,6 +165,26 @@ CASES = (
     _case("int4-rows-4-by-row", 4, 256, 19, INT4, activation="gelu_tanh", scale=0.5, small=True),
     _case("int4-rows-40-32", 40, 192, 35, INT4, 32, zeros=True, residual=True, small=True),
     _case("fp8-rows-3-gate", 3, 192, 35, FP8, norm="rms", gate=True, activation="silu", small=True),
+    _case("int8-rows-70", 70, 192, 35, INT8, norm="rms", residual=True, small=True),
+    _case("int8-rows-66-32-zeros", 66, 160, 35, INT8, 32, zeros=True, bias=True, scale=0.5, small=True),
+    _case("int8-rows-65-gate-zeros", 65, 136, 33, INT8, zeros=True, gate=True, activation="silu", small=True),
+    _case("int4-rows-130", 130, 104, 37, INT4, activation="gelu_tanh", small=True),
+    _case(
+        "int4-rows-67-64-gate-zeros",
+        67,
+        192,
+        33,
+        INT4,
+        64,
+        zeros=True,
+        norm="layer",
+        gate=True,
+        bias=True,
+        activation="gelu",
+        small=True,
+    ),
+    _case("int4-rows-65-32", 65, 224, 35, INT4, 32, residual=True, small=True),
+    _case("fp8-rows-68-gate", 68, 136, 35, FP8, norm="rms", gate=True, activation="silu", small=True),
     _case("fp8-rows-64", 64, 128, 50, FP8, residual=True, small=True),
     _case("fp8", 1, 88, 33, FP8, norm="rms", residual=True, small=True),
     _case("fp8-gate", 1, 64, 37, FP8, gate=True, bias=True, activation="gelu", small=True),
@@ -173,7 +192,7 @@ CASES = (
     *(
         _case(f"llama-{name}-{label}-{rows}", rows, k, n, kind, group, **more)
         for label, kind, group in (("int8", INT8, 0), ("int4", INT4, 128), ("fp8", FP8, 0))
-        for rows in (1, 2, 32)
+        for rows in (1, 2, 32, 128, 256)
         for name, k, n, more in (
             ("qkv", 4096, 6144, {"norm": "rms"}),
             ("gate-up", 4096, 14336, {"norm": "rms", "gate": True, "activation": "silu"}),

@@ -7,6 +7,7 @@ import triton.language as tl
 from accel_kernels.attention.paged.split_kv import upcast
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.fused_linear_triton import Shape, apply_norm
 from accel_kernels.gemm.quantized.gemv_mma_triton import (
     GemvTile,
@@ -16,12 +17,14 @@ from accel_kernels.gemm.quantized.gemv_mma_triton import (
 )
 from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
 from accel_kernels.gemm.quantized.gemv_triton import quantized_gemv_kernel
+from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile, many_rows, many_rows_tile
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
+from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny_mma
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny_kernel
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
-from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, wgmma_tile
+from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, broad_tile, wgmma_tile
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import capability, multiprocessors
@@ -35,8 +38,8 @@ FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 
 
 def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
-    """Same arguments and result as the reference; up to 64 rows. shape: a Shape, a Tile, a WideTile or a DiagonalTile,
-    else chosen.
+    """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: a Shape, a Tile, a WgmmaTile,
+    a GemvTile or a ManyRowsTile, else chosen.
 
     One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
     """
@@ -51,8 +54,15 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         gemv_mma(x, weight, norm, epilogue, diagonal, y)
         return y
     if isinstance(shape, WgmmaTile) or (shape is None and by_warpgroups(x, weight, up, format)):
+        if shape is None and rows > MOST_ROWS:
+            boxes = triton.cdiv(k, box_columns(format))
+            shape = broad_tile(rows, n, boxes, format, gate, multiprocessors(x.device))
         shape = shape or wgmma_tile(rows, format, gate)
         skinny_wgmma(x, weight, norm, epilogue, format, shape, y)
+        return y
+    if isinstance(shape, ManyRowsTile) or (shape is None and rows > MOST_ROWS):
+        tile = shape or many_rows_tile(rows, n, gate, multiprocessors(x.device))
+        many_rows(x, weight, norm, epilogue, format, tile, y)
         return y
     if isinstance(shape, Tile) or (shape is None and in_registers(x, weight, up, format)):
         tile = shape or mma_tile(rows, n, format, gate, x.device)

@@ -179,7 +179,7 @@ def skinny_mma_kernel(
         mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
         rate = gl.expand_dims(gl.rsqrt(mean + norm.eps), 0)
         y, other = y * rate, other * rate
-    write(y, other, first, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+    write(y, other, first, 0, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
 
 
 class Tile(NamedTuple):

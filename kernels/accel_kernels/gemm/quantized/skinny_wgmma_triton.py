@@ -1,20 +1,21 @@
-"""A weight of fewer bits times up to 64 rows, for Hopper: both read through shared memory, numbers multiplied out of
+"""A weight of fewer bits times up to 512 rows, for Hopper: both read through shared memory, numbers multiplied out of
 registers by a whole warpgroup.
 
 All of x is read again for every tile of the weight: with tiles of 128 rows, 64 rows of x are a byte to each byte of a
-weight in 8 bits. Words of the weight come in boxes of 128 bytes of a row through a ring, x through a shorter one, in
-the order of columns of `permute_activations`. While a piece is multiplied, the next is unpacked. Where one scale covers
-a piece of a row, it multiplies the products rather than the numbers; what 4-bit numbers have more than they stand for
-is taken off there, by sums of x.
+weight in 8 bits. More than 64 rows of x come in blocks of 128, each for programs of its own, which walk over the same
+steps side by side: memory gives a weight to the first of them, the L2 cache to the others. Words of the weight come in
+boxes of 128 bytes of a row through a ring, x through a shorter one, in the order of columns of `permute_activations`.
+While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a row, it multiplies the products
+rather than the numbers; what 4-bit numbers have more than they stand for is taken off there, by sums of x.
 
 A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
 it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
 tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
-Serves 2 to 64 rows in 16 bits on compute capability 9.0. The products of a Llama-3.1-8B token take 2.76 ms in int8 and
-2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton` 3.11, 2.42, 7.23 and 8.13 (H200,
-nvidia-h200-quantized-chain.json and nvidia-h200-quantized-wgmma.json).
+Serves 2 to 512 rows in 16 bits on compute capability 9.0; more than 64 are not timed yet. The products of a
+Llama-3.1-8B token take 2.76 ms in int8 and 2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton`
+3.11, 2.42, 7.23 and 8.13 (H200, nvidia-h200-quantized-chain.json and nvidia-h200-quantized-wgmma.json).
 """
 
 import torch
@@ -40,12 +41,14 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
     both,
     factor,
     half_layout,
+    in_parts,
     row_scales,
     scales_and_zeros,
 )
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.launch import power_of_two
 from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
@@ -63,10 +66,10 @@ def _load_words(desc, ready, ring, at, low, high, BOXES: gl.constexpr, TILE: gl.
 
 
 @gluon.jit
-def _load_x(desc, ready, ring, at, low, high, BOXES: gl.constexpr, BOX: gl.constexpr, FIRST: gl.constexpr,
+def _load_x(desc, ready, ring, at, low, high, row, BOXES: gl.constexpr, BOX: gl.constexpr, FIRST: gl.constexpr,
             STAGES: gl.constexpr):  # fmt: skip
     step, slot = low + at, at % STAGES
-    start_load(desc, [0, step % BOXES * BOX + FIRST], ready.index(slot), ring.index(slot), pred=step < high)
+    start_load(desc, [row, step % BOXES * BOX + FIRST], ready.index(slot), ring.index(slot), pred=step < high)
 
 
 @gluon.jit
@@ -82,14 +85,15 @@ def _scaled(acc, part, scaling, sums, MIDDLE: gl.constexpr, ABOVE: gl.constexpr,
     return acc + part * gl.expand_dims(scaling[0].to(gl.float32), 1)
 
 
-@gluon.jit(do_not_specialize=("m", "total", "share"))
+@gluon.jit(do_not_specialize=("m", "total", "share", "blocks_m"))
 def skinny_wgmma_kernel(
-    x_desc, w_desc, u_desc, weight, up, after, y_ptr, part_ptr, ticket_ptr, sum_ptr, m, n, total, share,
+    x_desc, w_desc, u_desc, weight, up, after, y_ptr, part_ptr, ticket_ptr, sum_ptr, m, n, total, share, blocks_m,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
     KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
     AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """share: steps of a program; total: of all. AT_ONCE: sums of a tile that are on their way at a time.
+    """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows. AT_ONCE:
+    sums of a tile that are on their way at a time.
 
     A piece is half a box: 16 bytes of a thread in each of its rows.
     """
@@ -110,6 +114,7 @@ def skinny_wgmma_kernel(
     OF_X: gl.constexpr = gl.SliceLayout(0, MMA)
     FLAT: gl.constexpr = flat_layout(num_warps, BLOCK_N * BLOCK_M)
     OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
+    PARTS: gl.constexpr = (BLOCK_M + 63) // 64  # of a tile, written in turn: each goes through shared memory on its way
     # A ring to each operand: of two loads into one the compiler makes the second wait for all warps.
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], w_desc.layout)
     us = gl.allocate_shared_memory(gl.int32, [STAGES, H, 32], u_desc.layout)
@@ -123,7 +128,10 @@ def skinny_wgmma_kernel(
         mbarrier.init(x_ready.index(early), count=1)
     fence_async_shared()
     all_threads()
-    low = gl.program_id(0) * share
+    # Programs that multiply different rows of x with the same steps are neighbors: they read the weight together.
+    rank, x_block = gl.program_id(0) // blocks_m, gl.program_id(0) % blocks_m
+    x_first = x_block * BLOCK_M
+    low = rank * share
     high = gl.minimum(low + share, total)
     for early in gl.static_range(STAGES - 1):
         mbarrier.expect(w_ready.index(early), 2 * H * 128, pred=low + early < high)
@@ -141,13 +149,13 @@ def skinny_wgmma_kernel(
             ahead = ahead + (
                 scales_and_zeros(weight, up, low + early, high, n, K, GROUPS, BOXES, PIECE, H, GATE, num_warps),
             )
-    x_row = gl.arange(0, BLOCK_M, layout=OF_X)
+    x_row = x_first + gl.arange(0, BLOCK_M, layout=OF_X)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for early in gl.static_range(X_STAGES - 1):
-        _load_x(x_desc, x_ready, xs, early, low, high, BOXES, 2 * PIECE, 0, X_STAGES)
-        _load_x(x_desc, x_ready, zs, early, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
+        _load_x(x_desc, x_ready, xs, early, low, high, x_first, BOXES, 2 * PIECE, 0, X_STAGES)
+        _load_x(x_desc, x_ready, zs, early, low, high, x_first, BOXES, 2 * PIECE, PIECE, X_STAGES)
     for tile in range(low // BOXES, gl.cdiv(high, BOXES)):
         begin, end = gl.maximum(low, tile * BOXES), gl.minimum(high, (tile + 1) * BOXES)
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
@@ -158,8 +166,9 @@ def skinny_wgmma_kernel(
             pieces = gl.split(words.reshape([BLOCK_N, 2, 16]).permute((0, 2, 1)))
             sums = (0.0, 0.0)
             if ABOVE:
-                place = sum_ptr + step % BOXES * (2 * BLOCK_M) + x_row
-                sums = (gl.load(place, mask=x_row < m, other=0.0), gl.load(place + BLOCK_M, mask=x_row < m, other=0.0))
+                every = blocks_m * BLOCK_M
+                place, inside = sum_ptr + step % BOXES * (2 * every) + x_row, x_row < m
+                sums = (gl.load(place, mask=inside, other=0.0), gl.load(place + every, mask=inside, other=0.0))
             scaling = ((), ())
             if SCALED:
                 scaling = ahead[0]
@@ -176,9 +185,9 @@ def skinny_wgmma_kernel(
             mbarrier.expect(x_ready.index(x_at % X_STAGES), X_BYTES, pred=low + x_at < high)
             # In this order: before two loads that one barrier counts the compiler makes all warps meet.
             _load_words(w_desc, w_ready, ws, w_at, low, high, BOXES, TILE, 0, STAGES)
-            _load_x(x_desc, x_ready, xs, x_at, low, high, BOXES, 2 * PIECE, 0, X_STAGES)
+            _load_x(x_desc, x_ready, xs, x_at, low, high, x_first, BOXES, 2 * PIECE, 0, X_STAGES)
             _load_words(u_desc, w_ready, us, w_at, low, high, BOXES, TILE, 0 if GATE else H, STAGES)
-            _load_x(x_desc, x_ready, zs, x_at, low, high, BOXES, 2 * PIECE, PIECE, X_STAGES)
+            _load_x(x_desc, x_ready, zs, x_at, low, high, x_first, BOXES, 2 * PIECE, PIECE, X_STAGES)
             # Scales of the step after the next: behind the fence that the compiler sets before those loads.
             if POST_SCALE:
                 more = row_scales(weight, up, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, GATE, ROWS)
@@ -201,38 +210,41 @@ def skinny_wgmma_kernel(
         if end - begin < BOXES:
             first, last = tile * BOXES // share, ((tile + 1) * BOXES - 1) // share
             # A program has at most two such sums: of a tile begun by others, and of one that it begins.
-            own = gl.program_id(0) * 2 + (gl.program_id(0) == first).to(gl.int32)
+            own = gl.program_id(0) * 2 + (rank == first).to(gl.int32)
             mine = flat(acc, num_warps, FLAT)
             place = gl.arange(0, BLOCK_N * BLOCK_M, layout=FLAT)
             gl.store(part_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, mine)
             all_threads()
-            done = gl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") == last - first
+            done = gl.atomic_add(ticket_ptr + (tile * blocks_m + x_block), 1, sem="acq_rel") == last - first
             if done:
                 mine = gl.zeros([BLOCK_N * BLOCK_M], gl.float32, FLAT)
-                for program in range(first, last + 1, AT_ONCE):
+                for sharer in range(first, last + 1, AT_ONCE):
                     parts = ()
                     for more in gl.static_range(AT_ONCE):
-                        part = (program + more) * 2 + (program + more == first).to(gl.int32)
+                        part = ((sharer + more) * blocks_m + x_block) * 2 + (sharer + more == first).to(gl.int32)
                         its = part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place
-                        parts = parts + (gl.load(its, mask=program + more <= last, other=0.0, cache_modifier=".cg"),)
+                        parts = parts + (gl.load(its, mask=sharer + more <= last, other=0.0, cache_modifier=".cg"),)
                     for more in gl.static_range(AT_ONCE):
                         mine += parts[more]
                 acc = unflat(mine, BLOCK_N, BLOCK_M, num_warps, MMA)
         if done:
-            y, other = blocks(acc)
-            y, other = gl.convert_layout(y, OUT), gl.convert_layout(other, OUT)
+            lower, upper = blocks(acc)
+            lower, upper = in_parts(lower, PARTS), in_parts(upper, PARTS)
             to = tile * TILE
-            write(y, other, to, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
-            if not GATE:
-                write(other, y, to + H, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+            for piece in gl.static_range(PARTS):
+                row = x_first + piece * (BLOCK_M // PARTS)
+                y, other = gl.convert_layout(lower[piece], OUT), gl.convert_layout(upper[piece], OUT)
+                write(y, other, to, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+                if not GATE:
+                    write(other, y, to + H, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
 
 
 def refusal(x, weight, up) -> str | None:
     """Why `skinny_wgmma` cannot take what `quantized_linear` supports; the device is the caller's to check."""
     n, k = weight.shape
     scaled = weight.scales.shape[1] > 1 or weight.data.dtype == torch.int32 or weight.zeros is not None
-    if x.numel() // k > 64:
-        return f"{x.numel() // k} rows, more than 64"
+    if x.numel() // k > MOST_QUANTIZED_ROWS:
+        return f"{x.numel() // k} rows, more than {MOST_QUANTIZED_ROWS}"
     if weight.data.shape[1] * weight.data.element_size() % 16:
         return f"rows of {k} columns, not a multiple of 16 bytes"
     if scaled and any(one is not None and one.scales.dtype != x.dtype for one in (weight, up)):
@@ -247,14 +259,16 @@ def _layout(words: bool):
 
 
 def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
-    """Same arguments and result as `skinny_mma`, on compute capability 9.0 alone, up to 64 rows.
+    """Same arguments and result as `skinny_mma`, on compute capability 9.0 alone, up to MOST_QUANTIZED_ROWS rows.
 
-    tile: a WideTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
+    tile: a WgmmaTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
     """
     up = epilogue.up
     reason = refusal(x, weight, up)
     if reason is not None:
         raise ValueError(reason)
+    if tile.x_rows > 256 or tile.x_rows & tile.x_rows - 1 or (not tile.x_rows and x.numel() // weight.shape[1] > 256):
+        raise ValueError(f"{tile.x_rows} rows of x at a time: a power of two, at most 256")
     if tile.warps % 4 or tile.rows % (16 * tile.warps):
         raise ValueError(f"{tile.rows} rows to {tile.warps} warps: warps come by 4, rows by 16 to a warp")
     n, k = weight.shape
@@ -262,14 +276,17 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     box, half = box_columns(format), tile.rows // 2
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)
-    block_m = max(8, power_of_two(rows))
-    share = steps_of_a_program(tile, block_m, format, tiles, boxes, multiprocessors(x.device))
-    programs = triton.cdiv(tiles * boxes, share)
+    block_m = tile.x_rows or max(8, power_of_two(rows))
+    blocks_m = triton.cdiv(rows, block_m)
+    abreast = max(1, multiprocessors(x.device) // blocks_m)
+    share = steps_of_a_program(tile, block_m, format, tiles, boxes, abreast)
+    programs = triton.cdiv(tiles * boxes, share) * blocks_m
     registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
     parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
     zeros, groups = weight.zeros is not None, weight.scales.shape[1]
     above = post_scale(k, groups, format, zeros, block_m) and (format == "int4" or zeros)
-    placed, split_counters, sums = permute_activations(x, norm, format, boxes * box, tiles, block_m if above else None)
+    above_rows = blocks_m * block_m if above else None
+    placed, split_counters, sums = permute_activations(x, norm, format, boxes * box, tiles * blocks_m, above_rows)
     other = up if gate else weight
     described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
         TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))
@@ -278,7 +295,7 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     launch(
         skinny_wgmma_kernel, (programs,),
         *described, PackedWeight(None, weight.scales, weight.zeros), PackedWeight(None, other.scales, other.zeros),
-        epilogue.arguments, y, parts, split_counters, sums, rows, n, tiles * boxes, share,
+        epilogue.arguments, y, parts, split_counters, sums, rows, n, tiles * boxes, share, blocks_m,
         K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages,
         AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,

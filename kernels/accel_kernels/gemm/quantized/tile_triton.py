@@ -13,18 +13,26 @@ def post_scale(columns, groups, format, zeros, rows):
     return (groups > 1 or format == "int4" or zeros) and (columns // groups) % piece == 0 and rows <= 32
 
 
+# Of a multiprocessor of an H200 in a microsecond, about: products of two numbers added up, and bytes from the L2 cache.
+PRODUCTS, CACHED = 2.4e6, 45e3
+
+
 class WgmmaTile(NamedTuple):
-    """Rows of the weight to a tile, its gate's included; warps; stages of the rings; programs to a multiprocessor."""
+    """Rows of the weight to a tile, its gate's included; warps; stages of the rings; programs to a multiprocessor.
+
+    x_rows: rows of x that a program takes, a power of two; 0 for all of them.
+    """
 
     rows: int
     warps: int
     stages: int
     x_stages: int
     programs: int
+    x_rows: int = 0
 
 
 def wgmma_tile(rows: int, format: str, gate: bool) -> WgmmaTile:
-    """As measured on an H200.
+    """For up to 64 rows, as measured on an H200.
 
     One program to a multiprocessor has to fill more than half of its shared memory, 114 KB: of smaller ones two come to
     the same while others have none, and a third of the time is lost.
@@ -40,24 +48,50 @@ def wgmma_tile(rows: int, format: str, gate: bool) -> WgmmaTile:
     return WgmmaTile(128, 4, 8, 4, 1) if gate else WgmmaTile(64, 4, 6, 3, 2)
 
 
+# For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time: with more
+# a weight would be unpacked less often, but of few rows more would be multiplied in vain, and one kernel serves all.
+BROAD_TILES = {
+    "int4": (WgmmaTile(128, 8, 4, 2, 1, 128),),
+    "int8": (WgmmaTile(256, 8, 3, 2, 1, 128), WgmmaTile(128, 8, 4, 3, 1, 128)),
+    "fp8": (WgmmaTile(256, 8, 3, 2, 1, 128), WgmmaTile(128, 8, 4, 3, 1, 128)),
+}
+
+
+@functools.cache
+def broad_tile(rows: int, n: int, boxes: int, format: str, gate: bool, processors: int) -> WgmmaTile:
+    """For more than 64 rows, by the sums that also say how many steps a program has; n: rows of the weight."""
+
+    def microseconds(tile: WgmmaTile) -> float:
+        tiles, abreast = -(-n // (tile.rows // 2 if gate else tile.rows)), max(1, processors // -(-rows // tile.x_rows))
+        share = steps_of_a_program(tile, tile.x_rows, format, tiles, boxes, abreast)
+        return _microseconds(share, tile, tile.x_rows, format, boxes)
+
+    return min(BROAD_TILES[format], key=microseconds)
+
+
 @functools.cache
 def steps_of_a_program(tile: WgmmaTile, block_m: int, format: str, tiles: int, boxes: int, processors: int) -> int:
     """How many of all tiles' steps a program has, `boxes` to a tile; all programs run at once.
 
     Fewer steps are over sooner, but more programs share a tile, and whoever is last adds up what the others have left.
-    The microseconds were fitted by hand on an H200, to products 896 to 14336 wide.
     """
     least = -(-tiles * boxes // (tile.programs * processors))
+    if least >= boxes:
+        return least
+    return min(range(least, boxes + 1), key=lambda share: _microseconds(share, tile, block_m, format, boxes))
+
+
+def _microseconds(share: int, tile: WgmmaTile, block_m: int, format: str, boxes: int) -> float:
+    """That a program takes. Fitted by hand on an H200 to products 896 to 14336 wide, of up to 64 rows."""
     step = (0.3 + 0.002 * tile.rows) * (1.5 if format == "int4" else 1.0)
+    if block_m > 64:  # by the card's rates
+        columns = 256 if format == "int4" else 128
+        step = max(step, tile.rows * block_m * columns / PRODUCTS, (tile.rows * 128 + block_m * columns * 2) / CACHED)
     adding = 0.013 * tile.rows * block_m / (32 * tile.warps)  # for each sum of the others'
-
-    def microseconds(share: int) -> float:
-        if share == boxes:
-            return share * step
-        across = 1.5 if boxes % share else 0.0  # some have the end of one tile and the beginning of another
-        return share * step + 1.5 + across + boxes / share * adding
-
-    return least if least >= boxes else min(range(least, boxes + 1), key=microseconds)
+    if share >= boxes:
+        return share * step
+    across = 1.5 if boxes % share else 0.0  # some have the end of one tile and the beginning of another
+    return share * step + 1.5 + across + boxes / share * adding
 
 
 def at_once(tile: WgmmaTile, block_m: int) -> int:

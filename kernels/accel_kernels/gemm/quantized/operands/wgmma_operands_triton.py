@@ -66,6 +66,24 @@ def blocks(acc):
 
 
 @gluon.jit
+def in_parts(values, COUNT: gl.constexpr):
+    """(H, W) as a tuple of 1, 2 or 4 blocks of columns, in order."""
+    parts = (values,)
+    if COUNT > 1:
+        parts = _halves(values)
+    if COUNT > 2:
+        parts = _halves(parts[0]) + _halves(parts[1])
+    return parts
+
+
+@gluon.jit
+def _halves(values):
+    H: gl.constexpr = values.shape[0]
+    W: gl.constexpr = values.shape[1]
+    return gl.split(values.reshape([H, 2, W // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
 def weight_row(place, tile, n, H: gl.constexpr, GATE: gl.constexpr):
     """The row of the weight, or of its gate's, at this place of a tile in the factor's order."""
     row = place // 16 * 8 + (place & 1) * 4 + (place >> 1 & 3)
