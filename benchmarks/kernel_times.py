@@ -16,7 +16,8 @@ from accel_kernels.attention.backends import BACKENDS
 
 from accel.bench.machine import commit, machine, now
 
-ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantize_rows")  # below, and in int8_linear.py
+# below, in int8_linear.py and in sampling_times.py
+ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantize_rows", "sample")
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),

@@ -27,6 +27,8 @@ from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
+from accel_kernels.sampling.sample import sample
+from accel_kernels.sampling.table import SamplingTable
 
 OPS = (
     paged_attention,
@@ -46,6 +48,7 @@ OPS = (
     quantize_rows,
     quantized_linear,
     rms_norm,
+    sample,
     softmax,
     upsample,
     upsample_convolve,
@@ -59,6 +62,7 @@ __all__ = [
     "Op",
     "Quantized",
     "QuantizedRows",
+    "SamplingTable",
     "attention",
     "dequantize",
     "experts",
@@ -76,6 +80,7 @@ __all__ = [
     "quantize_rows",
     "quantized_linear",
     "rms_norm",
+    "sample",
     "softmax",
     "upsample",
     "upsample_convolve",

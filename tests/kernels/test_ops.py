@@ -15,7 +15,7 @@ from support.everything import EVERYTHING
 
 pytest.importorskip("triton")
 
-NUMBERS = ("quantize_rows",)  # what it gives is no rounding of what it is given: tests of its own
+NUMBERS = ("quantize_rows", "sample")  # what they give is no rounding of what they are given: tests of their own
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -1,0 +1,157 @@
+"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by the Gumbel-max trick.
+
+Meaning and order are those of transformers' processors: repetition penalty (Keskar et al. 2019), temperature, top-k
+(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Gumbel-max: the place with the largest
+score plus Gumbel noise has the distribution softmax(scores); so there is no sum and no search for the draw itself.
+"""
+
+import torch
+
+from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.sampling.noise import noise_of
+from accel_kernels.sampling.table import WORD, SamplingTable, seen_words
+
+NONE = -1  # the id where nothing was drawn
+MOST_NUMBERS = 1 << 20  # that the reference draws at once
+MOST_VOCABULARY = 1 << 19  # whose groups one program can hold in registers
+
+
+def reference(logits, table, rows, *, filters, logprobs=False):
+    """logits: (N, V) of floats, computed in fp32; table: a `SamplingTable` of R requests; rows: (N,) int32 or int64.
+
+    Row i of the logits is of request rows[i], each of which stands there once; -1 means that nothing is drawn.
+    filters: whether any of these requests has top-k, top-p or min-p; without it they are not looked at.
+
+    Returns ids (N,) int64, or with logprobs (ids, (N,) fp32): log_softmax of the processed scores at the id. An id is
+    -1, and its logprob NaN, where the row is -1, its logits have a NaN, or none of them is above -inf. Greedy takes
+    the first of the largest. +inf is larger than all others, the first of them is taken. Of equal scores at the edge
+    of top-k all stay; of those at the edge of top-p as many as are needed, the last places first, as a stable sort
+    has them.
+
+    Changed in place, for requests that got an id: `table.drawn` grows by one, `table.seen` has the id.
+    """
+    alive, at = rows >= 0, rows.clamp(min=0).long()
+    scores = logits.float()
+    if table.seen is not None:
+        scores = _penalized(scores, table.seen[at], table.penalty[at, None])
+    temperature = table.temperature[at, None]
+    scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1.0), scores)
+    top = scores.amax(-1, keepdim=True)
+    alive = alive & (top[:, 0] > -torch.inf)  # amax hands NaN on
+    if filters:
+        on = temperature > 0
+        scores = _filtered(scores, top, on, *(t[at, None] for t in (table.top_k, table.top_p, table.min_p)))
+    noisy = scores.clone()
+    for i in (alive & (temperature[:, 0] > 0)).nonzero().flatten().split(max(1, MOST_NUMBERS // logits.shape[1])):
+        noisy[i] += noise_of(table.seeds[at[i]], table.drawn[at[i]], logits.shape[1])
+    ids = torch.where(alive, noisy.argmax(-1), NONE)
+    table.drawn.index_add_(0, at, alive.to(torch.int64))
+    if table.seen is not None:
+        _add_seen(table.seen, at, ids)
+    if not logprobs:
+        return ids
+    found = scores.gather(1, ids.clamp(min=0)[:, None]) - top
+    found = torch.where(found.isnan(), 0.0, found) - weights_of(scores, top).sum(-1, keepdim=True).log()
+    return ids, torch.where(alive, found[:, 0], torch.nan)
+
+
+def weights_of(scores: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """exp(scores - top); 1 at the top even where that is infinite."""
+    return torch.where(scores == top, 1.0, torch.exp(scores - top))
+
+
+def _penalized(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """seen: (N, words)."""
+    place = torch.arange(scores.shape[1], device=scores.device)
+    there = (seen[:, place // WORD] >> (place % WORD) & 1) != 0
+    return torch.where(there, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def _filtered(scores, top, on, top_k, top_p, min_p) -> torch.Tensor:
+    """-inf where a filter removes a token; settings (N, 1). on: whether the row's filters count."""
+    size = scores.shape[1]
+    count = torch.where(on & (top_k > 0), top_k, size).clamp(max=size).long()
+    least = scores.sort(-1, descending=True).values.gather(1, count - 1)
+    scores = scores.masked_fill(scores < least, -torch.inf)
+    order = scores.sort(stable=True, dim=-1)
+    weights = weights_of(order.values, top).double().flip(-1)  # the largest first
+    above = weights.cumsum(-1) - weights
+    out = (above >= top_p.double() * weights.sum(-1, keepdim=True)) & on & (top_p < 1)
+    out[:, :1] = False
+    scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out.flip(-1)), -torch.inf)
+    return scores.masked_fill((weights_of(scores, top) < min_p) & on & (scores < top), -torch.inf)
+
+
+def _add_seen(seen: torch.Tensor, at: torch.Tensor, ids: torch.Tensor) -> None:
+    """Sets the bits of the ids; adds what is missing, so that rows that stand for nothing change nothing."""
+    word, bit = ids.clamp(min=0) // WORD, torch.ones_like(ids) << ids.clamp(min=0) % WORD
+    missing = (ids >= 0) & (seen[at, word] & bit == 0)
+    seen.view(-1).index_add_(0, at * seen.shape[1] + word, torch.where(missing, bit, 0).to(torch.int32))
+
+
+def supports(logits, table, rows, *, filters, logprobs=False) -> str | None:
+    reason = dtype_reason(logits, table.temperature)
+    if reason is not None:
+        return reason
+    if logits.numel() == 0:
+        return "empty"
+    if logits.stride(1) != 1:
+        return "not contiguous along the vocabulary"
+    if logits.shape[1] > MOST_VOCABULARY:
+        return f"a vocabulary of {logits.shape[1]}, more than {MOST_VOCABULARY}"
+    if rows.shape != logits.shape[:1] or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
+        return "rows are not one int32 or int64 for each row of logits"
+    if any(t is not None and not t.is_contiguous() for t in table):
+        return "table not contiguous"
+    return None
+
+
+def _case(name, n, vocabulary, *, filters=True, greedy=False, penalty=False, logprobs=False, wide=1, small=False):
+    """Every combination of settings in turn. wide: times the vocabulary, the logits being a part of wider rows."""
+
+    def make(device, dtype):
+        g = torch.Generator("cpu").manual_seed(0)
+        logits = (torch.randn(n, wide * vocabulary, generator=g) * 3).to(device, dtype)[:, :vocabulary]
+
+        def column(*values, dtype=torch.float32):
+            """The values in turn; requests stand in the table the other way round."""
+            return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype).to(device)
+
+        seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=g).to(device, torch.int32)
+        table = SamplingTable(
+            temperature=column(0.0) if greedy else column(1.0, 0.7, 1.5, 0.0, 0.9),
+            top_k=column(0, 5, 50, dtype=torch.int32),
+            top_p=column(1.0, 0.9, 1.0, 0.5),
+            min_p=column(0.0, 0.0, 0.05, 0.0),
+            penalty=column(1.2, 1.0, 0.8),
+            seeds=column(*(7 + 2**40 * i for i in range(n)), dtype=torch.int64),
+            drawn=column(*(3 * i for i in range(n)), dtype=torch.int64),
+            tickets=torch.zeros(n, dtype=torch.int32).to(device),
+            seen=seen if penalty else None,
+        )
+        rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32).to(device)
+        return (logits, table, rows), {"filters": filters, "logprobs": logprobs}
+
+    return Case(name, make, small)
+
+
+CASES = (
+    _case("greedy", 3, 77, filters=False, greedy=True, small=True),
+    _case("greedy-wide", 2, 5003, filters=False, greedy=True, logprobs=True, wide=2, small=True),
+    _case("one", 1, 1, filters=False, small=True),
+    _case("plain", 6, 1001, filters=False, small=True),
+    _case("plain-logprobs", 5, 4099, filters=False, logprobs=True, wide=2, small=True),
+    _case("penalty", 4, 515, filters=False, penalty=True, small=True),
+    _case("filters", 13, 331, small=True),
+    _case("filters-pieces", 4, 8197, logprobs=True, small=True),
+    _case("all", 6, 4500, penalty=True, logprobs=True, wide=3, small=True),
+    _case("llama-greedy", 512, 128256, filters=False, greedy=True),
+    _case("llama-greedy-1", 1, 128256, filters=False, greedy=True),
+    _case("llama-plain", 512, 128256, filters=False),
+    _case("qwen-plain-1", 1, 151936, filters=False),
+    _case("llama-filters", 512, 128256),
+    _case("qwen-filters-8", 8, 151936, penalty=True),
+    _case("gemma-filters-logprobs", 64, 262144, logprobs=True),
+)
+
+sample = Op("sample", reference, "accel_kernels.sampling.sample_triton:sample", supports, CASES)
