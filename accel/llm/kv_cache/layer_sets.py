@@ -1,0 +1,82 @@
+"""Which layers share pages: those whose queries see equally far back, in sets that need equally large pages.
+
+A page of memory then serves any set. So layers with a sliding window give back what they have passed, and what they
+give back is of use to all. vLLM and others call this a hybrid allocator.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from accel.llm.kv_cache.blocks import BLOCK, Shape
+
+WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their pages
+LONG = 8  # windows; how long a text is taken to be where what windows give back counts
+MOST_SETS = 16  # each has a table of its own, which is kept and uploaded
+
+
+class LayerSet(NamedTuple):
+    """Layers that share a page. window: a query at t sees keys above t - window; None: all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+    def first_seen(self, length: int) -> int:
+        """The first block that a token at `length` or later sees."""
+        return 0 if self.window is None else max(0, (length - self.window + 1) // BLOCK)
+
+
+def layer_sets(shapes: Sequence[Shape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
+    """Every layer in one set.
+
+    shapes, windows: one a layer, by its place in the cache; where several layers read one place, the widest window of
+    these. A page is as large as the largest set needs: the number of sets of each window is chosen so that they are few
+    and at most WASTE of the memory is lost, for short texts and for texts of LONG windows. Where that cannot be, as
+    little as can be: then all layers may be one set, with the widest window.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    widest = None if None in kinds else max((window for window in kinds if window is not None), default=None)
+    whole = LayerSet(tuple(range(len(shapes))), widest)
+    if len(kinds) == 1 or len(kinds) > MOST_SETS:
+        return (whole,)
+
+    distinct = list(dict.fromkeys(shapes))
+    sizes = np.array([shape.size for shape in distinct])
+    held = np.array([[sum(shapes[layer] == s for layer in layers) for s in distinct] for layers in kinds.values()])
+    # Tokens kept of a short text, and of a long one, where a window ends within a block: (2, kinds).
+    long = LONG * max(window for window in kinds if window is not None) + BLOCK
+    kept = np.array([[1] * len(kinds), [long if window is None else window + BLOCK for window in kinds]])
+    least = kept @ (held @ sizes)  # bytes without waste, (2,)
+
+    parts = _numbers_of_sets(len(kinds))
+    page = -(-held // parts[:, :, None])  # layers of each shape in a set, (plans, kinds, shapes)
+    waste = (page.max(1) @ sizes)[:, None] * (parts @ kept.T) / least - 1
+    in_one = kept.max(1) * (held.sum(0) @ sizes) / least - 1
+    worst = [float(in_one.max()), *waste.max(1).tolist()]
+    total = [1, *parts.sum(1).tolist()]
+    # Few sets where little is wasted, otherwise little waste.
+    best = min(
+        range(len(worst)), key=lambda i: (0, total[i], worst[i]) if worst[i] <= WASTE else (1, worst[i], total[i])
+    )
+    if best == 0:
+        return (whole,)
+
+    sets = []
+    for number, (window, layers) in zip(parts[best - 1], kinds.items(), strict=True):
+        of_shape = [[layer for layer in layers if shapes[layer] == s] for s in distinct]
+        for part in range(number):
+            runs = ((-(-len(same) // int(number)), same) for same in of_shape)
+            chosen = sorted(layer for size, same in runs for layer in same[part * size : (part + 1) * size])
+            if chosen:
+                sets.append(LayerSet(tuple(chosen), window))
+    return tuple(sets)
+
+
+def _numbers_of_sets(kinds: int) -> np.ndarray:
+    """Every way to have at least one set of each kind and at most MOST_SETS in all, (ways, kinds)."""
+    ends = np.array(list(combinations(range(1, MOST_SETS + 1), kinds)))
+    return np.diff(ends, axis=1, prepend=0)
