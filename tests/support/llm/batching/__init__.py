@@ -1,0 +1,1 @@
+"""What tests of continuous batching share."""
