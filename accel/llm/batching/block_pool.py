@@ -114,14 +114,15 @@ class BlockPool:
             raise ValueError(f"{len(tokens)} tokens stored in a row with pages for {self.held[row] * BLOCK}")
         digests = self.digests[row]
         if digests is not None:
-            known = list(digests)
+            new: list[bytes] = []
+            before = digests[-1] if digests else b""
             for block in range(start, stop):
-                run = tokens[block * BLOCK : (block + 1) * BLOCK]
-                known.append(block_digest(known[-1] if known else b"", run))
+                before = block_digest(before, tokens[block * BLOCK : (block + 1) * BLOCK])
+                new.append(before)
+            digests += new
             for place in range(len(self.sets)):
                 for block in range(max(start, int(self.first[place, row])), stop):
-                    self.index.add(place, known[block], int(self.table[place, row, block]))
-            self.digests[row] = known
+                    self.index.add(place, digests[block], int(self.table[place, row, block]))
         self.committed[row] = stop
 
     def slide(self, row: int, length: int) -> None:
