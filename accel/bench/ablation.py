@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accel_kernels.attention.backends import AttentionChooser
+from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 
 from accel.bench.memory import release
@@ -95,7 +95,7 @@ MECHANISMS = (
             image_concat=lambda kernels: kernels.image_concat.reference,
         ),
     ),
-    Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: F.linear)),
+    Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: torch_linear)),
     Mechanism(
         "time and prompt projections together, prompt's once a loop",
         needs=("transformer block",),

@@ -8,7 +8,6 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from accel_kernels import (
     Op,
     experts,
@@ -25,6 +24,7 @@ from accel_kernels import (
 )
 from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.attention.prefill_attention import PromptAttention
+from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 
 from accel.errors import reason_of
@@ -60,7 +60,7 @@ class Kernels:
         references: dict[str, Any] = {
             one.name: one.default.reference for one in fields(self) if isinstance(one.default, Op)
         }
-        return Kernels(AttentionChooser("sdpa"), F.linear, **references)
+        return Kernels(AttentionChooser("sdpa"), torch_linear, **references)
 
 
 Forward = TypeVar("Forward", bound="FastForward")

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from accel_kernels.attention.backends import AttentionChooser
-from accel_kernels.gemm.linear import LinearChooser
+from accel_kernels.gemm.linear import LinearChooser, torch_linear
 from torch import nn
 
 from accel.cuda_graphs.pool import GraphPool
@@ -39,7 +38,7 @@ class PendingStages(NamedTuple):
 def create_context(options: Options, cache: Callable[[str], Path | None] | None = None) -> Context:
     """For all that is optimized together. cache: the file that keeps choices of a kind, "attention" or "linear"."""
     attention, linear = (cache(kind) if cache else None for kind in ("attention", "linear"))
-    chosen = F.linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
+    chosen = torch_linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
     replaced: dict[str, Any] = registered()
     kernels = Kernels(AttentionChooser(options.attention, attention), chosen, **replaced)
     shared = {GraphPool: GraphPool(options.graph_memory_gb), Loop: Loop()}

@@ -67,6 +67,11 @@ class _Noting(NamedTuple):
 _NOTING: ContextVar[_Noting | None] = ContextVar("accel_kernels_noting", default=None)
 
 
+def collecting() -> bool:
+    """Whether somebody collects trials in this context, so that no call waits for measuring."""
+    return _NOTING.get() is not None
+
+
 def put_off(key: Hashable, trial: Callable[[], Iterator[None]]) -> bool:
     """Whether somebody collects trials in this context; this one is then among them, unless one of its key waits."""
     now = _NOTING.get()

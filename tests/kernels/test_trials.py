@@ -96,6 +96,25 @@ class Product:
     algorithms = [None] * 3
 
 
+def test_a_residual_is_part_of_the_product(monkeypatch, tmp_path):
+    chooser, ran = LinearChooser(tmp_path / "linear.json"), []
+    monkeypatch.setattr(chooser, "broken", False)
+    monkeypatch.setattr(chooser, "_refuses", lambda *args: False)
+    monkeypatch.setattr(chooser, "_product", lambda key, *args: chooser.products.setdefault(key, Product()))
+    monkeypatch.setattr(chooser, "_agrees", lambda product, rank, *args: ran.append(args) or True)
+    monkeypatch.setattr(linear, "race", lambda runs: [9.0, 9.0, 8.0, 9.0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    x, weight, bias, residual = torch.randn(2, 5, 8), torch.randn(16, 8), torch.randn(16), torch.randn(2, 5, 16)
+    for shift in (None, bias):
+        wanted = residual + torch.nn.functional.linear(x, weight, shift)
+        torch.testing.assert_close(chooser(x, weight, shift, residual), wanted)
+    assert chooser.choices == {"10x16x8 float32 residual": "1", "10x16x8 float32 bias residual": "1"}
+    assert [[None if t is None else tuple(t.shape) for t in args] for args in ran[::3]] == [
+        [(10, 8), (16, 8), None, (10, 16)], [(10, 8), (16, 8), (16,), (10, 16)]
+    ]  # fmt: skip
+
+
 def test_products_are_measured_later_and_the_fastest_algorithm_runs_in_graphs(monkeypatch, tmp_path):
     """The race is told: the last algorithm wins, and the second disagrees with torch."""
     chooser, ran = LinearChooser(tmp_path / "linear.json"), []

@@ -1,11 +1,14 @@
 """A linear layer as it is now: weights for a fused product, or a module that must be called."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Quantized
+from accel_kernels import Quantized, fused_linear
+from accel_kernels.gemm.fused_linear import MOST_ROWS, in_passes
+from accel_kernels.trials import collecting
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -14,6 +17,10 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import LINEAR
+
+# Rows of products, as of a step or a short prompt, whose algorithm is chosen by measuring in a CUDA graph: by so few
+# cuBLAS's first choice differs from the best the most.
+MOST_MEASURED_ROWS = 512
 
 
 class Weights(NamedTuple):
@@ -37,8 +44,11 @@ class Weights(NamedTuple):
         """What lies in rows of the output, and may lie behind another's."""
         return self.weight, self.bias
 
-    def product(self, kernels: Kernels) -> Callable:
-        """The operation that takes what `now` gives."""
+    def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
+        """The operation that takes what `now` gives, to multiply x."""
+        rows = x.numel() // x.shape[-1]
+        if MOST_ROWS < rows <= MOST_MEASURED_ROWS and kernels.fused_linear is fused_linear and collecting():
+            return partial(in_passes, linear=kernels.linear)
         return kernels.fused_linear
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
@@ -70,7 +80,7 @@ class QuantizedWeights(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         return self.module.data, self.module.scales, self.module.zeros, self.module.bias
 
-    def product(self, kernels: Kernels) -> Callable:
+    def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
         return kernels.quantized_linear
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:

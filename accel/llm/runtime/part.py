@@ -102,7 +102,7 @@ def part_product(
         module = weights.module
         return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
     x, norm = before.given()
-    return weights.product(kernels)(x, weight, bias, norm=norm, **given)
+    return weights.product(kernels, x)(x, weight, bias, norm=norm, **given)
 
 
 class BoundLinear:

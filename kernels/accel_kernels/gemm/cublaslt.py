@@ -46,7 +46,7 @@ class CublasLt:
 
 
 class Product:
-    """y = x W^T (+ bias), x: (M, K), W: (N, K), all contiguous and of one 16-bit dtype; algorithms by rank."""
+    """y = x W^T (+ bias) (+ residual), x: (M, K), W: (N, K), all contiguous, one 16-bit dtype; algorithms by rank."""
 
     def __init__(self, lt: CublasLt, rows: int, outs: int, depth: int, dtype: torch.dtype, bias: bool):
         self.lt, self.shape, self.dtype, self.bias = lt, (rows, outs, depth), dtype, bias
@@ -86,9 +86,12 @@ class Product:
         self.lt._call("MatmulPreferenceDestroy", preference)
         return [result for result in results[: found.value] if result.state == 0]
 
-    def run(self, rank: int, x, weight, bias, y) -> None:
-        """Writes y on the current stream. A product is not shared between threads: the bias is set on it."""
-        algorithm, one, zero = self.algorithms[rank], c_float(1), c_float(0)
+    def run(self, rank: int, x, weight, bias, residual, y) -> None:
+        """Writes y on the current stream. A product is not shared between threads: the bias is set on it.
+
+        residual: (M, N), added in float32 before y is rounded, or None.
+        """
+        algorithm, one, share = self.algorithms[rank], c_float(1), c_float(0 if residual is None else 1)
         if self.bias:
             self._set(BIAS_POINTER, c_void_p(bias.data_ptr()))
         workspace = (
@@ -97,8 +100,9 @@ class Product:
         pointer = c_void_p(0 if workspace is None else workspace.data_ptr())
         stream = c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
         output = c_void_p(y.data_ptr())
+        added = output if residual is None else c_void_p(residual.data_ptr())
         self.lt._call(
             "Matmul", self.lt.handle, self.description, byref(one), c_void_p(weight.data_ptr()), self.weight,
-            c_void_p(x.data_ptr()), self.input, byref(zero), output, self.output, output, self.output,
+            c_void_p(x.data_ptr()), self.input, byref(share), added, self.output, output, self.output,
             byref(algorithm.algo), pointer, c_size_t(algorithm.workspace), stream,
         )  # fmt: skip

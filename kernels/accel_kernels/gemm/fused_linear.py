@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
@@ -28,15 +29,16 @@ def reference(x, weight, bias=None, *, norm=None, **after):
     return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one, shift))
 
 
-def in_passes(x, weight, bias=None, *, norm=None, **after):
-    """The same with cuBLAS's products: the residual is added inside the product where nothing stands between."""
+def in_passes(x, weight, bias=None, *, norm=None, linear=torch_linear, **after):
+    """The same with cuBLAS's products: the residual is added inside the product where nothing stands between.
+
+    linear: what multiplies, as `torch_linear`.
+    """
     epilogue = Epilogue(bias, **after)
     h = x if norm is None else apply_norm(x, norm)
-    residual = epilogue.residual
-    if residual is not None and epilogue.plain:
-        flat = torch.addmm(residual.reshape(-1, residual.shape[-1]), h.reshape(-1, h.shape[-1]), weight.t())
-        return flat.view(residual.shape)
-    return epilogue.in_passes(weight, lambda one, shift: F.linear(h, one, shift))
+    if epilogue._replace(bias=None).plain:
+        return linear(h, weight, epilogue.bias, epilogue.residual)
+    return epilogue.in_passes(weight, lambda one, shift: linear(h, one, shift))
 
 
 def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:

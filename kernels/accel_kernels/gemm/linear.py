@@ -21,6 +21,16 @@ LEAST_GAIN = 0.03  # of the time; closer ones are noise
 REACH = 2.0  # factor between two numbers of rows up to which torch's own being the best for one is taken for the other
 
 
+def torch_linear(x, weight, bias=None, residual=None):
+    """residual + x W^T + b, by torch: one product where there is not both a bias and a residual."""
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if bias is not None:
+        return residual + F.linear(x, weight, bias)
+    flat = torch.addmm(residual.reshape(-1, residual.shape[-1]), x.reshape(-1, x.shape[-1]), weight.t())
+    return flat.view(residual.shape)
+
+
 def _as_torch_alone_may() -> bool:
     """Whether the user has asked of torch's products what the algorithms named here do not promise."""
     full = not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
@@ -28,7 +38,7 @@ def _as_torch_alone_may() -> bool:
 
 
 class LinearChooser(Choices):
-    """Callable like F.linear: (..., K), (N, K), (N,) or None -> (..., N).
+    """Callable like `torch_linear`: (..., K), (N, K), (N,) or None, (..., N) or None -> (..., N).
 
     Falls back to torch for other dtypes, layouts and devices, and where the library cannot be loaded. cache: see
     `Choices`.
@@ -40,21 +50,23 @@ class LinearChooser(Choices):
         self.lt: CublasLt | None = None
         self.broken = torch.version.cuda is None
 
-    def __call__(self, x, weight, bias=None):
-        if self.broken or _as_torch_alone_may() or self._refuses(x, weight, bias):
-            return F.linear(x, weight, bias)
+    def __call__(self, x, weight, bias=None, residual=None):
+        given = x, weight, bias, residual
+        if self.broken or _as_torch_alone_may() or self._refuses(*given):
+            return torch_linear(*given)
         rows = x.numel() // x.shape[-1]
-        key = f"{rows}x{weight.shape[0]}x{x.shape[-1]} {str(x.dtype)[6:]}{' bias' if bias is not None else ''}"
+        more = "".join(f" {name}" for name, t in (("bias", bias), ("residual", residual)) if t is not None)
+        key = f"{rows}x{weight.shape[0]}x{x.shape[-1]} {str(x.dtype)[6:]}{more}"
         if not torch.cuda.is_current_stream_capturing():
             if key not in self.choices and not warming_up():
-                self._ask(key, x, weight, bias)
-            return F.linear(x, weight, bias)
+                self._ask(key, *given)
+            return torch_linear(*given)
         choice = self.choices.get(key, TORCH)
         if choice == TORCH:
-            return F.linear(x, weight, bias)
-        return self._run(self.products[key], int(choice), x, weight, bias)
+            return torch_linear(*given)
+        return self._run(self.products[key], int(choice), *given)
 
-    def _refuses(self, x, weight, bias) -> bool:
+    def _refuses(self, x, weight, bias, residual) -> bool:
         return (
             not x.is_cuda
             or x.dtype not in TYPES
@@ -63,7 +75,10 @@ class LinearChooser(Choices):
             or x.numel() == 0
             or bool((x.shape[-1] | weight.shape[0]) % 8)
             or bool((x.data_ptr() | weight.data_ptr()) % 16)
-            or (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16))
+            or any(
+                t is not None and (t.dtype != x.dtype or not t.is_contiguous() or bool(t.data_ptr() % 16))
+                for t in (bias, residual)
+            )
         )
 
     def place(self, key: str) -> Place:
@@ -71,7 +86,7 @@ class LinearChooser(Choices):
         rows, outs, depth = map(int, shape.split("x"))
         return Place((outs, depth, *kind), (rows,))
 
-    def _ask(self, key: str, x, weight, bias) -> None:
+    def _ask(self, key: str, x, weight, bias, residual) -> None:
         stored = self.stored(key)
         if stored == TORCH or (stored is not None and self._holds(stored, key, x, bias, weight)):
             self.learn(key, stored)
@@ -79,12 +94,13 @@ class LinearChooser(Choices):
             self.adopt(key, TORCH)
         else:
             flat = x.view(-1, x.shape[-1])
-            shift = None if bias is None else Form.of(bias)
-            self.decide(key, partial(self._trial, key, Form.of(flat), Form.of(weight), shift), TORCH)
+            added = None if residual is None else residual.view(-1, residual.shape[-1])
+            forms = [None if t is None else Form.of(t) for t in (flat, weight, bias, added)]
+            self.decide(key, partial(self._trial, key, *forms), TORCH)
 
-    def _run(self, product, rank, x, weight, bias):
+    def _run(self, product, rank, x, weight, bias, residual):
         y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)
-        product.run(rank, x, weight, bias, y)
+        product.run(rank, x, weight, bias, residual, y)
         return y
 
     def _product(self, key: str, rows: int, weight, bias: bool) -> Product | None:
@@ -103,11 +119,11 @@ class LinearChooser(Choices):
         product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None)
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
-    def _trial(self, key: str, x: Form, weight: Form, bias: Form | None) -> Iterator[str | None]:
+    def _trial(self, key: str, x: Form, weight: Form, bias: Form | None, residual: Form | None) -> Iterator[str | None]:
         """A step runs one algorithm for the first time, or lets all race; it leaves no tensors behind."""
 
-        def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-            return x.filled(), weight.filled(), None if bias is None else bias.filled()
+        def given() -> list[torch.Tensor | None]:
+            return [None if form is None else form.filled() for form in (x, weight, bias, residual)]
 
         with torch.cuda.device(x.device):
             product = self._product(key, x.shape[0], weight, bias is not None)
@@ -127,14 +143,14 @@ class LinearChooser(Choices):
         with torch.cuda.device(x.device):
             tensors = given()
             runs = [partial(self._run, product, rank, *tensors) for rank in ranks]
-            own, *times = race([partial(F.linear, *tensors), *runs])
+            own, *times = race([partial(torch_linear, *tensors), *runs])
         best = min(times)
         yield str(ranks[times.index(best)]) if best < (1 - LEAST_GAIN) * own else TORCH
 
-    def _agrees(self, product: Product, rank: int, x, weight, bias) -> bool:
-        wanted = F.linear(x, weight, bias)
+    def _agrees(self, product: Product, rank: int, *given) -> bool:
+        wanted = torch_linear(*given)
         try:
-            off = (self._run(product, rank, x, weight, bias) - wanted).abs().max()
+            off = (self._run(product, rank, *given) - wanted).abs().max()
         except RuntimeError:  # named by the heuristic, refused by the library
             return False
         return bool(off <= ALGORITHM * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))

@@ -7,7 +7,7 @@ import triton.language as tl
 from accel_kernels import OPS, quantized_linear
 from accel_kernels.attention import backends as attention_backends
 from accel_kernels.attention.backends import BACKENDS, AttentionChooser
-from accel_kernels.gemm.linear import LinearChooser
+from accel_kernels.gemm.linear import LinearChooser, torch_linear
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.warmup import launch, warmup
 
@@ -54,33 +54,36 @@ def test_choices_are_measured_once_and_kept_on_disk(tmp_path, monkeypatch):
     assert again.choose(q, k, v) == choice
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 77, 64, 136), (1, 8192, 320, 320), (3, 5, 8, 8)])
-def test_every_algorithm_of_cublaslt_is_the_linear_layer(shape, dtype, bias, tmp_path):
+@pytest.mark.parametrize("shape", [(2, 77, 64, 136), (1, 8192, 320, 320), (3, 5, 8, 8), (128, 1, 4096, 1024)])
+def test_every_algorithm_of_cublaslt_is_the_linear_layer(shape, dtype, bias, residual, tmp_path):
     """Each candidate by itself, inside a CUDA graph as it is used, against float64."""
     batch, length, depth, outs = shape
     x = torch.randn(batch, length, depth, device="cuda", dtype=dtype)
     weight = torch.randn(outs, depth, device="cuda", dtype=dtype) * depth**-0.5
     shift = torch.randn(outs, device="cuda", dtype=dtype) if bias else None
-    exact = torch.nn.functional.linear(*(None if t is None else t.double() for t in (x, weight, shift)))
-    own = float((torch.nn.functional.linear(x, weight, shift).double() - exact).abs().max())
+    added = torch.randn(batch, length, outs, device="cuda", dtype=dtype) if residual else None
+    given = x, weight, shift, added
+    exact = torch_linear(*(None if t is None else t.double() for t in given))
+    own = float((torch_linear(*given).double() - exact).abs().max())
     path = tmp_path / "linear.json"
     chooser = LinearChooser(path)
-    chooser(x, weight, shift)
+    chooser(*given)
     ((key, product),) = chooser.products.items()
     assert product.algorithms and path.exists()
     for rank in range(len(product.algorithms)):
         chooser.choices[key] = str(rank)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = chooser(x, weight, shift)
+            y = chooser(*given)
         y.fill_(float("nan"))
         graph.replay()
         assert float((y.double() - exact).abs().max()) <= 2 * own + 1e-6, rank
     again = LinearChooser(path)
     again._trial = None  # must not be needed
-    again(x, weight, shift)
+    again(*given)
 
 
 def test_what_cublaslt_cannot_do_is_left_to_torch():
