@@ -16,12 +16,13 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward, try_mixed
 from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.self_test import find_convention, warm_up
+from accel.llm.generation.self_test import find_convention
 from accel.llm.generation.surroundings import relied_on
+from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import LayerRecord
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.experts import match_experts
+from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.lm_head import OutputHead, match_head
 from accel.llm.runtime.step import ForwardContext
@@ -46,10 +47,11 @@ PARTIAL = "understood, but not the whole model"
 
 
 class DecoderLayers:
-    """The layers of one model by path: the forward of each, or why it has none."""
+    """The layers of one model by path: the forward of each, or why it has none; and that of experts in them."""
 
     def __init__(self) -> None:
         self.found: dict[str, LayerForward | str] = {}
+        self.experts: dict[str, ExpertsForward | str] = {}
 
 
 def match_decoder(site: Site, context: Context) -> Match | Skip | None:
@@ -83,6 +85,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     steps, parts = ForwardContext(), (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
+    forward.experts = _experts(forwards, context)
     try:
         try_mixed(forward)
         forward.relied_model = relied_on(forward, forward.write)
@@ -106,6 +109,7 @@ def _bind(
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
+    forward.experts = _experts(forwards, context)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
     note = ""
@@ -128,6 +132,21 @@ def _bind(
     return forward, (*patches, *generate_hooks(model, forward)), note
 
 
+def _experts(layers: list[LayerForward], context: Context) -> list[ExpertsForward]:
+    """Those inside the layers, which are tried with them."""
+    found, rule = context.of(DecoderLayers).experts, Rule("experts", match_experts)
+    inside = [
+        Site(f"{layer.path}.{name}", one) for layer in layers for name, one in layer.module.named_modules() if name
+    ]
+    for site in inside:
+        answer = rule.answer(site, context)
+        if isinstance(answer, Match) and isinstance(answer.forward, ExpertsForward):
+            found[site.path] = answer.forward
+        elif isinstance(answer, Skip):
+            found[site.path] = answer.reason
+    return [one for one in found.values() if isinstance(one, ExpertsForward)]
+
+
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
@@ -147,11 +166,11 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
         return None
     if not isinstance(found, LayerForward):
         return Skip(found)
-    inside = (Site(f"{site.path}.{name}", module) for name, module in site.module.named_modules() if name)
-    rule = Rule("experts", match_experts)
-    answers = ((one, rule.answer(one, context)) for one in inside)
-    experts = [ForwardPatch(one.module, answer.forward) for one, answer in answers if isinstance(answer, Match)]
-    return Match(found, patches=tuple(experts), covers=None)
+    experts = context.of(DecoderLayers).experts
+    inside = [one for path, one in experts.items() if path.startswith(f"{site.path}.")]
+    patches = tuple(ForwardPatch(one.module, one) for one in inside if isinstance(one, ExpertsForward))
+    stock = next((f"experts run stock: {reason}" for reason in inside if isinstance(reason, str)), "")
+    return Match(found, patches=patches, covers=None, note=stock)
 
 
 RULES = (

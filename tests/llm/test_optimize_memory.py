@@ -7,7 +7,8 @@ import pytest
 
 import accel
 from accel.llm.analysis.analyze import formulas
-from accel.llm.generation import self_test as check
+from accel.llm.generation import self_test
+from accel.llm.generation import trial_warmup as check
 from accel.llm.recording import window
 from accel.llm.runtime.attention_kinds import KINDS
 from support.everything import EVERYTHING
@@ -43,7 +44,8 @@ def warmups(monkeypatch):
         runs.append(lengths)
         check._run_through(forward, lengths, longer)
 
-    monkeypatch.setattr(check, "_warm_up", warm_up)
+    for module in (self_test, check):
+        monkeypatch.setattr(module, "warm_up_trial", warm_up)
     return runs
 
 

@@ -14,6 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from accel.errors import of_a_kernel, reason_of
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.trial import expected
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 
@@ -23,14 +25,9 @@ COUNT = "_prepare_position_ids_for_generation"
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
 HIDDEN = 2  # tokens of the second row that are padding
 
-Alike = Callable[[torch.Tensor, torch.Tensor], bool]
 
-
-def find_arguments(forward: Any, convention: CallingConvention, alike: Alike) -> CallingConvention:
-    """The convention with what else the model takes. `forward`: a DecoderForward over layers that are fused now.
-
-    alike(got, wanted): whether logits (rows, tokens, vocabulary) are the same but for rounding.
-    """
+def find_arguments(forward: DecoderForward, convention: CallingConvention) -> CallingConvention:
+    """The convention with what else the model takes. Its layers are fused now."""
     parts, changed = _counted(forward.module) if "position_ids" in forward.names else ((), {})
     names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
     names = [(name, form) for name, form in names if name in forward.names]
@@ -38,10 +35,10 @@ def find_arguments(forward: Any, convention: CallingConvention, alike: Alike) ->
     forward.convention = replace(convention, parts=parts, idle=frozenset(names), blank=frozenset(MARKS))
 
     def agrees(change: Callable[[dict], dict]) -> bool:
-        return _agrees(forward, [change(piece) for piece in _pieces(forward)], alike)
+        return _agrees(forward, [change(piece) for piece in _pieces(forward)])
 
     def changes_nothing(name: str, form: str) -> bool:
-        return all(_agrees(forward, list(_stepping(forward, name, form, mark)), alike) for mark in (0, 1))
+        return all(_agrees(forward, list(_stepping(forward, name, form, mark))) for mark in (0, 1))
 
     counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
     return replace(
@@ -115,26 +112,27 @@ def _blank(piece: dict, name: str) -> dict:
     return piece | {name: torch.zeros_like(piece["input_ids"])}
 
 
-def _agrees(forward: Any, pieces: list[dict], alike: Alike) -> bool:
+def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
     """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them.
 
     Raises the error of a kernel that does not compile.
     """
-    found = []
-    for run in (forward.reference, forward.fast):
-        cache, logits = DynamicCache(config=forward.module.config), []
-        for piece in pieces:
-            try:
-                output = run(**piece, past_key_values=cache, use_cache=True, return_dict=True)
-            except Exception as error:  # not a call that can be had, or not one that can be had fast
-                if of_a_kernel(error):
-                    raise
-                reason_of(error)
-                return False
-            logits.append(output.logits)
-        found.append(torch.cat(logits, dim=1)[:, HIDDEN:])
-    wanted, got = found
-    return got.shape == wanted.shape and alike(got, wanted)
+
+    def run(call: Callable) -> torch.Tensor:
+        cache = DynamicCache(config=forward.module.config)
+        given = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)[:, HIDDEN:]
+
+    try:
+        wanted = expected(forward, lambda: run(forward.reference))
+        with wanted.routed():
+            got = run(forward.fast)
+    except Exception as error:  # not a call that can be had, or not one that can be had fast
+        if of_a_kernel(error):
+            raise
+        reason_of(error)
+        return False
+    return wanted.agrees(got)
 
 
 def _kept(forward: Any, changed: dict) -> tuple[Kept, ...]:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
 from accel.llm.generation.decoder import UNDERSTOOD, DecoderForward, Unfit
-from accel.llm.generation.self_test import agrees, fused_layers, pieces_of, stock_logits, trial_lengths
+from accel.llm.generation.trial import expected, fused_layers, pieces_of, stock_logits, trial_lengths
 from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.errors import NotUnderstood
@@ -130,11 +130,13 @@ def try_mixed(forward: MixedForward) -> None:
         with resting(model), unrounded(model):
             with dequantizing(model):  # what is fused is compared with torch's own products
                 wanted, _ = stock_logits(forward, lengths)
-                bare = _logits(forward.reference, forward, lengths)
+                bare = expected(forward, lambda: _logits(forward.reference, forward, lengths))
             with fused_layers(forward):
-                got = _logits(forward.fast, forward, lengths, masked=True)[:, -wanted.shape[1] :]
-                plain = _logits(forward.fast, forward, lengths)
-                if wanted.is_cuda:  # what one row launches is compiled now, and not in a user's call
+                with wanted.routed():
+                    got = _logits(forward.fast, forward, lengths, masked=True)[:, -wanted.logits.shape[1] :]
+                with bare.routed():
+                    plain = _logits(forward.fast, forward, lengths)
+                if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
                     _logits(forward.fast, forward, lengths, rows=1)
     except NotUnderstood:
         raise
@@ -142,7 +144,7 @@ def try_mixed(forward: MixedForward) -> None:
         raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
     finally:
         forward.apart, forward.seen = False, None
-    if not (agrees(forward, got, wanted) and agrees(forward, plain, bare)):
+    if not (wanted.agrees(got) and bare.agrees(plain)):
         raise NotUnderstood("the whole model computes something else than its parts")
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
 from accel.llm.generation.relied import ModelRelied, reading, relevant
-from accel.llm.generation.self_test import PROMPT, fused_layers, pieces_of, written
+from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, written
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import resting
 

@@ -28,7 +28,7 @@ from accel_kernels.moe.gemv_triton import (
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, Tile, likely_tile
 from accel_kernels.op import multiprocessors, shared_memory
-from accel_kernels.warmup import launch
+from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
 BLOCK = 8192  # weights of a transposed one, likewise
@@ -38,6 +38,10 @@ CHANNELS = 1024  # that are added up by a program
 
 def experts(x, index, shares, weights, *, tile=None):
     """Same arguments and result as the reference. tile: a name of TILES or GEMV, else chosen by size."""
+    if warming_up():  # what other numbers of tokens will take
+        for name in TILES:
+            _grouped(x, index, shares, weights, TILES[name])
+        return _one_by_one(x, index, shares, weights)
     if tile is None:
         tile = GEMV if len(x) <= MOST_TOKENS else likely_tile(index.numel(), weights.experts)
     return _one_by_one(x, index, shares, weights) if tile == GEMV else _grouped(x, index, shares, weights, TILES[tile])

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.llm.generation.self_test import WIDE
+from accel.llm.generation.trial_warmup import WIDE
 from accel.llm.kv_cache.blocks import BLOCK
 from support.device_memory import allocated
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from accel_kernels.attention.paged.paged_attention_triton import SHORT
 
-from accel.llm.generation import self_test as check
+from accel.llm.generation import trial_warmup as check
 from accel.llm.generation.prefill import bucket_for
-from accel.llm.generation.self_test import _off
+from accel.llm.generation.routing import Choices
+from accel.llm.generation.trial import Expected, fused_logits
 from support.llm.families import prompt
 
 
@@ -20,9 +21,9 @@ def test_one_layer_of_a_kind_runs(pair_of, name, kinds):
     call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with check._one_of_a_kind(forward):
         passing = [layer.bound is check._passed_on for layer in forward.layers]
-        warmed_up = check._fast(forward, (9, 1))
+        warmed_up = fused_logits(forward, (9, 1))
     assert len(passing) - sum(passing) == kinds and passing[0] is False
-    assert sum(passing) == 0 or not torch.equal(warmed_up, check._fast(forward, (9, 1)))
+    assert sum(passing) == 0 or not torch.equal(warmed_up, fused_logits(forward, (9, 1)))
     assert torch.equal(ours.generate(prompt(1, 5), **call), stock.generate(prompt(1, 5), **call))
 
 
@@ -32,12 +33,12 @@ def test_prompts_of_both_kinds_are_read_by_torch():
     assert {length % 128 == 0 for length in read} == {True, False}
 
 
-@pytest.mark.parametrize("chooses", [False, True], ids=["every token", "the median token"])
+@pytest.mark.parametrize("median", [False, True], ids=["every token", "the median token"])
 @pytest.mark.parametrize("token", [0, 1, 2])
-def test_logits_that_are_no_numbers_are_never_near_enough(token, chooses):
-    wanted = torch.randn(2, 3, 8)
-    got = wanted.clone()
+def test_logits_that_are_no_numbers_are_never_near_enough(token, median):
+    wanted = Expected(torch.randn(2, 3, 8), Choices(2), median)
+    got = wanted.logits.clone()
     got[1, token] = torch.nan
-    if chooses:
+    if median:
         got[1, (token + 1) % 3] = torch.nan
-    assert _off(wanted, wanted, chooses) == 0 and _off(got, wanted, chooses) == float("inf")
+    assert wanted.off(wanted.logits) == 0 and wanted.off(got) == float("inf") and not wanted.agrees(got)

@@ -1,0 +1,116 @@
+"""Which experts the routers of a model chose in one run, and the same choices once more in another.
+
+Where two experts are nearly equal to a router, rounding decides, and what such a token becomes in two runs has little
+in common. So formulas are compared with the routing fixed: the second run takes what the first chose, both the experts
+and their shares, whatever its own routers say.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.recording.errors import NotUnderstood
+
+
+class Choices:
+    """Of one run. notes: by the module that was called with choices, of each of its calls index and shares, (T, k).
+
+    rows: of the run; tokens of a row follow each other.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.notes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def cover(self, wholes: Iterable[nn.Module]) -> bool:
+        """Whether something that was given choices lies in each of these modules."""
+        return all(any(module in self.notes for module in whole.modules()) for whole in wholes)
+
+
+def routed_modules(forward: DecoderForward) -> list[nn.Module]:
+    """Of layers that are understood, what is called as a whole, since it sends tokens to experts of its choice."""
+    return [layer.module.get_submodule(layer.spec.mlp.whole) for layer in forward.layers if not layer.spec.mlp.first]
+
+
+def routing_modules(forward: DecoderForward) -> list[nn.Module]:
+    """Where choices may be handed over: inside of those, and of layers that are not understood. No part of what is
+    fused is among them but experts.
+    """
+    mine = {layer.module for layer in forward.layers}
+    others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
+    return [
+        module for whole in (*routed_modules(forward), *others) for module in whole.modules() if module is not whole
+    ]
+
+
+@contextmanager
+def noting(rows: int, modules: Iterable[nn.Module]) -> Iterator[Choices]:
+    """Inside, what these modules are given to choose by is noted."""
+    choices = Choices(rows)
+    with _before(modules, partial(_note, choices)):
+        yield choices
+
+
+@contextmanager
+def repeating(choices: Choices) -> Iterator[None]:
+    """Inside, the same modules are given what they were given then, call by call.
+
+    A row may have more tokens than it had: what those chose stays. Raises NotUnderstood where it has fewer, or there
+    are more calls.
+    """
+    waiting = {module: iter(notes) for module, notes in choices.notes.items()}
+    with _before(waiting, partial(_repeat, choices.rows, waiting)):
+        yield
+
+
+@contextmanager
+def _before(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
+    with ExitStack() as undo:
+        for module in modules:
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _note(choices: Choices, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    found = _chosen(args, kwargs)
+    if found is not None:
+        index, shares = ((*args, *kwargs.values())[place] for place in found)
+        choices.notes.setdefault(module, []).append((index.clone(), shares.clone()))
+
+
+def _repeat(rows: int, waiting: dict, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    found, note = _chosen(args, kwargs), next(waiting[module], None)
+    if found is None or note is None:
+        raise NotUnderstood("experts are chosen otherwise in another run")
+    given = [*args, *kwargs.values()]
+    for place, before in zip(found, note, strict=True):
+        given[place] = _replaced(given[place], before, rows)
+    return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+
+def _replaced(now: torch.Tensor, before: torch.Tensor, rows: int) -> torch.Tensor:
+    """`before` in the place of the first tokens of each row of `now`; both (rows * tokens, k)."""
+    if now.shape == before.shape:
+        return before
+    if now.shape[1] != before.shape[1] or len(now) < len(before) or len(now) % rows or len(before) % rows:
+        raise NotUnderstood("experts are chosen for other tokens in another run")
+    result, first = now.clone().view(rows, -1, now.shape[1]), before.view(rows, -1, now.shape[1])
+    result[:, : first.shape[1]] = first
+    return result.view(now.shape)
+
+
+def _chosen(args: tuple, kwargs: dict) -> tuple[int, int] | None:
+    """Which of the arguments are choices and their shares, of the shape (T, k); None where there are none."""
+    given: list[Any] = [*args, *kwargs.values()]
+    tensors = [(place, one) for place, one in enumerate(given) if isinstance(one, torch.Tensor) and one.dim() == 2]
+    for place, index in tensors:
+        if index.dtype in (torch.int64, torch.int32):
+            same = [other for other, one in tensors if one.shape == index.shape and one.is_floating_point()]
+            if len(same) == 1:
+                return place, same[0]
+    return None

@@ -1,0 +1,168 @@
+"""The runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from transformers import DynamicCache
+
+from accel.llm.analysis.compare import off
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.prefill import bucket_for, pad_to_bucket
+from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
+from accel.llm.kv_cache.cache import adopt
+from accel.llm.kv_cache.store import Store
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.recorder import ROWS, example_ids
+from accel.patching.patch import ForwardPatch
+from accel.tolerances import LOGITS, bound
+
+PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
+LONGEST = 150  # a window up to here is filled, to see it at work
+
+
+class Expected:
+    """What a stock run gave. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes too.
+
+    median: some choices could not be noted. Rounding may then send tokens to other experts, whose results have little
+    in common, so that the median token of a row is what is judged.
+    """
+
+    def __init__(self, logits: torch.Tensor, choices: Choices, median: bool = False):
+        self.logits, self.choices, self.median = logits, choices, median
+
+    def routed(self) -> AbstractContextManager[None]:
+        """Inside, routers choose what they chose here."""
+        return repeating(self.choices)
+
+    def first(self, tokens: int) -> "Expected":
+        """The same of the first tokens."""
+        return Expected(self.logits[:, :tokens], self.choices, self.median)
+
+    def agrees(self, got: torch.Tensor) -> bool:
+        """Whether these logits differ by no more than rounding."""
+        return got.shape == self.logits.shape and self.off(got) <= bound(LOGITS, self.logits.dtype)
+
+    def off(self, got: torch.Tensor) -> float:
+        """How far the logits of the worse row are apart: of its worst token, or of its median one."""
+        errors = [[off(*token) for token in zip(*row, strict=True)] for row in zip(got, self.logits, strict=True)]
+        # NaN is no number to compare: max([0, NaN]) is 0.
+        errors = [[error if error == error else float("inf") for error in row] for row in errors]
+        return max(sorted(row)[len(row) // 2] if self.median else max(row) for row in errors)
+
+
+def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
+    """What run(), of stock, gives, (ROWS, tokens, vocabulary)."""
+    with noting(ROWS, routing_modules(forward)) as choices:
+        logits = run()
+    return Expected(logits, choices, not choices.cover(routed_modules(forward)))
+
+
+def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
+    """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
+    windows = [layer.spec.attention.sees for layer in forward.layers]
+    prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
+    lengths = within_positions(forward.module, (prompt, *STEPS))
+    if not lengths[0]:
+        raise NotUnderstood("too few positions to try it")
+    return lengths
+
+
+def short_prompt(lengths: tuple[int, ...]) -> int:
+    """Tokens of a prompt that need not fill a window."""
+    return min(PROMPT, lengths[0])
+
+
+def trial_inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, a mask with the second row's first tokens hidden, and the positions counted by it."""
+    ids = example_ids(forward.module, tokens, seed=1)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
+    ids, mask, positions = trial_inputs(forward, sum(lengths))
+    end = 0
+    for length in lengths:
+        start, end = end, end + length
+        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        if "position_ids" in forward.names:
+            given["position_ids"] = positions[:, start:end].contiguous()
+        yield given
+
+
+def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, type]:
+    """The logits of all pieces but the padding's, and the class they came in."""
+    outputs: list = []
+    return expected(forward, lambda: _stock_pieces(forward, lengths, outputs)), type(outputs[-1])
+
+
+def _stock_pieces(forward: DecoderForward, lengths: tuple, outputs: list) -> torch.Tensor:
+    cache = DynamicCache(config=forward.module.config)
+    for piece in pieces_of(forward, lengths):
+        output = forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        extra = [name for name, value in output.items() if name not in ("logits", "past_key_values")]
+        if extra:
+            raise NotUnderstood(f"its output has {', '.join(extra)}")
+        outputs.append(output)
+    found = [output.logits for output in outputs]
+    return torch.cat(found, dim=1)[:, PADDING:]  # what a hidden token computes is anybody's guess
+
+
+def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
+    """Stock logits where a mask is given, but no positions."""
+    ids, mask, _ = trial_inputs(forward, short_prompt(lengths))
+    cache = DynamicCache(config=forward.module.config)
+    given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+    return expected(forward, lambda: forward.reference(**given, use_cache=True, return_dict=True).logits[:, PADDING:])
+
+
+def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
+    forward.ready(stack=False)
+    return written(forward, pieces_of(forward, lengths))[:, PADDING:]
+
+
+def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
+    """The logits of all pieces, one after another."""
+    cache, found = DynamicCache(), []
+    for piece in pieces:
+        store = new_store(forward, cache)
+        found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
+    return torch.cat(found, dim=1)
+
+
+def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
+    store = adopt(cache, forward.shapes())
+    if isinstance(store, str):
+        raise NotUnderstood(store)
+    return store
+
+
+def fill_prompt(
+    forward: DecoderForward, store: Store, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    rows, new = tokens.shape
+    bucket = bucket_for(rows, new) or new
+    store.reserve(rows, bucket)
+    store.set_padding_mask(mask)
+    tokens, positions, last = pad_to_bucket(tokens, positions, bucket)
+    logits = forward.eager(store, True, tokens, positions, store.metadata, last)
+    store.advance(new)
+    return logits
+
+
+@contextmanager
+def fused_layers(forward: DecoderForward) -> Iterator[None]:
+    """Inside, the layers have their fused forwards, and the experts in them."""
+    patches = [ForwardPatch(one.module, one) for one in (*forward.layers, *forward.experts)]
+    done = []
+    try:
+        for patch in patches:
+            patch.apply()
+            done.append(patch)
+        yield
+    finally:
+        for patch in reversed(done):
+            patch.undo()

@@ -1,0 +1,104 @@
+"""Compiling what a model launches before it is tried or used: one run, in which launches only compile, side by side."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from accel_kernels.warmup import warmup
+from transformers import DynamicCache
+
+from accel.errors import reason_of
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.prefill import STEP
+from accel.llm.generation.trial import (
+    fill_prompt,
+    fused_layers,
+    fused_logits,
+    new_store,
+    short_prompt,
+    trial_inputs,
+    trial_lengths,
+)
+from accel.llm.kv_cache.store import Shape
+from accel.llm.recording.inputs import table_of_positions
+from accel.llm.recording.recorder import resting
+from accel.llm.runtime.layer import LayerForward
+from accel.quantization.activation_quantization import rounding
+
+LONGER = 320  # tokens of a prompt that is more than a few rows
+PADDED = (STEP // 4, STEP // 2, LONGER, LONGER + STEP)  # of prompts in graphs: few; many, and a multiple of 128
+WIDE = (9, 17, 33)  # rows, for tiles of 16, of 32 and of 64
+TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by tiles of other sizes
+
+
+def warm_up(forward: DecoderForward) -> None:
+    """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
+    with resting(forward.module), fused_layers(forward):
+        warm_up_trial(forward, trial_lengths(forward), TILED if rounding(forward.module) else ())
+    forward.seen = None
+
+
+def warm_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> None:
+    """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
+    if forward.shapes()[0].device.type != "cuda":
+        return
+    try:
+        with warmup():
+            _run_through(forward, lengths, longer)
+    except Exception as error:  # shows again in the trial
+        reason_of(error)
+
+
+def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None:
+    with _one_of_a_kind(forward):
+        fused_logits(forward, lengths)
+        ids, _, positions = trial_inputs(forward, max((*PADDED, *longer)) + 1)
+        short, most = short_prompt(lengths), table_of_positions(forward.module)
+        positions %= short  # a model with a table of positions may have fewer than that
+        fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
+        prompts = [(1, length) for length in (short, *fit)] + [(rows, short) for rows in WIDE]
+        for rows, prompt in prompts:
+            store = new_store(forward, DynamicCache())
+            for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
+                given = positions[:1, piece] if "position_ids" in forward.names else None
+                mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
+                tokens = ids[:1, piece].repeat(rows, 1)
+                forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
+        if {"position_ids", "logits_to_keep"} <= set(forward.names):
+            for length in PADDED:
+                for mask in (None, ids.new_ones(1, length)):
+                    store = new_store(forward, DynamicCache())
+                    fill_prompt(forward, store, ids[:1, :length], positions[:1, :length], mask)
+
+
+@contextmanager
+def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
+    """Inside, a layer that launches what another does passes its input on, and nothing is stored for it."""
+    forward.ready(stack=False)
+    kinds, shapes = set(), list(forward.shapes())
+    for layer in forward.layers:
+        index = layer.spec.attention.index
+        kind = _kind(layer, shapes[index])
+        if kind in kinds:
+            layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
+        kinds.add(kind)
+    stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
+    try:
+        yield
+    finally:
+        forward.stored = stored
+        forward.seen = None  # to be bound anew
+
+
+def _kind(layer: LayerForward, kept: Shape) -> tuple:
+    """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
+    spec = layer.spec
+    formula = vars(spec) | {"attention": None, "mlp": replace(spec.mlp, settings=()), "settings": ()}
+    tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
+    weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+    return repr(formula), spec.attention.kernel_key(), repr(weights), kept
+
+
+def _passed_on(kernels: object, step: object, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    return x
