@@ -1,0 +1,291 @@
+"""The thread that drives an engine: takes requests in, runs steps, hands results out, until it is told to stop."""
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestStatus, logger
+
+from accel.errors import fatal, out_of_memory
+from accel.llm.batching.ending import Ending, Stop
+from accel.llm.batching.request import Request
+from accel.llm.batching.results import Results
+
+FAILURES = 3  # steps in a row that raise, after which the loop gives up
+LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, of which nobody can wake it
+PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
+
+
+CANCELLED = RuntimeError("the request was cancelled")
+
+
+class BatchEngine(Protocol):
+    """What the loop needs of an engine. Called from one thread at a time.
+
+    busy: whether `step` has something to do, or to tell. add: never raises for the request's fault; one that cannot run
+    comes out of the next step, failed. cancel: the request is not heard of again; ids it does not know are ignored.
+    step: requests with news: more tokens where they stream, or their end. fail: ends those that run, or all there are,
+    and returns them. close: gives the memory back.
+    """
+
+    @property
+    def busy(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[Request]: ...
+    def fail(self, error: Exception) -> list[Request]: ...
+    def close(self) -> None: ...
+
+
+class EngineLoop:
+    """An engine, what waits for it, and the thread that runs it. Knows no manager, so that an abandoned one is freed.
+
+    build: makes the engine. device: where it computes. results: takes what comes out. most_waiting: how many requests
+    may wait to be taken in, 0 for no bound.
+    """
+
+    def __init__(
+        self, build: Callable[[], BatchEngine], device: torch.device, results: Results, most_waiting: int = 0
+    ) -> None:
+        self.build, self.device, self.results, self.most_waiting = build, device, results, most_waiting
+        self.engine: BatchEngine | None = None
+        self.ending = Ending()
+        self.fatal_error: Exception | None = None
+        self.keeps = False  # the engine, once the loop has ended
+        self.steps = 0
+        self._changed = threading.Condition()
+        self._added: deque[Request] = deque()
+        self._cancelled: deque[str] = deque()
+        self._pauses: Counter[int] = Counter()  # by thread
+        self._parked = False
+        self._failures = 0
+
+    # -- for callers, from any thread ----------------------------------------------------------------------------------
+
+    def refusal(self) -> str | None:
+        """Why no more requests are taken, in stock's words."""
+        if self.fatal_error is not None:
+            return "The background thread died with a fatal error."
+        return None if self.ending.how is Stop.NO else "The background thread is stopping."
+
+    def add(self, requests: Sequence[Request]) -> bool:
+        """Puts the first in line for the engine; the others are its children. Whether they were taken. Raises
+        queue.Full where there is no room for seconds, ValueError for an id that is under way.
+        """
+        with self._changed:
+            if self.most_waiting and not self._changed.wait_for(self._has_room, PATIENCE):
+                raise queue.Full
+            if self.refusal() is not None:
+                return False
+            self.results.expect(requests)
+            self._added.append(requests[0])
+            self._changed.notify_all()
+            return True
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            self._cancelled.append(request_id)
+            self._changed.notify_all()
+
+    def goes_on(self) -> bool:
+        """Whether more results may come."""
+        return self.ending.thread is not None and self.ending.how is not Stop.STOPPED
+
+    def start(self) -> None:
+        self.ending.reset()
+        self.fatal_error, self.keeps = None, False
+        self._pauses.clear()
+        self._parked, self._failures = False, 0
+        self.ending.thread = threading.Thread(target=self._run, name="accel-batching", daemon=True)
+        self.ending.thread.start()
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The last one that was started and has not been joined."""
+        return self.ending.thread
+
+    def stop(self, how: Stop, error: str | None = None) -> None:
+        """Asks the loop to end. error: what requests are told that are not finished."""
+        with self._changed:
+            self.ending.ask(how)
+            if error is not None:
+                self.ending.why = error
+            self._changed.notify_all()
+
+    def is_pausing(self) -> bool:
+        """Whether this thread holds a pause."""
+        return self._pauses[threading.get_ident()] > 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, no step runs and the device has nothing of ours left to do. Raises RuntimeError where the loop ends
+        instead.
+        """
+        thread = threading.get_ident()
+        with self._changed:
+            self._pauses[thread] += 1
+            try:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._parked or self.ending.how is Stop.STOPPED)
+                if not self._parked:
+                    raise RuntimeError("The generation loop stopped before it could pause.") from self.fatal_error
+            except BaseException:
+                self._resume(thread)
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._resume(thread)
+
+    def _resume(self, thread: int) -> None:
+        self._pauses[thread] -= 1
+        self._pauses += Counter()  # forgets threads that hold none
+        if not self._pauses:
+            self._parked = False
+        self._changed.notify_all()
+
+    def ready(self) -> BatchEngine:
+        """The engine, made where there is none. Not while the loop runs. Raises what making it raises."""
+        if self.engine is None:
+            with _computing(self.device):
+                self.engine = self.build()
+                _synchronize(self.device)
+        return self.engine
+
+    def close(self) -> None:
+        """Gives back what the engine holds. Not while the loop runs."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            with _computing(self.device):
+                engine.close()
+
+    def _has_room(self) -> bool:
+        return len(self._added) < self.most_waiting or self.refusal() is not None
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with _computing(self.device):
+                engine = self.ready()
+                while self._take_in(engine):
+                    self._deliver(self._step(engine))
+        except BaseException as error:
+            logger.error(f"Error in generation loop: {error}", exc_info=True)
+            self.fatal_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        finally:
+            self._end()
+
+    def _take_in(self, engine: BatchEngine) -> bool:
+        """Gives the engine what came in, and waits until it has something to do. False once the loop is to end."""
+        while True:
+            with self._changed:
+                while not (self._added or self._cancelled or self._pauses or self.ending.how or engine.busy):
+                    self._changed.wait(LOOK)
+                if self._pauses and self.ending.how < Stop.NOW:
+                    self._park()
+                if self.ending.how >= Stop.NOW:
+                    return False
+                added, cancelled = list(self._added), set(self._cancelled)
+                self._added.clear()
+                self._cancelled.clear()
+                self._changed.notify_all()
+            for request in added:
+                engine.add(request)
+            for request_id in cancelled:
+                engine.cancel(request_id)
+            if cancelled:
+                self._deliver([fail(one, CANCELLED) for one in self.results.under_way() if one.id in cancelled])
+            if engine.busy:
+                return True
+            if self.ending.how:
+                with self._changed:
+                    if not self._added:
+                        return False
+
+    def _park(self) -> None:
+        """Waits until nobody pauses. With the lock, which is free meanwhile."""
+        self._changed.release()
+        try:
+            _synchronize(self.device)
+        finally:
+            self._changed.acquire()
+        while self._pauses and self.ending.how < Stop.NOW:  # where one pause follows another, it parks for each
+            self._parked = True
+            self._changed.notify_all()
+            self._changed.wait(LOOK)
+
+    def _step(self, engine: BatchEngine) -> list[Request]:
+        """One step; where it raises, the requests that ran in it fail, and the others go on. Raises for an error after
+        which nothing can.
+        """
+        try:
+            news = engine.step()
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= FAILURES or (fatal(error) and not out_of_memory(error)):
+                raise
+            logger.error(f"Error in generation loop: {error}", exc_info=True)
+            return engine.fail(error)
+        self.steps += 1
+        self._failures = 0
+        return news
+
+    def _deliver(self, requests: list[Request]) -> None:
+        if requests:
+            for request_id in self.results.put(requests):
+                self.cancel(request_id)  # nobody is there to hear of it
+
+    def _end(self) -> None:
+        """Fails what is left, and gives back what the engine holds unless it is kept. Nothing here may raise."""
+        error = RuntimeError(self.ending.why) if self.fatal_error is None else self.fatal_error
+        if self.engine is not None:
+            try:
+                with _computing(self.device):
+                    self._deliver(self.engine.fail(error))
+            except Exception:
+                logger.error("The engine could not be emptied", exc_info=True)
+                self.keeps = False
+        if not self.keeps or self.fatal_error is not None:
+            try:
+                self.close()
+            except Exception:
+                logger.error("The engine could not be closed", exc_info=True)
+        with self._changed:
+            self._added.clear()
+            self._cancelled.clear()
+            self.ending.how = Stop.STOPPED
+            self._changed.notify_all()
+        self._deliver([fail(request, error) for request in self.results.under_way()])
+        self.results.wake()
+
+
+def fail(request: Request, error: Exception) -> Request:
+    """The request ends here, with this error."""
+    request.status, request.error = RequestStatus.FAILED, str(error) or repr(error)
+    request.ended = time.perf_counter()
+    if request.started < 0:
+        request.started = request.ended
+    return request
+
+
+@contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """Inside, this thread computes on the device and keeps no graph for gradients."""
+    with torch.inference_mode():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

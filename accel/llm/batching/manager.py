@@ -1,0 +1,313 @@
+"""The manager of continuous batching that callers meet: transformers' public surface over an engine of ours."""
+
+import asyncio
+import copy
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Protocol
+
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, logger
+
+from accel.llm.batching.ending import Stop
+from accel.llm.batching.loop import BatchEngine, EngineLoop, fail
+from accel.llm.batching.request import Request
+from accel.llm.batching.results import Results
+from accel.llm.batching.submission import Submission, Tokens, prompt_ids, stand_in, token_set
+
+
+class Settings(Protocol):
+    """How tokens are chosen where a request does not say; see `accel.llm.batching.sampling.SamplingDefaults`."""
+
+    def request(self, prompt: list[int], max_new_tokens: int | None, eos_token_id: Any, **given: Any) -> Any: ...
+
+
+class BatchManager(ContinuousBatchingManager):
+    """Takes requests, runs them on a thread of its own, and hands out their results, as stock's manager does.
+
+    A subclass of stock's, because stock asks for it by isinstance: `destroy_cached_continuous_batching_manager` frees
+    nothing else. No code of stock's runs: its constructor is not called, and every public method is overridden.
+
+    Other than stock: a request that is wrong fails alone; cancelled requests come out, failed; what a step raises fails
+    the requests in that step, not all; a stop during KeyboardInterrupt waits for nobody; settings are each request's
+    own.
+
+    model: in evaluation mode from here on. build: makes an engine, at the first `warmup` or `start` and again after one
+    was given back. settings: gives what a generation configuration asks for; raises ValueError or TypeError for what
+    is not understood. continuous_batching_config: of its fields only those that say how much and which results matter;
+    those about stock's kernels change nothing.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        build: Callable[[], BatchEngine],
+        settings: Callable[[GenerationConfig], Settings],
+    ) -> None:
+        self.model = model.eval()
+        self.continuous_batching_config = copy.deepcopy(continuous_batching_config)
+        self.is_tp_driver = True
+        self._settings = settings
+        self.configure(generation_config)
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._results, self._lock, self._count = Results(), threading.Lock(), 0
+        most_waiting = self.continuous_batching_config.max_queue_size
+        self._loop = EngineLoop(build, model.device, self._results, most_waiting)
+        weakref.finalize(self, self._loop.ending.abandon)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of the model has none; it makes its own
+
+    def configure(self, generation_config: GenerationConfig) -> None:
+        """What requests get from now on that do not say otherwise. Raises ValueError or TypeError."""
+        self._defaults = self._settings(generation_config)
+        self.generation_config = generation_config
+        self.num_return_sequences: int = getattr(generation_config, "num_return_sequences", None) or 1
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether the engine is there, with its memory."""
+        return self._loop.engine is not None
+
+    @property
+    def background_thread_status(self) -> EngineLoop:
+        """What servers ask for `fatal_error`: what ended the thread."""
+        return self._loop
+
+    @property
+    def batch_processor(self) -> None:
+        """Stock's inner works, of which there are none."""
+
+    @property
+    def current_batch(self) -> int:
+        """Steps that have run."""
+        return self._loop.steps
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Does nothing: any attention that the model was optimized with will do."""
+
+    def warmup(self) -> None:
+        """Makes the engine. Raises what that raises, such as torch.OutOfMemoryError."""
+        if not self.is_running():
+            self._loop.ready()
+
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._loop.thread is not None and self._loop.thread.is_alive()
+
+    def start(self) -> None:
+        """Starts the thread. Does nothing but warn where it runs."""
+        if self.is_running():
+            logger.warning("Manager thread is already running.")
+            return
+        self._loop.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Ends the thread once all requests are finished; at once with hard_stop or while a KeyboardInterrupt is on its
+        way: the requests then fail.
+
+        block: waits for that, up to `timeout` seconds. keep_for_next_session: the memory is kept, and the manager in
+        the model, for the next `init_continuous_batching`. Raises RuntimeError inside a `pause` of the same thread.
+        """
+        loop = self._loop
+        if loop.thread is None:
+            kept = " Hence the unstarted manager will not be kept for next session." if keep_for_next_session else ""
+            logger.warning(f"Manager not started.{kept}")
+            return
+        if loop.is_pausing():
+            raise RuntimeError(
+                "Cannot stop the manager from inside a pause: the generation loop is paused and cannot exit, so "
+                "this would wait forever. Leave the `pause` context before calling `stop`."
+            )
+        loop.keeps = keep_for_next_session
+        begun = perf_counter()
+        loop.stop(Stop.NOW if hard_stop or _interrupted() else Stop.WHEN_DONE)
+        if block:
+            self.join(begun, timeout)
+        if keep_for_next_session:
+            logger.info("Continuous batching manager will be kept for next session.")
+            self.model._cached_continuous_batching_manager = self  # type: ignore[assignment]
+        elif not self.is_running():
+            loop.close()
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Waits for the thread to end, up to `timeout` seconds, and warns where it does not."""
+        thread = self._loop.thread
+        if thread is None:
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            logger.warning(f"Generation thread did not exit after join timeout ({timeout}).")
+        else:
+            logger.info(f"Background generation thread stopped after {perf_counter() - stop_trigger_time:.2f}s.")
+            self._loop.ending.thread = None
+
+    def destroy(self) -> None:
+        """Stops, and gives all memory back. Any number of times."""
+        if self.is_running():
+            self.stop(block=True, keep_for_next_session=False)
+        self._loop.close()
+
+    def end(self, reason: str) -> None:
+        """Ends the thread now; requests that are not finished fail for this reason. Any number of times."""
+        self._loop.keeps = False
+        self._loop.stop(Stop.NOW, reason)
+        if self._loop.thread is not None:
+            self._loop.thread.join()
+        self._loop.close()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, no step runs, and the device has done all that was begun: the model may be changed in place. Requests
+        go on afterwards. Raises RuntimeError where no thread runs.
+        """
+        if not self.is_running():
+            raise RuntimeError("Cannot pause generation while no generation loop is running.")
+        with self._loop.pause():
+            yield
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        input_ids: Iterable[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: Tokens = None,
+        **logit_processor_kwargs: Any,
+    ) -> str | None:
+        """Puts a request in line. Its id; None, with a warning, where no more are taken.
+
+        input_ids: numbers of tokens, a list, array or tensor of one dimension. max_new_tokens, eos_token_id: those of
+        the generation configuration where None. streaming: an output comes with every token. logit_processor_kwargs:
+        this request's own settings. A request that makes no sense comes out failed. Raises ValueError for an id that is
+        under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        """
+        wanted = Submission(
+            request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, logit_processor_kwargs
+        )
+        return self._add(prompt_ids(input_ids, self._vocabulary), wanted)
+
+    def _add(self, prompt: list[int] | Exception, wanted: Submission) -> str | None:
+        """prompt: or why it is none."""
+        denied = self._loop.refusal()
+        request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
+        config, eos = self.generation_config, wanted.eos_token_id
+        request = Request(
+            id=request_id,
+            prompt=prompt if isinstance(prompt, list) else [],
+            max_new_tokens=config.max_new_tokens if wanted.max_new_tokens is None else wanted.max_new_tokens,
+            eos=token_set(config.eos_token_id if eos is None else eos),
+            sampling=None,
+            streaming=wanted.streaming,
+            record_timestamps=wanted.record_timestamps,
+            children=self.num_return_sequences - 1,
+        )
+        family = [request, *(stand_in(request, number) for number in range(request.children))]
+        wrong = prompt if isinstance(prompt, Exception) else self._choose(request, wanted.settings)
+        if denied is None and wrong is not None:
+            self._results.expect(family)
+            self._results.put(fail(one, wrong) for one in family)
+        elif denied is not None or not self._loop.add(family):
+            denied = denied or self._loop.refusal()
+            begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
+            logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
+            self._results.refuse([fail(one, RuntimeError(denied)) for one in family])
+            return None
+        return request_id
+
+    def _choose(self, request: Request, given: dict[str, Any]) -> Exception | None:
+        """Finds how its tokens are chosen. Returns what is wrong with the settings."""
+        try:
+            eos = sorted(request.eos)
+            request.sampling = self._defaults.request(request.prompt, request.max_new_tokens, eos, **given)
+        except (ValueError, TypeError) as error:
+            return error
+        return None
+
+    def add_requests(
+        self,
+        inputs: Sequence[Iterable[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """Puts many in line, those that begin alike behind one another where prompts may be shared. Their ids, in the
+        order of the inputs.
+        """
+        ids = self._ids(len(inputs))
+        prompts = [prompt_ids(input_ids, self._vocabulary) for input_ids in inputs]
+        order = list(range(len(inputs)))
+        if self.continuous_batching_config.allow_block_sharing:
+            order.sort(key=[one if isinstance(one, list) else [] for one in prompts].__getitem__, reverse=True)
+        eos = self.generation_config.eos_token_id
+        eos = self.model.config.eos_token_id if eos is None else eos
+        common = max_new_tokens, streaming, record_timestamps, -1 if eos is None else eos, logit_processor_kwargs
+        for place in order:
+            self._add(prompts[place], Submission(ids[place], *common))
+        return ids
+
+    def cancel_request(self, request_id: str) -> None:
+        """The request ends where it is, and comes out as failed. Ids that are not under way are ignored."""
+        self._loop.cancel(request_id)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next result, or the next one of this request. Waits up to `timeout` seconds for it, for ever if None; not
+        where none can come. None where there is none.
+        """
+
+        def more() -> bool:
+            return self._loop.goes_on() and (request_id is None or self._results.is_under_way(request_id))
+
+        return self._results.take(request_id, timeout, more)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come, until the thread has ended and none is left."""
+        while (result := self.get_result()) is not None:
+            yield result
+
+    def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
+        """Results of this request as they come, the last one included."""
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+            if result.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
+        """Results of this request are given to the callback, on the event loop that runs here, instead of the queue.
+
+        Before or after the request is added. What the callback raises is logged. Raises RuntimeError where no event
+        loop runs, ValueError for a request that is under way and has one.
+        """
+        self._results.handle(request_id, callback, asyncio.get_running_loop())
+
+    def _ids(self, count: int) -> list[str]:
+        found: list[str] = []
+        with self._lock:
+            while len(found) < count:
+                if not self._results.is_under_way(name := f"req_{self._count}"):
+                    found.append(name)
+                self._count += 1
+        return found
+
+
+def _interrupted() -> bool:
+    """Whether the user or the process wants an end while this is called, as in a `finally`."""
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)

@@ -1,0 +1,144 @@
+"""Which requests are under way, and where their outputs go: to a handler, or to a queue that callers read."""
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from transformers.generation.continuous_batching.requests import GenerationOutput, logger
+
+from accel.llm.batching.request import Request
+
+Handler = Callable[[GenerationOutput], object]
+Deliveries = list[tuple[Handler, GenerationOutput]]
+
+
+class Results:
+    """Outputs of requests, from the time these are expected. For any thread.
+
+    A request with a handler has its outputs given to the handler, on the event loop that it was registered on. All
+    others wait in a queue, in the order they came in.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: OrderedDict[int, GenerationOutput] = OrderedDict()
+        self._places: dict[str, deque[int]] = {}  # of the outputs of one request in the queue
+        self._count = 0
+        self._handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
+        self._under_way: dict[str, Request] = {}
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Outputs of these will come. Raises ValueError for an id that is under way."""
+        with self._changed:
+            taken = next((one.id for one in requests if one.id in self._under_way), None)
+            if taken is not None:
+                raise ValueError(f"request_id={taken!r}: a request with this id is under way; give another id")
+            self._under_way |= {one.id: one for one in requests}
+
+    def under_way(self) -> list[Request]:
+        """Requests whose last output has not come yet."""
+        with self._changed:
+            return list(self._under_way.values())
+
+    def is_under_way(self, request_id: str) -> bool:
+        with self._changed:
+            return request_id in self._under_way
+
+    def put(self, requests: Iterable[Request]) -> list[str]:
+        """Delivers what they have come to; of those that are not under way nothing. Returns the ids of requests that
+        nobody can be told of any more: their event loop is closed.
+        """
+        waiting: dict[asyncio.AbstractEventLoop, Deliveries] = {}
+        with self._changed:
+            for request in requests:
+                if request.id not in self._under_way:
+                    continue
+                if request.finished:
+                    del self._under_way[request.id]
+                output = request.output()
+                handler, loop = self._handlers.get(output.request_id, (None, None))
+                if handler is None or loop is None:
+                    self._enqueue(output)
+                else:
+                    waiting.setdefault(loop, []).append((handler, output))
+                    if output.is_finished():
+                        del self._handlers[output.request_id]
+            self._changed.notify_all()
+        lost: list[str] = []
+        for loop, deliveries in waiting.items():  # one call a loop: waking it from another thread costs most
+            try:
+                loop.call_soon_threadsafe(_call, deliveries)
+            except RuntimeError:  # it is closed
+                lost += [output.request_id for _, output in deliveries]
+        with self._changed:
+            for request_id in lost:
+                self._handlers.pop(request_id, None)
+                self._under_way.pop(request_id, None)
+        return lost
+
+    def refuse(self, requests: Sequence[Request]) -> None:
+        """Requests that were never under way: their handlers, where there are any, are told."""
+        with self._changed:
+            told = [one for one in requests if one.id in self._handlers and one.id not in self._under_way]
+            self._under_way |= {one.id: one for one in told}
+            self.put(told)
+
+    def handle(self, request_id: str, callback: Handler, loop: asyncio.AbstractEventLoop) -> None:
+        """The callback gets the outputs of this request, those in the queue first. Raises ValueError where the request
+        is under way and has a handler already.
+        """
+        with self._changed:
+            if request_id in self._handlers and request_id in self._under_way:
+                raise ValueError(
+                    f"request_id={request_id!r}: this request is under way and has a result handler already"
+                )
+            earlier = [self._queue.pop(place) for place in self._places.pop(request_id, ())]
+            if not any(output.is_finished() for output in earlier):
+                self._handlers[request_id] = callback, loop
+        if earlier:
+            loop.call_soon_threadsafe(_call, [(callback, output) for output in earlier])
+
+    def take(self, request_id: str | None, timeout: float | None, more: Callable[[], bool]) -> GenerationOutput | None:
+        """The first output in the queue, or the first of this request. Waits for it up to `timeout` seconds, for ever
+        if None, as long as `more()` says that one may come.
+        """
+        with self._changed:
+            self._changed.wait_for(partial(self._ready, request_id, more), timeout)
+            if not self._waiting(request_id):
+                return None
+            if request_id is None:
+                _, output = self._queue.popitem(last=False)
+            else:
+                output = self._queue.pop(self._places[request_id][0])
+            places = self._places[output.request_id]
+            places.popleft()
+            if not places:
+                del self._places[output.request_id]
+            return output
+
+    def wake(self) -> None:
+        """Lets all who wait ask again whether more may come."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _enqueue(self, output: GenerationOutput) -> None:
+        self._queue[self._count] = output
+        self._places.setdefault(output.request_id, deque()).append(self._count)
+        self._count += 1
+
+    def _waiting(self, request_id: str | None) -> bool:
+        return bool(self._queue) if request_id is None else request_id in self._places
+
+    def _ready(self, request_id: str | None, more: Callable[[], bool]) -> bool:
+        return self._waiting(request_id) or not more()
+
+
+def _call(deliveries: Deliveries) -> None:
+    """On the event loop. One handler that raises takes nothing from the others."""
+    for handler, output in deliveries:
+        try:
+            handler(output)
+        except Exception as error:
+            logger.error(f"The result handler of request {output.request_id} raised {error!r}", exc_info=True)

@@ -1,0 +1,46 @@
+"""What a caller hands in to be generated, looked at before it becomes a request."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from accel.llm.batching.request import Request
+
+Tokens = int | Iterable[int] | None
+
+
+class Submission(NamedTuple):
+    """The arguments of `BatchManager.add_request` beside the prompt."""
+
+    request_id: str | None
+    max_new_tokens: int | None
+    streaming: bool
+    record_timestamps: bool
+    eos_token_id: Tokens
+    settings: dict[str, Any]
+
+
+def prompt_ids(input_ids: Iterable[int], vocabulary: int) -> list[int] | Exception:
+    """Numbers of tokens, or why they are none of this vocabulary."""
+    try:
+        ids = array("q", input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids)
+    except (TypeError, OverflowError) as error:
+        return TypeError(f"the prompt is not a list of token ids: {error}")
+    if not ids:
+        return ValueError("the prompt is empty; give at least one token")
+    wrong = next((one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary), None)
+    return ids.tolist() if wrong is None else ValueError(f"token {wrong} is not one of the model's {vocabulary}")
+
+
+def token_set(tokens: Tokens) -> frozenset[int]:
+    """Negative ones stand for none."""
+    if tokens is None:
+        return frozenset()
+    found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return frozenset(one for one in ([found] if isinstance(found, int) else found) if one >= 0)
+
+
+def stand_in(request: Request, number: int) -> Request:
+    """What stands for one of its children, until the engine has made that."""
+    return replace(request, id=request.child_id(number), children=0, tokens=[], logprobs=[], timestamps=[])

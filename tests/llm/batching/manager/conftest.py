@@ -1,0 +1,28 @@
+"""A manager over a toy engine, and what stock's logger was told."""
+
+import logging
+
+import pytest
+from transformers.generation.continuous_batching.requests import logger
+
+from support.llm.managers.managers import make_manager
+
+
+@pytest.fixture
+def manager():
+    made = make_manager()
+    yield made
+    made.toy.hold.set()
+    made.stop(hard_stop=True)
+    assert not made.toy.running and not made.toy.waiting
+
+
+@pytest.fixture
+def lines_told():
+    """What stock's logger is lines_told, which passes nothing on."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)

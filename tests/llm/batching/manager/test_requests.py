@@ -1,0 +1,148 @@
+"""Requests that are wrong, that are many, and that are cancelled in every state."""
+
+import asyncio
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from accel.llm.batching import loop
+from support.llm.managers.fake_engine import VOCABULARY, answer
+from support.llm.managers.managers import PROMPTS, collect, make_manager
+
+# -- requests that are wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "wrong"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1, VOCABULARY], {}, f"token {VOCABULARY} is not one of the model's {VOCABULARY}"),
+        ([-1, 2], {}, "token -1 is not one"),
+        ([[1, 2]], {}, "not a list of token ids"),
+        ([1.5], {}, "not a list of token ids"),
+        ("text", {}, "not a list of token ids"),
+        (None, {}, "not a list of token ids"),
+        ([2**70], {}, "not a list of token ids"),
+        ([1], {"tempo": 2}, "tempo: not a setting"),
+        ([1], {"temperature": -1.0}, "temperature=-1.0: give"),
+    ],
+)
+def test_what_makes_no_sense_fails_alone(manager, prompt, given, wrong):
+    manager.start()
+    bad, good = manager.add_request(prompt, **given), manager.add_request([1, 2])
+    found = collect(manager, 2)
+    assert found[bad].status is RequestStatus.FAILED and wrong in found[bad].error
+    assert found[bad].lifespan[1] >= found[bad].lifespan[0] >= found[bad].created_time
+    assert found[good].generated_tokens == answer([1, 2], 6)
+
+
+def test_what_makes_no_sense_fails_with_all_its_children():
+    """A caller counts the results it waits for."""
+    manager = make_manager(do_sample=True, num_return_sequences=2)
+    manager.start()
+    manager.add_requests([[], [1]])
+    found = collect(manager, 4)
+    assert {name: one.error is None for name, one in found.items()} == {
+        "req_0": False, "req_0__child#0": False, "req_1": True, "req_1__child#0": True,
+    }  # fmt: skip
+    manager.stop()
+
+
+def test_an_id_twice_is_an_error_of_the_second(manager):
+    manager.toy.hold.clear()
+    manager.start()
+    manager.add_request([1, 2], request_id="x")
+    with pytest.raises(ValueError, match="request_id='x': a request with this id is under way"):
+        manager.add_request([3], request_id="x")
+
+    async def second():
+        manager.register_result_handler("x", print)  # the first handler is fine
+        with pytest.raises(ValueError, match="has a result handler already"):
+            manager.register_result_handler("x", print)
+        manager._results._handlers.clear()
+
+    asyncio.run(second())
+    manager.toy.hold.set()
+    assert collect(manager, 1)["x"].generated_tokens == answer([1, 2], 6)
+    manager.add_request([3], request_id="x")  # it may be used again
+    assert collect(manager, 1)["x"].generated_tokens == answer([3], 6)
+
+
+def test_names_that_are_made_up_are_not_those_of_callers(manager):
+    manager.toy.hold.clear()
+    manager.start()
+    manager.add_request([1], request_id="req_1")
+    assert manager.add_requests([[2], [3]]) == ["req_0", "req_2"]
+    manager.toy.hold.set()
+    collect(manager, 3)
+
+
+# -- many, and cancelled -----------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_from_many_threads(manager):
+    manager.toy.rows = 1024
+    manager.start()
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda n: manager.add_request([n % VOCABULARY, 3], max_new_tokens=2), range(10_000)))
+    found = collect(manager, 10_000)
+    assert len(set(ids)) == 10_000 and all(one.error is None for one in found.values())
+    assert all(found[f].generated_tokens == answer([n % VOCABULARY, 3], 2) for n, f in enumerate(ids))
+    assert not manager._results.under_way()
+
+
+def test_a_full_queue_waits_and_then_says_so(monkeypatch):
+    monkeypatch.setattr(loop, "PATIENCE", 0.05)
+    manager = make_manager(config=ContinuousBatchingConfig(max_queue_size=2))
+    manager.add_request([1])
+    manager.add_request([2])
+    with pytest.raises(queue.Full):
+        manager.add_request([3])
+    manager.start()
+    manager.add_request([3])
+    assert len(collect(manager, 3)) == 3
+    manager.stop()
+
+
+@pytest.mark.parametrize("state", ["queued", "waiting", "running", "streamed", "ended", "unknown"])
+def test_cancelled_in_any_state(manager, state):
+    """It comes out failed, once; the others go on."""
+    toy = manager.toy
+    toy.rows = 2
+    if state != "queued":
+        manager.start()
+    toy.hold.clear()
+    names = [manager.add_request(prompt, streaming=state == "streamed") for prompt in PROMPTS[:4]]
+    victim = {"queued": names[1], "waiting": names[3], "unknown": "nobody"}.get(state, names[0])
+    if state not in ("queued", "unknown"):
+        assert toy.reached.wait(10)
+    if state == "ended":
+        toy.hold.set()
+        found = collect(manager, 4)
+    manager.cancel_request(victim)
+    manager.cancel_request(victim)
+    if state == "queued":
+        manager.start()
+    toy.hold.set()
+    if state != "ended":
+        found = collect(manager, 4)
+    for name, prompt in zip(names, PROMPTS, strict=False):
+        if name == victim and state != "ended":
+            assert (found[name].status, found[name].error) == (RequestStatus.FAILED, "the request was cancelled")
+            assert found[name].generated_tokens == answer(prompt, 6)[: len(found[name].generated_tokens)]
+        else:
+            assert found[name].generated_tokens == answer(prompt, 6)
+    manager.stop()
+    assert manager.get_result() is None and not manager._results.under_way()
+
+
+def test_whoever_waits_for_a_cancelled_request_is_lines_told(manager):
+    manager.start()
+    name = manager.add_request([1], max_new_tokens=10**9, streaming=True)
+    results = manager.request_id_iter(name)
+    next(results)
+    manager.cancel_request(name)
+    assert list(results)[-1].error == "the request was cancelled"
