@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PROMPTS = (512, 2048, 8192)
 CHUNK = 4096  # tokens of a long prompt computed at once
+# Tokens of prompts, beyond which decode steps go on from one that was computed before: as a part of the calls whose
+# difference is taken, seconds long, it would differ by more than the steps take.
+MOST_PROMPT = 32768
 PERIOD = 24  # after so many tokens a prompt repeats itself, for prompt lookup to find something
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
 MODES: dict[str, dict] = {
@@ -95,16 +98,24 @@ def decode(work: Work) -> Iterator[TimedCase]:
     """Every batch at the first context, and one row at the others."""
     first, *others = work.contexts
     for rows, context in [(rows, first) for rows in work.batches] + [(1, context) for context in others]:
+        known = rows * context > MOST_PROMPT
 
-        def prepare(variant: Variant, rows: int = rows, context: int = context) -> Callable[[], dict[str, float]]:
-            inputs = prompt(work.stock, rows, _room(work, context, work.many))
+        def prepare(
+            variant: Variant, rows: int = rows, context: int = context, known: bool = known
+        ) -> Callable[[], dict[str, float]]:
+            _room(work, context, work.many + known)
+            if known:  # anew for each sample: caches of all variants side by side would fill the memory
+                return lambda: _from_past(work, variant, rows, context)()
+            inputs = prompt(work.stock, rows, context)
             return lambda: work.steps(variant, inputs)
 
         def figures(median: dict[str, float], variant: Variant, rows: int = rows, context: int = context) -> dict:
             return work.rate(rows, context, median, variant)
 
-        about = {"batch": rows, "context": context, "new tokens": work.new_tokens}
-        compiled = ("stock", "accel", "compile") if context == first and rows in work.batches[:2] else None
+        about: dict[str, object] = {"batch": rows, "context": context, "new tokens": work.new_tokens}
+        about |= {"prompt": "computed before"} if known else {}
+        beside = context == first and rows in work.batches[:2] and not known
+        compiled = ("stock", "accel", "compile") if beside else None
         yield TimedCase("decode", about, prepare, figures, compiled)
 
 
@@ -170,34 +181,39 @@ def long(work: Work) -> Iterator[TimedCase]:
     for rows in work.long_batches if past > 0 else ():
 
         def prepare(variant: Variant, rows: int = rows) -> Callable[[], dict[str, float]]:
-            ids = prompt(work.stock, rows, past + 1)["input_ids"]
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            # By generate(), which says how many tokens there will be: room for them is made once, and no more.
-            started = variant.model.generate(
-                **{name: tensor[:, :past] for name, tensor in inputs.items()},
-                **({"do_sample": False} | variant.options),
-                max_new_tokens=work.many,
-                prefill_chunk_size=max(1, CHUNK // rows),
-                return_dict_in_generate=True,
-            )
-            cache = started.past_key_values
-            cache.crop(past - cache.get_seq_length())
-
-            def timed(tokens: int) -> float:
-                taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
-                cache.crop(past - cache.get_seq_length())
-                return taken
-
-            def sample() -> dict[str, float]:
-                few, many = timed(work.few), timed(work.many)
-                return {"call": many, "step": (many - few) / work.new_tokens}
-
-            return sample
+            return _from_past(work, variant, rows, past)
 
         def figures(median: dict[str, float], variant: Variant, rows: int = rows) -> dict:
             return work.rate(rows, past, median, variant)
 
         yield TimedCase("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)
+
+
+def _from_past(work: Work, variant: Variant, rows: int, past: int) -> Callable[[], dict[str, float]]:
+    """Steps of rows that go on from so many tokens, which are computed now, in chunks."""
+    ids = prompt(work.stock, rows, past + 1)["input_ids"]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    # By generate(), which says how many tokens there will be: room for them is made once, and no more.
+    started = variant.model.generate(
+        **{name: tensor[:, :past] for name, tensor in inputs.items()},
+        **({"do_sample": False} | variant.options),
+        max_new_tokens=work.many,
+        prefill_chunk_size=max(1, CHUNK // rows),
+        return_dict_in_generate=True,
+    )
+    cache = started.past_key_values
+    cache.crop(past - cache.get_seq_length())
+
+    def timed(tokens: int) -> float:
+        taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
+        cache.crop(past - cache.get_seq_length())
+        return taken
+
+    def sample() -> dict[str, float]:
+        few, many = timed(work.few), timed(work.many)
+        return {"call": many, "step": (many - few) / work.new_tokens}
+
+    return sample
 
 
 def _room(work: Work, context: int, new: int) -> int:

@@ -39,6 +39,26 @@ def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
     assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
 
 
+def test_steps_of_many_rows_go_on_from_a_prompt_computed_before(tiny, monkeypatch):
+    """Calls with the prompt in them are none of those whose difference is taken."""
+    work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (3, 5), (8,), 4, 0)
+    monkeypatch.setattr(cases, "MOST_PROMPT", 30)
+    asked = []
+
+    def generate(input_ids, past_key_values=None, **more):
+        stored = 0 if past_key_values is None else past_key_values.get_seq_length()
+        asked.append((len(input_ids), input_ids.shape[1] - stored))
+        return tiny.generate(input_ids, past_key_values=past_key_values, **more)
+
+    few, many = cases.decode(work)
+    assert "prompt" not in few.about and many.about["prompt"] == "computed before" and many.variants is None
+    sample = many.prepare(turns.Variant("tiny", SimpleNamespace(generate=generate)))
+    for _ in range(2):
+        found = sample()
+        assert found.keys() == {"call", "step"} and asked == [(5, 8), (5, 1), (5, 1)]
+        asked.clear()
+
+
 def test_stopping_early_is_no_time():
     generate = SimpleNamespace(generate=lambda input_ids, **kwargs: torch.zeros(1, 9))
     with pytest.raises(ValueError, match="stopped after 5 of 7 tokens"):
