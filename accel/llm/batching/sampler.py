@@ -1,0 +1,188 @@
+"""What all requests in a batch draw next: their settings on the device, by the row of each."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from accel_kernels import SamplingTable, sample
+from accel_kernels.sampling.table import WORD, seen_words
+from transformers import LogitsProcessorList
+
+from accel.errors import fatal
+from accel.llm.batching.sampling import Sampling
+
+FILTERED, PENALIZED, HOSTED = 1, 2, 4  # flags of a row
+WIDE, NARROW = 2, 5  # numbers of 64 and of 32 bits that a row has in the table
+NONE = -1
+
+
+class Sampler:
+    """Draws tokens for up to `rows` requests at once, without waiting for the GPU unless processors on the host ask it.
+
+    A request keeps its row from `set` to `clear`. What it draws depends on its own logits, seed and count alone. The
+    table keeps its addresses, so that CUDA graphs can hold `draw`; settings that changed are copied before it, at once.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device | str) -> None:
+        self.rows, self.vocabulary, self.device = rows, vocabulary, torch.device(device)
+        # One piece of memory, so that one copy writes whatever has changed; 64 bits first, which keeps them aligned.
+        self._store = torch.zeros((2 * WIDE + NARROW) * rows, dtype=torch.int32, device=self.device)
+        seeds, drawn = self._store[: 2 * WIDE * rows].view(torch.int64).view(WIDE, rows)
+        narrow = self._store[2 * WIDE * rows :].view(NARROW, rows)
+        floats = narrow.view(torch.float32)
+        tickets = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._table = SamplingTable(floats[0], narrow[1], floats[2], floats[3], floats[4], seeds, drawn, tickets)
+        self._samplings: list[Sampling | None] = [None] * rows
+        self._flags = np.zeros(rows + 1, np.uint8)  # the last for row -1, which is nobody's
+        self._changed: dict[int, np.ndarray] = {}  # what a row is to have in the store
+        self._seen: dict[int, np.ndarray] = {}
+        self._errors: dict[int, Exception] = {}
+
+    def set(self, row: int, sampling: Sampling, tokens: Sequence[int], drawn: int = 0) -> None:
+        """A request takes a row. tokens: its prompt, and its answer so far, of which `drawn` were drawn; so a request
+        that goes on after others were let before it draws what it would have drawn.
+
+        Raises torch.OutOfMemoryError at the first request with a repetition penalty, if there is no room for its
+        rows * vocabulary / 8 bytes.
+        """
+        penalized = sampling.penalty != 1.0
+        self._seen.pop(row, None)
+        if penalized:
+            if self._table.seen is None:
+                seen = torch.zeros(self.rows, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
+                self._table = self._table._replace(seen=seen)
+            self._seen[row] = bits_of(tokens, self.vocabulary)
+        wide = np.array([sampling.seed, drawn], np.int64).view(np.int32)
+        narrow = np.array([sampling.temperature, 0, sampling.top_p, sampling.min_p, sampling.penalty], np.float32)
+        narrow = narrow.view(np.int32)
+        narrow[1] = sampling.top_k
+        self._changed[row] = np.concatenate([wide, narrow])
+        self._samplings[row] = sampling
+        hosted = sampling.host is not None
+        self._flags[row] = FILTERED * sampling.filtered | PENALIZED * penalized | HOSTED * hosted
+        self._errors.pop(row, None)
+
+    def clear(self, row: int) -> None:
+        """The request of this row has left."""
+        self._samplings[row], self._flags[row] = None, 0
+        self._errors.pop(row, None)
+        self._seen.pop(row, None)
+
+    def variant(self, rows: np.ndarray) -> tuple[bool, bool]:
+        """Whether any of these requests has filters, and whether any has a penalty: by which `draw` runs different
+        kernels. rows: (N,), -1 for nobody.
+        """
+        flags = int(np.bitwise_or.reduce(self._flags[rows], initial=0))
+        return bool(flags & FILTERED), bool(flags & PENALIZED)
+
+    def waits(self, rows: np.ndarray) -> bool:
+        """Whether any of these requests has processors on the host, which must know all its tokens before `draw`."""
+        return bool((self._flags[rows] & HOSTED).any())
+
+    def flush(self) -> None:
+        """Copies the settings of requests that came since the last time, in order with what runs on the GPU. `draw`
+        does so too, but a graph that holds it cannot.
+        """
+        if self._changed:
+            rows = np.fromiter(self._changed, np.int64, len(self._changed))[:, None]
+            wide = np.arange(WIDE).repeat(2) * 2 * self.rows + np.tile([0, 1], WIDE)
+            places = np.concatenate([wide + 2 * rows, (2 * WIDE + np.arange(NARROW)) * self.rows + rows], 1)
+            values = np.stack(list(self._changed.values()))
+            given = self._copied(np.stack([places.ravel(), values.ravel()]))
+            self._store.index_copy_(0, given[0], given[1].to(torch.int32))
+            self._changed.clear()
+        if self._seen and self._table.seen is not None:
+            rows = np.fromiter(self._seen, np.int64, len(self._seen))
+            self._table.seen.index_copy_(0, self._copied(rows), self._copied(np.stack(list(self._seen.values()))))
+            self._seen.clear()
+
+    def _copied(self, values: np.ndarray) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        tensor = torch.from_numpy(values)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        host_rows: np.ndarray,
+        tokens: Callable[[int], Sequence[int]] | None = None,
+        logprobs: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The next token of each request: ids (N,) int64 on the device, or (ids, log probabilities (N,) fp32).
+
+        logits: (N, vocabulary). rows: (N,) int32 or int64 on the device, and host_rows the same in numpy; -1 for
+        nobody, no row twice. tokens: gives the prompt and answer so far of a row; asked of those with processors on
+        the host. An id is -1 where none can be drawn, which is not counted; `error` says why. Log probabilities are
+        those of the processed scores.
+
+        Raises ValueError for logits of another vocabulary, and without tokens where they are needed.
+        """
+        if logits.shape[1] != self.vocabulary:
+            raise ValueError(f"logits of {logits.shape[1]} tokens, the sampler is for {self.vocabulary}")
+        self.flush()
+        hosted = np.flatnonzero(self._flags[host_rows] & HOSTED)
+        if not len(hosted):
+            found = self._sample(logits, rows, host_rows, logprobs)
+            return found if logprobs else found[0]
+        if tokens is None:
+            raise ValueError(f"rows {host_rows[hosted].tolist()} have processors on the host, which need their tokens")
+        at = self._copied(hosted)
+        theirs = logits[at].float()
+        for i, row in enumerate(host_rows[hosted].tolist()):
+            self._process(row, theirs[i : i + 1], tokens(row))
+        others = host_rows.copy()
+        others[hosted] = NONE
+        found = self._sample(logits, rows.index_fill(0, at, NONE), others, logprobs)
+        drawn = self._sample(theirs, rows[at], host_rows[hosted], logprobs)
+        both = [one.index_copy(0, at, two) for one, two in zip(found, drawn, strict=True)]
+        return (both[0], both[1]) if logprobs else both[0]
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, logprobs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log probabilities; these are the ids again where nobody asked for them."""
+        filters, penalties = self.variant(host_rows)
+        table = self._table if penalties else self._table._replace(seen=None)
+        found = sample(logits, table, rows, filters=filters, logprobs=logprobs)
+        return found if logprobs else (found, found)
+
+    def _process(self, row: int, scores: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Runs a row's processors on the host; scores (1, V) are written over, with NaN where a processor raises."""
+        sampling = self._samplings[row]
+        if sampling is None or sampling.host is None:
+            return
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=scores.device)
+        try:
+            scores.copy_(processed_by(sampling.host, ids, scores.clone()))
+        except Exception as error:
+            if fatal(error):
+                raise
+            self._errors[row] = error
+            scores.fill_(float("nan"))
+
+    def error(self, row: int) -> Exception:
+        """Why this row's request got -1 for an id."""
+        found = self._errors.get(row)
+        if found is not None:
+            return found
+        return ValueError("no token can be drawn: the logits have NaN, or all tokens are ruled out")
+
+
+def processed_by(host: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores (1, V) after these processors. Raises ValueError where they give another shape."""
+    found = host(ids, scores)
+    if found.shape != scores.shape:
+        names = ", ".join(type(one).__name__ for one in host)
+        raise ValueError(f"{names} gave scores of shape {tuple(found.shape)}, not {tuple(scores.shape)}")
+    return found
+
+
+def bits_of(tokens: Sequence[int], vocabulary: int) -> np.ndarray:
+    """A row of `SamplingTable.seen`; tokens beyond the vocabulary of the logits are left out, as they cannot come."""
+    there = np.zeros(seen_words(vocabulary) * WORD, bool)
+    ids = np.asarray(tokens, np.int64)
+    there[ids[ids < vocabulary]] = True
+    return np.packbits(there, bitorder="little").view(np.int32)
