@@ -42,11 +42,13 @@ class GraphRunner:
 
     obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
     keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
-    beside: an object whose `views()` are what else must not.
+    beside: an object whose `views()` are what else must not. kind: of the leaves of a call, what decides which kernels
+    there are to compile; all calls are of one kind without it.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
     beside: Watched | None = None
+    kind: Callable[[list], Hashable] | None = None
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -54,7 +56,7 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside")
+        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside", "kind")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ class GraphRunner:
         self.fingerprint: Fingerprint | None = None
         self.reason: str | None = None
         self.changes = 0
-        self.warmed_up = False
+        self.warm: set[Hashable] = set()
         self.trials = Trials()
         self.pool.runners.append(self)
 
@@ -174,20 +176,22 @@ class GraphRunner:
             return Replayed(key, fingerprint, versions, outputs)
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
-        """Before the first call: compiles its kernels side by side, and says so. An error shows again in the call.
+        """Before the first call of a kind: compiles its kernels side by side. An error shows again in the call.
 
         Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
+        Whether it was the very first.
         """
-        if self.warmed_up:
+        kind, first = None if self.kind is None else self.kind(leaves), not self.warm
+        if kind in self.warm:
             return False
-        self.warmed_up = True
+        self.warm.add(kind)
         try:
             with warmup():
                 args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
                 eager(*args, **kwargs)
         except Exception as error:
             reason_of(error)
-        return True
+        return first
 
     def _renew(self) -> Fingerprint:
         """Forgets all graphs: the module is not the one they were captured from. Returns what it is now."""

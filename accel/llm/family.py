@@ -12,7 +12,7 @@ from accel.fusion.stacked_weights import Stacked
 from accel.llm.analysis.analyze import Analysis
 from accel.llm.analysis.kv_quantization import choose_codes, described
 from accel.llm.analysis.layer import LayerSpec
-from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.decoder import DecoderForward, rows_of_kernels
 from accel.llm.generation.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward, try_mixed
 from accel.llm.generation.prefill import Prompts
@@ -126,7 +126,7 @@ def _bind(
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[1])
         for runner in runners:
-            runner.passed, runner.beside = forward.convention.passed, forward.relied_model
+            runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.relied_model, rows_of_kernels
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     return forward, (*patches, *generate_hooks(model, forward)), note

@@ -111,7 +111,7 @@ class RaisingLinear(nn.Linear):
 
 def warmed_up(error: Exception) -> bool:
     runner = GraphRunner.__new__(GraphRunner)
-    runner.warmed_up = False
+    runner.warm = set()
     leaves, spec = torch.utils._pytree.tree_flatten(((), {}))
     return runner._warm_up(raising(error), leaves, spec)
 

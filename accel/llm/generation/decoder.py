@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import DynamicCache
@@ -327,6 +328,17 @@ def by_graph(rows: int, new: int) -> bool:
     of those only few, as of a draft to verify.
     """
     return rows * new <= MOST_ROWS or (new == 1 and rows <= MOST_STEP_ROWS)
+
+
+def rows_of_kernels(leaves: list) -> int:
+    """Of a call of a graph, tokens first: all calls for which this is the same launch the same kernels, about.
+
+    Products are compiled for rows by powers of two, and for all from 65 to MOST_QUANTIZED_ROWS.
+    """
+    rows, new = leaves[0].shape[:2]
+    if rows * new <= MOST_ROWS:
+        return 1 << (rows * new - 1).bit_length()
+    return MOST_QUANTIZED_ROWS if rows * new <= MOST_QUANTIZED_ROWS else 2 * MOST_QUANTIZED_ROWS
 
 
 def _capturing() -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
-from accel.llm.generation.decoder import by_graph
+from accel.llm.generation.decoder import by_graph, rows_of_kernels
 from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.patching.ledger import Ledger
 from support.llm.families import make, prompt
@@ -33,6 +33,20 @@ def test_which_steps_behind_stored_tokens_are_graphs():
     assert all(by_graph(rows, 1) for rows in (1, 64, 65, 512)) and not by_graph(513, 1)
     assert by_graph(1, 64) and by_graph(16, 4)  # a draft to verify
     assert not by_graph(1, 65) and not by_graph(65, 2)  # each length would be captured anew
+
+
+def test_kernels_of_other_numbers_of_rows_are_compiled_side_by_side():
+    """Once for each power of two, for 65 to 512 rows, and for more."""
+    runner, warmed = runner_of(None), []
+    runner.kind = rows_of_kernels
+    copied = copy.deepcopy(runner)
+    for one in (runner, copied):
+        for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (64, 1), (65, 1), (512, 1), (2, 100), (1, 513), (1, 3000)):
+            leaves, spec = torch.utils._pytree.tree_flatten(((torch.zeros(shape), None), {}))
+            warmed.append(one._warm_up(lambda tokens, _: warmed.append(tuple(tokens.shape)), leaves, spec))
+        assert [was for was in warmed if isinstance(was, tuple)] == [(1, 1), (3, 1), (64, 1), (65, 1), (1, 513)]
+        assert warmed.count(True) == 1  # after which all that there is to measure is measured
+        warmed.clear()
 
 
 def test_filled_with_what_is_there():
