@@ -38,14 +38,14 @@ def routed_modules(forward: DecoderForward) -> list[nn.Module]:
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Where choices may be handed over: inside of those, and of layers that are not understood. No part of what is
-    fused is among them but experts.
+    """Where choices may be handed over: what has weights inside of those, and of layers that are not understood. Nothing
+    is among them whose work a fused forward does.
     """
     mine = {layer.module for layer in forward.layers}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
-    return [
-        module for whole in (*routed_modules(forward), *others) for module in whole.modules() if module is not whole
-    ]
+    wholes = (*routed_modules(forward), *others)
+    inside = (module for whole in wholes for module in whole.modules() if module is not whole)
+    return [module for module in inside if next(module.parameters(), None) is not None]
 
 
 @contextmanager

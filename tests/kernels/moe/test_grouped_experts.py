@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -11,20 +10,9 @@ from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.grouped_triton import group_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, likely_tile
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+from support.kernels.waiting import NothingWaits
 
-# What hands numbers to the host, or gives sizes that only the device knows.
-WAITING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "unique",
-    "masked_select",
-    "bincount",
-    "item",
-    "equal",
-    "_to_copy",
-    "where",
-)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
 
 def given(name: str, dtype: torch.dtype = torch.float32) -> tuple:
@@ -98,20 +86,6 @@ def poisoned(monkeypatch) -> None:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
 
     monkeypatch.setattr(torch, "empty", filled)
-
-
-class NothingWaits(TorchDispatchMode):
-    """Raises where the host would read a number of the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.seen.add(name)
-        assert name not in WAITING, f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["tiny", "grouped", "grouped-gpt-oss"])

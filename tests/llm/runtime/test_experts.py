@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accel_kernels import experts
 from accel_kernels.moe.weights import Gating
 from torch import nn
 
@@ -11,6 +12,7 @@ import accel
 from accel.llm.analysis.experts import ExpertFormula
 from accel.llm.runtime.experts import ExpertsForward
 from accel.patching.patch import MISSING
+from support.kernels.waiting import NothingWaits
 from support.llm.families import BY_NAME, available, make, prompt
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
@@ -64,6 +66,28 @@ def test_recognized_and_taken_for_any_number_of_tokens(name, monkeypatch):
             ours(prompt(1, length)).logits, stock(prompt(1, length)).logits, rtol=1e-4, atol=1e-4
         )
     assert tokens == [3] * many + [40] * many
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_nothing_waits_from_the_router_to_the_sum(name, tokens, monkeypatch):
+    """As on a GPU, but for what the kernels compute; a CUDA graph can hold it."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {name}")
+    pytest.importorskip("triton")
+    from accel_kernels.moe import experts_triton
+
+    model = make(name)
+    wholes = {path.rpartition(".")[0] for path in fused(accel.optimize(model))}
+    launched = []
+    monkeypatch.setattr(experts_triton, "launch", lambda kernel, grid, *args, **meta: launched.append(kernel))
+    monkeypatch.setattr(type(experts), "__call__", lambda self, *args: self.triton(*args))
+    with NothingWaits():
+        for path in wholes:
+            model.get_submodule(path)(torch.randn(1, tokens, 64))
+    assert len(launched) == len(wholes) * (2 if tokens == 3 else 4)
+    assert not accel.report(model).fallbacks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
