@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.gemm.linear import LinearChooser, torch_linear
+from accel_kernels.moe.chooser import ExpertsChooser
 from torch import nn
 
 from accel.cuda_graphs.pool import GraphPool
@@ -36,10 +37,10 @@ class PendingStages(NamedTuple):
 
 
 def create_context(options: Options, cache: Callable[[str], Path | None] | None = None) -> Context:
-    """For all that is optimized together. cache: the file that keeps choices of a kind, "attention" or "linear"."""
-    attention, linear = (cache(kind) if cache else None for kind in ("attention", "linear"))
+    """For all that is optimized together. cache: the file that keeps choices of "attention", "linear" or "experts"."""
+    attention, linear, experts = (cache(kind) if cache else None for kind in ("attention", "linear", "experts"))
     chosen = torch_linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
-    replaced: dict[str, Any] = registered()
+    replaced: dict[str, Any] = {"experts": ExpertsChooser(experts), **registered()}
     kernels = Kernels(AttentionChooser(options.attention, attention), chosen, **replaced)
     shared = {GraphPool: GraphPool(options.graph_memory_gb), Loop: Loop()}
     return Context(options, kernels, Ledger(), shared=ChainMap({}, shared))

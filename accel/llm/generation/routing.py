@@ -38,8 +38,9 @@ def routed_modules(forward: DecoderForward) -> list[nn.Module]:
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Where choices may be handed over: what has weights inside of those, and of layers that are not understood. Nothing
-    is among them whose work a fused forward does.
+    """Where choices may be handed over: what has weights inside of those, and of layers that are not understood.
+
+    Nothing is among them whose work a fused forward does.
     """
     mine = {layer.module for layer in forward.layers}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]

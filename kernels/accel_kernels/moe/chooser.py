@@ -1,0 +1,93 @@
+"""Experts by the fastest tile, chosen by timing on this card, once for each doubling of the tokens."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from accel_kernels.autotune import Choices, Place, race
+from accel_kernels.launch import power_of_two
+from accel_kernels.moe.experts import MOST_TOKENS, experts
+from accel_kernels.moe.tiles import GEMV, TILES, likely_tile
+from accel_kernels.moe.weights import ExpertWeights
+from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
+from accel_kernels.trials import collecting
+from accel_kernels.warmup import warming_up
+
+LEAST_GAIN = 0.03  # of the time; closer ones are noise
+
+
+def likely_way(tokens: int, chosen: int, many: int) -> str:
+    """What runs where nothing was measured: the name of a tile, or GEMV."""
+    return GEMV if tokens <= MOST_TOKENS else likely_tile(tokens * chosen, many)
+
+
+def possible_ways(tokens: int, chosen: int, many: int) -> list[str]:
+    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself too."""
+    names, likely = list(TILES), likely_way(tokens, chosen, many)
+    if likely == GEMV:
+        return [GEMV, likely_tile(tokens * chosen, many)]
+    place = names.index(likely)
+    return [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
+
+
+class ExpertsChooser(Choices):
+    """Callable like the op `experts`, and in its place. cache: see `Choices`.
+
+    Timed are the caller's own weights, with tokens that choose at random. Only where somebody collects trials, as who
+    captures CUDA graphs does; elsewhere, and until then, the likely tile runs.
+    """
+
+    name, reference, supports = experts.name, staticmethod(experts.reference), staticmethod(experts.supports)
+
+    def __call__(self, x, index, shares, weights):
+        if not x.is_cuda or warming_up() or experts.supports(x, index, shares, weights) is not None:
+            return experts(x, index, shares, weights)
+        return experts.triton(x, index, shares, weights, tile=self.choose(x, index, weights))
+
+    def choose(self, x: torch.Tensor, index: torch.Tensor, weights: ExpertWeights) -> str:
+        """The name of a tile, or GEMV, for these tokens."""
+        (tokens, chosen), many = index.shape, weights.experts
+        stored = "rows" if weights.gate_up.is_contiguous() else "columns"
+        kind = f"{str(x.dtype)[6:]} {stored}{' interleaved' if weights.interleaved else ''}"
+        key = f"{power_of_two(tokens)}x{chosen}x{many}x{weights.inner}x{weights.hidden} {kind}"
+        choice, likely = self.choices.get(key), likely_way(tokens, chosen, many)
+        if choice is not None:
+            return choice
+        if torch.cuda.is_current_stream_capturing() or not collecting():
+            return likely
+        return self.decide(key, partial(self._trial, key, x.dtype, tokens, chosen, weights), likely)
+
+    def place(self, key: str) -> Place:
+        shape, *kind = key.split(" ")
+        tokens, *sizes = map(int, shape.split("x"))
+        return Place((*sizes, *kind), (tokens,))
+
+    def _trial(
+        self, key: str, dtype: torch.dtype, tokens: int, chosen: int, weights: ExpertWeights
+    ) -> Iterator[str | None]:
+        """A step runs one way for the first time, or lets all race."""
+        names, device = possible_ways(tokens, chosen, weights.experts), weights.down.device
+        stored = self.stored(key)
+        if stored in names:
+            self.learn(key, stored)
+            return
+        generator = torch.Generator(device)
+        generator.seed()
+        x = torch.randn(tokens, weights.hidden, generator=generator, device=device, dtype=dtype)
+        index = torch.rand(tokens, weights.experts, generator=generator, device=device).topk(chosen).indices
+        shares = torch.full((tokens, chosen), 1 / chosen, device=device, dtype=dtype)
+        runs = {name: partial(experts.triton, x, index, shares, weights, tile=name) for name in names}
+        with torch.cuda.device(device):
+            wanted = runs[names[0]]()
+        for name in names[1:]:
+            yield None
+            with torch.cuda.device(device):
+                off = (runs[name]() - wanted).abs().max()
+                if not bool(off <= BACKEND * wanted.abs().max().clamp_min(SMALLEST_OUTPUT)):
+                    del runs[name]
+        yield None
+        with torch.cuda.device(device):
+            own, *times = race(list(runs.values()))
+        best = min(times, default=own)
+        yield list(runs)[1 + times.index(best)] if best < (1 - LEAST_GAIN) * own else names[0]

@@ -1,0 +1,85 @@
+"""Which tile multiplies experts: the likely one until it was timed, and then the fastest that agrees with it."""
+
+import contextlib
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accel_kernels.moe import chooser as module
+from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
+from accel_kernels.moe.experts import CASES, experts
+from accel_kernels.moe.tiles import GEMV
+from accel_kernels.trials import Trials
+
+
+def given(name: str) -> tuple:
+    (x, index, _, weights), _ = next(case for case in CASES if case.name == name).make(
+        torch.device("cpu"), torch.float32
+    )
+    return x, index, weights
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Milliseconds by way, and ways that are wrong; what ran."""
+    told = SimpleNamespace(times={}, wrong=set(), ran=[], capturing=False)
+
+    def triton(x, index, shares, weights, *, tile):
+        told.ran.append(tile)
+        return torch.full_like(x, 2.0 if tile in told.wrong else 1.0)
+
+    monkeypatch.setattr(module, "experts", SimpleNamespace(triton=triton))
+    monkeypatch.setattr(module, "race", lambda runs: [told.times[run.keywords["tile"]] for run in runs])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: told.capturing)
+    return told
+
+
+def measured(chooser: ExpertsChooser, *tensors) -> str:
+    trials = Trials()
+    with trials.noting() as asked:
+        first = chooser.choose(*tensors)
+    assert trials.work(asked) == []
+    assert first == possible_ways(*tensors[1].shape, tensors[2].experts)[0]
+    return chooser.choose(*tensors)
+
+
+def test_the_fastest_is_taken_from_then_on(timed, tmp_path):
+    chooser, tensors = ExpertsChooser(tmp_path / "experts.json"), given("grouped")
+    assert chooser.choose(*tensors) == "16" and not chooser.choices  # nobody collects trials
+    timed.times = {"16": 3.0, "32": 2.0}
+    assert measured(chooser, *tensors) == "32" and set(timed.ran) == {"16", "32"}
+    x, index, weights = tensors
+    assert chooser.choose(x.repeat(2, 1)[:30], index.repeat(2, 1)[:30], weights) == "32"  # up to 32 tokens
+    timed.capturing = True
+    assert chooser.choose(*tensors) == "32" and chooser.choose(*given("grouped-gpt-oss")) == "16"
+    timed.capturing, timed.ran[:] = False, []
+    again = pickle.loads(pickle.dumps(copy.deepcopy(chooser)))
+    assert not again.choices and measured(again, *tensors) == "32" and not timed.ran  # from the file
+
+
+@pytest.mark.parametrize(("times", "wrong", "best"), [((3.0, 2.95), set(), "16"), ((3.0, 1.0), {"32"}, "16")])
+def test_little_gain_or_other_numbers_change_nothing(timed, times, wrong, best):
+    timed.times, timed.wrong = dict(zip(("16", "32"), times, strict=True)), wrong
+    assert measured(ExpertsChooser(), *given("grouped")) == best
+
+
+def test_few_tokens_may_be_grouped_too(timed):
+    timed.times = {GEMV: 2.0, "16": 1.0}
+    assert measured(ExpertsChooser(), *given("several")) == "16"
+
+
+def test_what_is_worth_timing():
+    assert possible_ways(1, 8, 128) == [GEMV, "16"]
+    assert possible_ways(32, 8, 128) == ["16", "32"]
+    assert possible_ways(512, 8, 128) == ["64", "32", "128"]
+    assert possible_ways(4096, 8, 128) == ["128", "64"]
+
+
+def test_on_a_cpu_it_is_the_op():
+    args, _ = CASES[0].make(torch.device("cpu"), torch.float32)
+    chooser = ExpertsChooser()
+    assert torch.equal(chooser(*args), experts(*args)) and chooser.supports(*args) is None
+    assert chooser.name == experts.name and chooser.reference is experts.reference
