@@ -182,7 +182,8 @@ def processed_by(host: LogitsProcessorList, ids: torch.Tensor, scores: torch.Ten
 
 def bits_of(tokens: Sequence[int], vocabulary: int) -> np.ndarray:
     """A row of `SamplingTable.seen`; tokens beyond the vocabulary of the logits are left out, as they cannot come."""
-    there = np.zeros(seen_words(vocabulary) * WORD, bool)
     ids = np.asarray(tokens, np.int64)
-    there[ids[ids < vocabulary]] = True
-    return np.packbits(there, bitorder="little").view(np.int32)
+    ids = ids[ids < vocabulary]
+    words = np.zeros(seen_words(vocabulary), np.uint32)
+    np.bitwise_or.at(words, ids // WORD, np.uint32(1) << (ids % WORD).astype(np.uint32))
+    return words.view(np.int32)

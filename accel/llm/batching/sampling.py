@@ -138,63 +138,54 @@ class SamplingDefaults:
         prompt: Sequence[int],
         max_new_tokens: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
+        generation_config: GenerationConfig | None = None,
         **given: Any,
     ) -> Sampling:
         """How the tokens of one request are chosen. May be called from several threads.
 
         prompt: token ids. max_new_tokens, eos_token_id: the request's own, for processors that look at them; None means
-        those of the configuration, negative ids stand for none. given: temperature, top_k, top_p, min_p,
-        repetition_penalty, do_sample, seed; they go before the configuration's.
+        those of the configuration, negative ids stand for none. generation_config: of this request in place of the
+        manager's. given: temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed; they go before the
+        configuration's.
 
         Raises ValueError or TypeError for values that are not valid, names that are not known, settings of sampling
         where nothing is sampled, beams, and guidance, which needs a second run of the model.
         """
-        settings = self._checked(given)
+        base = self.generation_config if generation_config is None else generation_config
+        settings = checked_settings(given, bool(base.do_sample))
         seed = settings.pop("seed", None)
-        if not settings and self._usual is not None:
-            found = self._usual
-        else:
-            found = self._chosen(prompt, max_new_tokens, eos_token_id, settings)
-            if not settings and found.host is None:
+        usual = not settings and base is self.generation_config
+        found = self._usual if usual else None
+        if found is None:
+            config = copy.copy(base)
+            for name, value in settings.items():
+                setattr(config, name, value)
+            found = self._chosen(config, prompt, max_new_tokens, eos_token_id)
+            if usual and found.host is None:
                 self._usual = found
         if found.greedy:
             return found
         return found._replace(seed=self._next_seed() if seed is None else signed(seed))
 
-    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(given.keys() - SETTINGS.keys() - set(IGNORED))
-        if unknown:
-            raise ValueError(f"unknown settings of a request: {', '.join(unknown)}; known are {', '.join(SETTINGS)}")
-        for name in given.keys() & set(IGNORED):
-            LOG.warning("%s=%r of a request is ignored", name, given[name])
-        settings = {name: SETTINGS[name].checked(name, value) for name, value in given.items() if name in SETTINGS}
-        if not settings.get("do_sample", self.generation_config.do_sample):
-            for name in settings.keys() & set(OF_SAMPLING):
-                value = settings[name]
-                raise ValueError(
-                    f"{name}={value!r} changes nothing without sampling; give do_sample=True, or leave it out"
-                )
-        return settings
-
     def _chosen(
         self,
+        config: Any,
         prompt: Sequence[int],
         max_new_tokens: int | None,
         eos_token_id: int | Iterable[int] | None,
-        settings: dict[str, Any],
     ) -> Sampling:
-        config, device = copy.copy(self.generation_config), self.model.device
-        for name, value in settings.items():
-            setattr(config, name, value)
+        """config: a copy, which becomes what generate() would make of it for this prompt."""
+        device = self.model.device
         if config.num_beams is not None and config.num_beams > 1:
             raise ValueError(f"num_beams={config.num_beams}: continuous batching has no beams; use generate()")
         if max_new_tokens is not None:
             config.max_length = len(prompt) + max_new_tokens
         eos = config.eos_token_id if eos_token_id is None else eos_token_id
         ends = [one for one in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if one >= 0]
-        if ends != self._ends[0]:  # a copy waits for the GPU, and most requests have the same
-            self._ends = (ends, torch.tensor(ends, device=device) if ends else None)
-        config._eos_token_tensor = self._ends[1]  # as generate() leaves it
+        known = self._ends
+        if ends != known[0]:  # a copy waits for the GPU, and most requests have the same
+            self._ends = known = (ends, torch.tensor(ends, device=device) if ends else None)
+        config._eos_token_tensor = known[1]  # as generate() leaves it
         encoder = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
         chain = self.model._get_logits_processor(
             config,
@@ -209,6 +200,22 @@ class SamplingDefaults:
             if self._seed is None:
                 self._seed = int(torch.randint(2**63 - 1, ()))
             return mixed(self._seed, next(self._numbers))
+
+
+def checked_settings(given: dict[str, Any], sample: bool) -> dict[str, Any]:
+    """Settings of a request, as they are meant. sample: whether it samples unless it says so. Raises as `request`."""
+    unknown = sorted(given.keys() - SETTINGS.keys() - set(IGNORED))
+    if unknown:
+        raise ValueError(f"unknown settings of a request: {', '.join(unknown)}; known are {', '.join(SETTINGS)}")
+    for name in given.keys() & set(IGNORED):
+        LOG.warning("%s=%r of a request is ignored", name, given[name])
+    settings = {name: SETTINGS[name].checked(name, value) for name, value in given.items() if name in SETTINGS}
+    for name in OF_SAMPLING:
+        if name in settings and not settings.get("do_sample", sample):
+            raise ValueError(
+                f"{name}={given[name]!r} changes nothing without sampling; leave it out, or do_sample=True"
+            )
+    return settings
 
 
 def split_chain(chain: Iterable[LogitsProcessor], sample: bool) -> Sampling:

@@ -25,7 +25,7 @@ from accel_kernels.warmup import launch
 
 PIECE, WARPS = 4096, 8
 GROUP = 32
-FILL = 4  # programs to a multiprocessor, where there are so many pieces
+FILL = 8  # programs to a multiprocessor, where there are so many pieces: four run at once
 STATS = 3  # of a piece: the largest score, the sum of weights beside it, the largest score with noise
 NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -151,7 +151,7 @@ def sample(logits, table, rows, *, filters, logprobs=False):
     """Same arguments and result as the reference."""
     n, vocabulary = logits.shape
     pieces, words = -(-vocabulary // PIECE), seen_words(vocabulary)
-    splits = min(pieces, -(-FILL * multiprocessors(logits.device) // n))
+    splits = min(pieces, max(1, FILL * multiprocessors(logits.device) // n))
     groups = pieces * (PIECE // GROUP)
 
     def room(size, dtype):

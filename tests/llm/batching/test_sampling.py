@@ -114,6 +114,16 @@ def test_a_request_goes_before_the_configuration(model):
     assert plain(defaults(model).request(PROMPT, do_sample=True, top_k=np.int64(3), seed=4)) == Sampling(1.0, 3)
 
 
+def test_a_request_may_have_a_configuration_of_its_own(model):
+    every = defaults(model, do_sample=True, temperature=0.7)
+    assert every.request(PROMPT).temperature == 0.7
+    own = GenerationConfig(repetition_penalty=1.2)
+    assert plain(every.request(PROMPT, generation_config=own)) == Sampling(penalty=1.2)
+    own = GenerationConfig(do_sample=True, top_k=4)
+    assert plain(every.request(PROMPT, generation_config=own, top_p=0.5)) == Sampling(1.0, 4, 0.5)
+    assert plain(every.request(PROMPT)) == Sampling(0.7) and own.top_p is None
+
+
 BAD = [
     ({"temperature": 0.0}, ValueError, "temperature=0.0.*above 0.*do_sample=False"),
     ({"temperature": -1}, ValueError, "temperature=-1"),
