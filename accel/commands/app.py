@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from accel.commands.bench import bench
+from accel.commands.bench_batch import bench_batch
 from accel.commands.bench_llm import bench_llm
 from accel.commands.demo import demo
 from accel.commands.profile import profile
@@ -33,3 +34,4 @@ app = typer.Typer(
 for command in (demo, report, verify, profile, quantize, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
+app.command("bench batch")(bench_batch)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -47,6 +47,17 @@ class Request:
     def child_id(self, number: int) -> str:
         """The id of one of its children, as transformers names them."""
         return f"{self.id}__child#{number}"
+
+    def further(self) -> list["Request"]:
+        """Its children."""
+        new: dict[str, Any] = {"children": 0, "status": RequestStatus.PENDING, "created": time.perf_counter()}
+        return [
+            replace(
+                self, id=self.child_id(number), sampling=self.sampling.fork(number), tokens=[], logprobs=[],
+                timestamps=[], **new,
+            )
+            for number in range(self.children)
+        ]  # fmt: skip
 
     def output(self) -> GenerationOutput:
         """What a caller of `generate_batch` gets of it; a copy, so that what follows does not change it."""

@@ -2,11 +2,12 @@
 
 import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from accel_kernels import KV
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
@@ -281,11 +282,17 @@ class DecoderForward(FastForward):
         last = keep if isinstance(keep, torch.Tensor) else None
         fills = last is not None
         kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]
+        return self.over(kvs, tokens, positions, keep)
+
+    def over(
+        self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        """The logits of `eager` over these stores, one a layer by its place in the cache. After `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
         if positions is not None:
             given["position_ids"] = positions
-        if fills or keep != 0 or "logits_to_keep" in self.names:
+        if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep
         if self.convention.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)

@@ -2,7 +2,7 @@
 
 A page holds BLOCK tokens of all layers of one set. Page p is the p-th block in each layer's keys and values; the j-th
 layers of all sets lie at the same place, since only one set has the page. Which row has which pages is decided on the
-host, see `accel.llm.batching.block_pool`; the tables tell the kernels.
+host, see `accel.llm.kv_cache.block_pool`; the tables tell the kernels.
 """
 
 import traceback

@@ -11,7 +11,7 @@ from accel_kernels import paged_attention
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from accel_kernels.attention.paged.ragged import Ragged
 
-from accel.llm.batching.block_pool import BlockPool
+from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK, Shape
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool

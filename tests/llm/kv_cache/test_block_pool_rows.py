@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from accel.llm.batching.block_pool import BlockPool
+from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
 from support.llm.batching.texts import FULL, NARROW, ROWS, WIDE, text

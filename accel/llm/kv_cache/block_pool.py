@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from accel.llm.batching.prefix_index import PrefixIndex, block_digest
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.prefix_index import PrefixIndex, block_digest
 
 
 class BlockPool:

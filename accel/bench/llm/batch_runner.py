@@ -1,0 +1,230 @@
+"""`generate_batch` of one language model: correctness first, then workloads, stock beside accel in turns."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig
+
+import accel
+from accel.bench.llm import quantized
+from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.interleaved import Clock
+from accel.bench.llm.models import beside, build
+from accel.bench.llm.runner import BenchRequest
+from accel.bench.llm.workloads import WORKLOADS, Workload
+from accel.bench.machine import commit, machine, now
+from accel.bench.memory import release
+from accel.bench.runner import WrongResult
+from accel.bench.timing import seconds
+from accel.errors import told
+from accel.tolerances import LOGITS, bound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHECKED = (8, 24)  # requests and tokens of an answer that are checked
+ROUNDS = 3  # of each workload by accel; what stock does in one call is enough
+SMALL = Workload("small", 8, 20, 60, 8)
+CALLS = 20  # of the small one, in which memory must not grow
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What to measure. workloads: names; stock_seconds: about how long stock may take at each, which is then given
+    fewer requests; lossy: (weights, kv_cache) to measure beside, or None.
+    """
+
+    model: str
+    device: torch.device
+    dtype: torch.dtype
+    workloads: tuple[str, ...] = tuple(one.name for one in WORKLOADS)
+    stock_seconds: float = 20.0
+    seconds: float = 500.0
+    lossy: tuple[str, str] | None = ("int8", "int8")
+    most_tokens: int | None = None
+
+    @property
+    def chosen(self) -> list[Workload]:
+        named = [one for one in WORKLOADS if one.name in self.workloads]
+        return named if self.most_tokens is None else [one.scaled(self.most_tokens) for one in named]
+
+
+@dataclass
+class BatchResult:
+    """A result as it grows. keep: is given all that there is of it whenever there is more."""
+
+    about: dict
+    clock: Clock
+    keep: Callable[[dict], object]
+    rows: list[dict] = field(default_factory=list)
+    failed: list[dict] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def result(self) -> dict:
+        took = round(self.clock.total - self.clock.left(), 1)
+        return self.about | {"rows": self.rows, "failed": self.failed, "skipped": self.skipped, "took_s": took}
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        self.keep(self.result)
+
+    def fail(self, case: str, error: Exception) -> None:
+        self.failed.append({"case": case, "reason": told(error)[:300]})
+
+
+def bench_batches(
+    request: BatchRequest,
+    stage: Callable[[str], None] = lambda name: None,
+    keep: Callable[[dict], object] = lambda result: None,
+) -> dict:
+    """The result as one dict, ready for JSON. keep: is given it as it grows.
+
+    Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
+    """
+    device = request.device
+    stage("building")
+    model = build(request.model, device, request.dtype)
+    name = BenchRequest(request.model, device, request.dtype).name
+    about = {
+        "case": f"batch-{name}",
+        "about": f"generate_batch() of {name}, {'random' if request.model in CONFIGS else 'saved'} weights",
+        "date": now(),
+        "commit": commit(),
+        "machine": machine(device),
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+    }
+    going = BatchResult(about, Clock(request.seconds), keep)
+    with torch.no_grad():
+        stock = beside(model)
+        accel.optimize(model)
+        stage("correctness")
+        going.about |= _checked(model, stock)
+        variants: dict[str, Any] = {"stock": stock, "accel": model}
+        if request.lossy is not None:
+            weights, kv_cache = request.lossy
+            stage(f"quantizing to {weights}, kv {kv_cache}")
+            options = {"weights": weights, "kv_cache": kv_cache}
+            try:
+                one, lost = quantized.variant(stock, f"{weights}, kv {kv_cache}", options, device)
+                variants[one.name], going.about["quantized"] = one.model, lost
+            except Exception as error:  # one that cannot be made must not cost the others' figures
+                going.fail("quantizing", error)
+        for workload in request.chosen:
+            stage(workload.name)
+            _measure(request, going, workload, variants)
+        stage("memory and set-up")
+        for label, one in variants.items():
+            if label != "stock":
+                going.about.setdefault("calls", {})[label] = _calls(one, device)
+    report = accel.report(model).to_dict()
+    going.about |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
+    keep(going.result)
+    return going.result
+
+
+def answers(model: "PreTrainedModel", prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """What `generate_batch` adds to each prompt, greedily. Raises ValueError where a request failed or stopped."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = list(model.generate_batch([list(prompt) for prompt in prompts], generation_config=config).values())
+    failed = next((one for one in outputs if one.error is not None), None)
+    if failed is not None:
+        raise ValueError(f"request {failed.request_id} failed: {failed.error}")
+    found = [one.generated_tokens for one in outputs]
+    short = next((len(one) for one in found if len(one) != new), None)
+    if short is not None or len(outputs) != len(prompts):
+        raise ValueError(f"{len(outputs)} answers of {len(prompts)}, one of {short} tokens instead of {new}")
+    return found
+
+
+def _checked(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
+    """Every token that accel chose is the best one to stock too, given those before it, but for rounding.
+
+    Raises WrongResult where one is not.
+    """
+    requests, new = CHECKED
+    prompts = (
+        WORKLOADS[0]
+        .first(requests)
+        .scaled(stock.config.get_text_config().max_position_embeddings or 512)
+        .prompts(stock)
+    )
+    worst = 0.0
+    for prompt, answer in zip(prompts, answers(model, prompts, new), strict=True):
+        ids = torch.tensor([[*prompt, *answer]], device=stock.device)
+        logits = stock(ids).logits[0, len(prompt) - 1 : -1].double()
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        spread = (logits - logits.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+        worst = max(worst, float(((logits.amax(-1) - chosen) / spread).max()))
+    allowed = 2 * bound(LOGITS, stock.dtype)
+    if not worst <= allowed:
+        raise WrongResult(f"a token that accel chose is {worst:.2g} standard deviations below stock's best one")
+    return {"worst_margin": worst, "margin_allowed": allowed}
+
+
+def _measure(request: BatchRequest, going: BatchResult, workload: Workload, variants: dict[str, Any]) -> None:
+    """One row: stock once, with as many requests as it does in its time; accel's first call, and the median of more."""
+    row: dict[str, Any] = dict(workload.about)
+    for name, model in variants.items():
+        if going.clock.left() <= 0:
+            going.skipped.append(f"{workload.name}: {name}")
+            continue
+        try:
+            row[name] = _stock(request, workload, model) if name == "stock" else _timed(request, workload, model)
+        except Exception as error:  # what one way of running it raises, the others have figures of their own
+            going.fail(f"{workload.name}: {name}", error)
+        release(request.device)
+    if any(name in row for name in variants):
+        going.add(row)
+
+
+def _stock(request: BatchRequest, workload: Workload, model: Any) -> dict:
+    """Tokens a second of as many of the first requests as fit the time, by how long a few of them took."""
+    few = workload.first(max(4, workload.requests // 16))
+    taken = _seconds(few, model, request.device)
+    # Of many at a time stock does more tokens a second than of few: up to as much longer as there are more.
+    fit = int(few.requests * request.stock_seconds / taken * 2)
+    whole = workload.first(max(few.requests, fit))
+    taken = _seconds(whole, model, request.device)
+    return _figures(whole, [taken]) | {"requests": whole.requests}
+
+
+def _timed(request: BatchRequest, workload: Workload, model: Any) -> dict:
+    if request.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(request.device)
+    times = [_seconds(workload, model, request.device) for _ in range(1 + ROUNDS)]
+    peak = round(torch.cuda.max_memory_allocated(request.device) / 2**20) if request.device.type == "cuda" else None
+    return _figures(workload, times[1:]) | {"first_s": round(times[0], 3), "peak_mb": peak}
+
+
+def _seconds(workload: Workload, model: Any, device: torch.device) -> float:
+    prompts = workload.prompts(model)
+    return seconds(partial(answers, model, prompts, workload.new), device)
+
+
+def _figures(workload: Workload, times: list[float]) -> dict:
+    median = statistics.median(times)
+    return {"s": round(median, 4), "tok_s": round(workload.requests * workload.new / median, 1), "rounds": len(times)}
+
+
+def _calls(model: Any, device: torch.device) -> dict:
+    """What a call costs besides its tokens, once the model is warm: one request of one token; and what many leave."""
+    one = Workload("one", 1, 20, 20, 1)
+    once = [_seconds(one, model, device) for _ in range(4)]
+    _seconds(SMALL, model, device)
+    release(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    for _ in range(CALLS):
+        _seconds(SMALL, model, device)
+    release(device)
+    after = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return {
+        "one_token_ms": round(1e3 * statistics.median(once[1:]), 2),
+        "grown_mb": round((after - before) / 2**20, 2),
+        "calls": CALLS,
+    }

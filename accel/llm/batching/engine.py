@@ -1,0 +1,244 @@
+"""The loop of continuous batching: plans a step, launches it, and reads the ids of the step before meanwhile."""
+
+import contextlib
+from collections import deque
+
+from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import reason_of
+from accel.llm.batching.answers import Answers, finish
+from accel.llm.batching.limits import Limits
+from accel.llm.batching.request import Request
+from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
+from accel.llm.batching.step import Flight, StepRunner, head_size
+from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.kv_cache.block_pool import BlockPool
+from accel.llm.kv_cache.layer_sets import layer_sets
+from accel.llm.kv_cache.pages import PagePool
+
+
+class Engine:
+    """Runs requests of one model together, a step at a time. For one thread, without gradients.
+
+    Holds memory for keys and values until `close`. runner: of CUDA graphs, None for none; it may outlive the engine, as
+    graphs hold for any pool. Raises torch.OutOfMemoryError where there is no memory, and Unfit where the model cannot
+    run so.
+    """
+
+    def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | None = None):
+        self.forward, self.limits = forward, limits
+        shapes = forward.shapes()
+        windows = [layer.spec.attention.sees for layer in forward.layers]
+        sets, device = layer_sets(shapes, windows), shapes[0].device
+        pages = limits.page_count(shapes, sets, device)
+        rows, columns = limits.rows, limits.columns
+        self.pool = BlockPool(sets, pages, rows, columns, limits.share)
+        self.pages = PagePool(shapes, sets, pages, rows, columns, device)
+        self.answers = Answers(rows)
+        self.scheduler = Scheduler(self.pool, self.answers, limits)
+        self.sampler = Sampler(rows, head_size(forward), device)
+        self.steps = StepRunner(forward, self.pages, self.sampler, rows, runner)
+        self.flights: deque[Flight] = deque()
+        self.ids: set[str] = set()
+        self.weights = self._weights()  # that what is stored was made with
+        self._news: dict[Request, None] = {}  # in the order in which there was news of them
+        self._cancelled: set[str] = set()  # children that are not there yet
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do, or to tell."""
+        return self.scheduler.busy or bool(self.flights) or bool(self._news)
+
+    def add(self, request: Request) -> None:
+        """Takes a request. One that cannot run fails, as the next `step` tells."""
+        reason = self._refusal(request)
+        if reason is not None:
+            self._fail(request, reason)
+        elif request.max_new_tokens == 0:
+            for one in (request, *request.further()):
+                self._tell(finish(one))
+        else:
+            self.ids.add(request.id)
+            self.ids.update(map(request.child_id, range(request.children)))
+            self.scheduler.waiting.append(request)
+
+    def _refusal(self, request: Request) -> str | None:
+        tokens, context = len(request.prompt), self.limits.context
+        if request.id in self.ids:
+            return f"a request with the id {request.id!r} is there already"
+        if not tokens:
+            return "an empty prompt: give one token or more"
+        if request.max_new_tokens is not None and request.max_new_tokens < 0:
+            return f"max_new_tokens={request.max_new_tokens!r}: give a number from 0 on, or None"
+        if tokens > context:
+            return f"a prompt of {tokens} tokens, where a request may come to {context}"
+        vocabulary = self.forward.embeddings().shape[0]
+        wrong = next((one for one in request.prompt if not 0 <= one < vocabulary), None)
+        if wrong is not None:
+            return f"token {wrong!r} in the prompt: the vocabulary has ids from 0 to {vocabulary - 1}"
+        blocks, most = -(-tokens // 64), (self.pool.pages - 1) // len(self.pool.sets)
+        if blocks > most:
+            return f"a prompt of {tokens} tokens, where all memory for keys and values has room for {most * 64}"
+        return None
+
+    def cancel(self, request_id: str) -> None:
+        """Drops a request in any state, and tells nothing more of it. Ids that are not there are ignored.
+
+        Its children that are not there yet fail with it.
+        """
+        if request_id not in self.ids:
+            return
+        self.ids.discard(request_id)
+        for request in [request for request in self._news if request.id == request_id and not request.error]:
+            del self._news[request]
+        if not self._drop(request_id):
+            self._cancelled.add(request_id)
+
+    def _drop(self, request_id: str) -> bool:
+        """Ends the request, if it is there."""
+        running = ((row, self.answers.requests[row]) for row in self.scheduler.running)
+        row, request = next(
+            ((row, one) for row, one in running if one is not None and one.id == request_id), (-1, None)
+        )
+        if request is None:
+            request = next((one for one in self.scheduler.waiting if one.id == request_id), None)
+            if request is None:
+                return False
+            self.scheduler.waiting.remove(request)
+        else:
+            self._leave(row, keep=True)
+        self._fail(request, "the request was cancelled")
+        del self._news[request]
+        return True
+
+    def step(self) -> list[Request]:
+        """Runs one step, or reads what is under way. Requests of which there is news: ended, or watched, one token on.
+
+        Raises what the GPU cannot recover from.
+        """
+        plan = self._plan()
+        if plan is not None:
+            self._launch(plan)
+        while len(self.flights) > (plan is not None):
+            self._read(self.flights.popleft())
+        self._cancelled = {one for one in self._cancelled if not self._drop(one)} if self.scheduler.busy else set()
+        news, self._news = list(self._news), {}
+        return news
+
+    def _plan(self) -> StepPlan | None:
+        self._forget_if_changed()
+        try:
+            plan = self.scheduler.plan(unread=bool(self.flights))
+        except IdsWanted:
+            self._read_all()
+            plan = self.scheduler.plan(unread=False)
+        for request, reason in self.scheduler.failed:
+            self.ids.discard(request.id)
+            self._fail(request, reason)
+        self.scheduler.failed.clear()
+        if plan is not None and self.flights and self.sampler.waits(plan.drawn):
+            self._read_all()
+        return plan
+
+    def forget(self) -> None:
+        """Nothing that is stored is for requests that begin from now on: the weights may be others."""
+        self.pool.forget()
+
+    def _forget_if_changed(self) -> None:
+        """What was stored with other weights is not for requests that begin."""
+        if not self.scheduler.waiting:
+            return
+        with contextlib.suppress(Unfit):  # which the step will raise
+            self.forward.ready()
+        weights = self._weights()
+        if self.weights is not None and self.weights != weights:
+            self.pool.forget()
+        self.weights = weights
+
+    def _weights(self) -> tuple[object, int | None] | None:
+        """What tells weights from others: where they lie, and how often they were edited as far as autograd counts."""
+        seen = self.forward.seen
+        return None if seen is None else (seen, seen.versions())
+
+    def _launch(self, plan: StepPlan) -> None:
+        try:
+            reason = self.forward.mode()
+            if reason is not None:
+                raise Unfit(reason)
+            for row in plan.opened:
+                request = self.answers.requests[row]
+                assert request is not None
+                self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
+            self.pages.upload(*self.pool.changes())
+            self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs))
+        except Exception as error:  # of this step: those in it end, the others go on
+            self._fail_step(plan, reason_of(error, memory=True))
+
+    def _fail_step(self, plan: StepPlan, reason: str) -> None:
+        """Prompts of the step fail, which made it the step it is; where it had none, all that were in it."""
+        self._read_all()
+        self.scheduler.undo(plan)
+        begun = [*plan.rows[plan.decodes :].tolist(), *plan.opened]
+        for row in dict.fromkeys(begun or plan.rows.tolist()):
+            if self.answers.requests[row] is not None:
+                self._fail(self._leave(row, keep=False), reason)
+
+    def _tokens(self, row: int) -> list[int]:
+        """Prompt and answer, as far as they are known."""
+        request = self.answers.requests[row]
+        assert request is not None
+        return request.prompt + self.answers.known(row).tolist()
+
+    def _read_all(self) -> None:
+        while self.flights:
+            self._read(self.flights.popleft())
+
+    def _read(self, flight: Flight) -> None:
+        """Takes in the ids of a step; of rows that changed hands since, they were drawn in vain."""
+        ids, logprobs = flight.read()
+        plan = flight.plan
+        current = self.scheduler.serial[plan.drawn] == plan.serials
+        rows = plan.drawn[current]
+        if not len(rows):
+            return
+        news = self.answers.add(rows, ids[current], None if logprobs is None else logprobs[current])
+        for request in news.told:
+            self._tell(request)
+        for row, reason in news.failed.items():
+            told = str(self.sampler.error(row)) if reason is None else reason
+            self._fail(self._leave(row, keep=False), told)
+        for row in news.ended:
+            self._tell(finish(self._leave(row, keep=True)))
+
+    def _leave(self, row: int, keep: bool) -> Request:
+        self.sampler.clear(row)
+        request = self.scheduler.close(row, keep)
+        self.ids.discard(request.id)
+        return request
+
+    def _tell(self, request: Request) -> None:
+        self._news[request] = None
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """It, and its children that are not there yet, which nobody else would tell of."""
+        children, request.children = request.further(), 0
+        self.ids.difference_update(one.id for one in children)
+        for one in (request, *children):
+            self._tell(finish(one, reason))
+
+    def fail(self, error: Exception) -> list[Request]:
+        """All requests that are left fail with this error; the engine is as new."""
+        self.flights.clear()
+        failed = [self._leave(row, keep=False) for row in self.scheduler.running] + list(self.scheduler.waiting)
+        self.scheduler.waiting.clear()
+        for request in failed:
+            self._fail(request, str(error) or repr(error))
+        self.ids.clear()
+        self.pool.forget()
+        news, self._news = list(self._news), {}
+        return news
+
+    def close(self) -> None:
+        """Gives the memory back; nothing can be asked of the engine any more."""
+        self.flights.clear()
+        del self.pages, self.steps, self.sampler

@@ -1,0 +1,98 @@
+"""Whether requests of a model can be batched by the engine: tried once, before the first of them."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from accel.errors import reason_of
+from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.scheduler import StepPlan
+from accel.llm.batching.step import StepRunner, head_size
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.mixed import MixedForward
+from accel.llm.generation.routing import Choices, routed_modules
+from accel.llm.generation.trial import Expected
+from accel.llm.kv_cache.block_pool import BlockPool
+from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.cache import adopt
+from accel.llm.kv_cache.layer_sets import layer_sets
+from accel.llm.kv_cache.pages import PagePool
+from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.recorder import example_ids, resting
+
+# (new tokens of the first sequence, of the second) of each step: prompts together, one in two parts beside a step of
+# the other, and a step of both.
+STEPS = ((5, 3), (1, 4), (1, 1))
+
+
+def refusal(forward: DecoderForward) -> str | None:
+    """Why requests of this model run through stock's own batching; None where the engine gives what it gives alone.
+
+    Tries it with two short texts. Raises errors of memory and of the GPU.
+    """
+    if isinstance(forward, MixedForward):
+        return "some of its layers run stock, and would know nothing of sequences of different lengths"
+    if forward.convention.kept:
+        return "it goes on with positions that it counted before, of one batch"
+    if forward.ledger.rests((forward.embeddings(),), {}):
+        return "it runs stock on a CPU"
+    reason = forward.mode()
+    if reason is not None:
+        return reason
+    if not within_positions(forward.module, tuple(map(max, STEPS)))[0]:
+        return "too few positions to try it"
+    try:
+        with torch.no_grad(), resting(forward.module):
+            together, alone = _together_and_alone(forward)
+            if together.shape[-1] != head_size(forward):
+                return f"logits of {together.shape[-1]} tokens, where its head has {head_size(forward)}"
+            # A router may choose otherwise for tokens that stand elsewhere in a product.
+            expected = Expected(alone, Choices(len(alone)), median=bool(routed_modules(forward)))
+            return None if expected.agrees(together) else "together, texts come out as others"
+    except Exception as error:  # of a model that looks at its inputs in a way of its own
+        return f"could not be tried: {reason_of(error)}"
+
+
+def _together_and_alone(forward: DecoderForward) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (2, steps, vocabulary) of the last token of each text in each step, by both ways."""
+    ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
+    lengths = np.cumsum([[0, 0], *STEPS], axis=0)
+    return _together(forward, ids, lengths), _alone(forward, ids, lengths)
+
+
+def _alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    rows = []
+    for text, ends in zip(ids, lengths[1:].T, strict=True):
+        store = adopt(DynamicCache(), forward.shapes())
+        assert not isinstance(store, str)
+        tokens = text[None, : ends[-1]]
+        places = torch.arange(tokens.shape[1], device=ids.device)[None]
+        logits = forward.run(store, tokens, places if "position_ids" in forward.names else None, None, 0)
+        rows.append(logits[0, ends - 1])
+    return torch.stack(rows)
+
+
+def _together(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    shapes = forward.shapes()
+    sets = layer_sets(shapes, [layer.spec.attention.sees for layer in forward.layers])
+    pages = 2 * len(sets) + 1
+    pool = BlockPool(sets, pages, 2, 1, share=False)
+    memory = PagePool(shapes, sets, pages, 2, 1, ids.device)
+    assert lengths.max() <= BLOCK
+    for row in (0, 1):
+        pool.open(row, [0])
+        pool.extend(row, BLOCK)
+    memory.upload(*pool.changes())
+    steps = StepRunner(forward, memory, Sampler(2, head_size(forward), ids.device), 2, None)
+    found = [steps.logits(_plan(ids, before, after)) for before, after in pairwise(lengths)]
+    return torch.stack(found, dim=1)
+
+
+def _plan(ids: torch.Tensor, before: np.ndarray, after: np.ndarray) -> StepPlan:
+    both, none = np.arange(2), np.empty(0, np.int64)
+    tokens = [row[start:end] for row, start, end in zip(ids.cpu().numpy(), before, after, strict=True)]
+    news = after - before
+    decodes = int((news == 1).sum()) if before.any() else 0
+    return StepPlan(both, before, news, decodes, np.concatenate(tokens), both, both, none, [], [])

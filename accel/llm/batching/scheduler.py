@@ -1,0 +1,280 @@
+"""Which requests take part in the next step: first come, first served, prompts in chunks beside those that go on.
+
+A step has a budget of new tokens. Requests that already have their first token come first, one token each; what is left
+goes to prompts, the longest waiting first (chunked prefill: Agrawal et al., 2023, "SARATHI"). Where pages run out, the
+request that came last gives its own back and waits; what it had computed is computed again, or found by its hash.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from accel.llm.batching.answers import Answers
+from accel.llm.batching.limits import Limits
+from accel.llm.batching.request import Request
+from accel.llm.kv_cache.block_pool import BlockPool
+from accel.llm.kv_cache.blocks import BLOCK
+
+UNBOUNDED = 2**62
+LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
+
+
+class Chunk(NamedTuple):
+    """Tokens of a row's prompt from `start` on. last: there are no more."""
+
+    row: int
+    start: int
+    tokens: list[int]
+    last: bool
+
+
+class IdsWanted(Exception):
+    """The ids of all steps that were launched have to be read before the next one can be planned."""
+
+
+@dataclass
+class StepPlan:
+    """One step: decodes, which get one new token each, then chunks of prompts.
+
+    rows, lengths, news: (sequences,) int64, the row of each, tokens stored before, new tokens. tokens: (tokens,) int64
+    of all sequences in turn, LATEST for those of decodes. sources, drawn, serials: (n,) int64, the sequences whose last
+    token is followed by a draw, the row it is drawn for, and which occupant of the row that is. copies: pages to copy
+    once the step is launched. opened: rows whose requests are new.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    news: np.ndarray
+    decodes: int
+    tokens: np.ndarray
+    sources: np.ndarray
+    drawn: np.ndarray
+    serials: np.ndarray
+    copies: list[tuple[int, int]]
+    opened: list[int]
+
+
+class Scheduler:
+    """The requests of one engine, those that wait and those that have a row. For one thread.
+
+    stored: (rows,) int64, tokens of each row that are stored once all steps planned have run. left: (rows,), tokens
+    that are still to be drawn for it. serial: (rows,), counted up whenever a row changes hands.
+    """
+
+    def __init__(self, pool: BlockPool, answers: Answers, limits: Limits):
+        self.pool, self.answers, self.limits = pool, answers, limits
+        self.waiting: deque[Request] = deque()
+        self.stored, self.left, self.serial, self.arrived = (np.zeros(limits.rows, np.int64) for _ in range(4))
+        self.decoding = np.empty(0, np.int64)  # rows in the order of their arrival
+        self.prefilling: dict[int, list[int]] = {}  # row to all tokens that it begins with; in the order of arrival
+        self.idle = list(range(limits.rows - 1, -1, -1))
+        self.failed: list[tuple[Request, str]] = []
+        self.preempted = 0
+        self._arrivals = 0
+        self._blocked: tuple[Request, int] | None = None  # who waits for pages, and how many were free then
+
+    @property
+    def running(self) -> list[int]:
+        """Rows of requests, in the order of their arrival."""
+        rows = [row for row, request in enumerate(self.answers.requests) if request is not None]
+        return sorted(rows, key=lambda row: self.arrived[row])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or len(self.idle) < self.limits.rows
+
+    def plan(self, unread: bool) -> StepPlan | None:
+        """The next step, None where nobody can take part. unread: whether ids of steps before are not known yet.
+
+        Requests that can never run are put into `failed`. Raises IdsWanted where somebody has to make room first.
+        """
+        while True:
+            decodes = self._decodes(unread)
+            opened: list[int] = []
+            chunks = list(self._chunks(self.limits.tokens - len(decodes), opened))
+            if len(decodes) or chunks:
+                return self._step(decodes, chunks, opened)
+            if not self.prefilling or not self._make_room(unread):
+                return None
+
+    def close(self, row: int, keep: bool) -> Request:
+        """The request leaves its row. keep: others may find what it has stored."""
+        request = self.answers.requests[row]
+        assert request is not None
+        if keep:
+            tokens = request.prompt + self.answers.known(row).tolist()
+            self.pool.commit(row, tokens[: min(len(tokens) - 1, int(self.stored[row]))])
+        self.answers.close(row)
+        self.pool.close(row)
+        self.prefilling.pop(row, None)
+        self.decoding = self.decoding[self.decoding != row]
+        self.serial[row] += 1
+        self.left[row] = 0
+        self.idle.append(row)
+        return request
+
+    def undo(self, plan: StepPlan) -> None:
+        """The step just planned was not launched: what it was to store is not there, and nobody may find it.
+
+        Its prompts are to be closed.
+        """
+        self.pool.forget()
+        self.stored[plan.rows] = plan.lengths
+        self.left[plan.rows[: plan.decodes]] += 1
+
+    def _decodes(self, unread: bool) -> np.ndarray:
+        """Rows that get one more token, and have the page for it."""
+        rows = self.decoding[self.left[self.decoding] > 0]
+        while (fit := self.pool.extend_all(rows, self.stored[rows] + 1)) < len(rows):
+            if not self._make_room(unread):
+                return rows[:fit]
+            rows = self.decoding[self.left[self.decoding] > 0]
+        return rows
+
+    def _make_room(self, unread: bool) -> bool:
+        """Who came last waits again; who is alone has failed. Whether somebody is left."""
+        if unread:
+            raise IdsWanted
+        *others, last = self.running
+        if others:
+            request = self.close(last, keep=True)
+            request.status = RequestStatus.PENDING
+            self.waiting.appendleft(request)
+            self.preempted += 1
+            return True
+        stored = int(self.stored[last])
+        request = self.close(last, keep=False)
+        self.failed.append((request, f"{stored} tokens fill all {self.pool.pages - 1} pages that there are"))
+        return False
+
+    def _chunks(self, budget: int, opened: list[int]) -> Iterator[Chunk]:
+        """Of prompts, until the budget or the pages are used up."""
+        for row, tokens in list(self.prefilling.items()):
+            end = self._end(row, len(tokens), budget)
+            if end <= self.stored[row]:
+                return
+            budget -= end - int(self.stored[row])
+            yield self._advance(row, tokens, end)
+        while budget > 0 and self.waiting and self.idle:
+            new = self._open()
+            if new is None:
+                return
+            opened.append(new)
+            tokens = self.prefilling[new]
+            end = self._end(new, len(tokens), budget)
+            if end <= self.stored[new]:
+                return
+            budget -= end - int(self.stored[new])
+            yield self._advance(new, tokens, end)
+
+    def _end(self, row: int, tokens: int, budget: int) -> int:
+        """How far the row's prompt can be read now; its pages are there."""
+        stored, sets = int(self.stored[row]), len(self.pool.sets)
+        reach = int(self.pool.held[row] + self.pool.free // sets) * BLOCK
+        end = min(tokens, stored + budget, reach)
+        return end if end > stored and self.pool.extend(row, end) else stored
+
+    def _advance(self, row: int, tokens: list[int], end: int) -> Chunk:
+        """The row's prompt is read up to here."""
+        start, self.stored[row] = int(self.stored[row]), end
+        if end // BLOCK > self.pool.committed[row]:
+            self.pool.commit(row, tokens[:end])
+        if end == len(tokens):
+            del self.prefilling[row]
+            self.decoding = np.append(self.decoding, row)
+            self.left[row] -= 1
+        return Chunk(row, start, tokens[start:end], end == len(tokens))
+
+    def _open(self) -> int | None:
+        """The request that has waited for longest takes a row, if there are pages for what it begins with."""
+        request, running = self.waiting[0], self.limits.rows - len(self.idle)
+        if running and self._blocked is not None:
+            who, free = self._blocked
+            if who is request and self.pool.free <= free:
+                return None
+        tokens = request.prompt + request.tokens
+        row = self.idle[-1]
+        found = self.pool.open(row, tokens)
+        # One page more for each that runs: else they would have to make room for each other at once.
+        wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.pool.sets) + running
+        if running and self.pool.free < wanted:
+            self.pool.close(row)
+            self._blocked = request, self.pool.free
+            return None
+        self.waiting.popleft()
+        self.idle.pop()
+        self._take(row, request)
+        self.stored[row] = found
+        self.prefilling[row] = tokens
+        return row
+
+    def _take(self, row: int, request: Request) -> None:
+        """The request has this row from now on."""
+        most = min(UNBOUNDED if request.max_new_tokens is None else request.max_new_tokens, self._room(request))
+        self.answers.open(row, request, most)
+        self.left[row] = most - len(request.tokens)
+        self._arrivals += 1
+        self.arrived[row] = self._arrivals
+        request.status = RequestStatus.PREFILLING
+        if request.started < 0:
+            request.started = time.perf_counter()
+
+    def _room(self, request: Request) -> int:
+        """Tokens that its answer may come to."""
+        return self.limits.context - len(request.prompt) + 1
+
+    def _step(self, decodes: np.ndarray, chunks: list[Chunk], opened: list[int]) -> StepPlan:
+        rows = _behind(decodes, [chunk.row for chunk in chunks])
+        lengths = _behind(self.stored[decodes], [chunk.start for chunk in chunks])
+        news = _behind(np.ones_like(decodes), [len(chunk.tokens) for chunk in chunks])
+        tokens = _behind(np.full_like(decodes, LATEST), [token for chunk in chunks for token in chunk.tokens])
+        sources, drawn = list(range(len(decodes))), decodes.tolist()
+        copies: list[tuple[int, int]] = []
+        for place, chunk in enumerate(chunks, len(decodes)):
+            request = self.answers.requests[chunk.row]
+            assert request is not None
+            if chunk.last:
+                request.status = RequestStatus.DECODING
+                children = list(self._children(chunk.row, request, int(self.stored[chunk.row]), copies))
+                opened += children
+                drawn += [chunk.row, *children]
+                sources += [place] * (1 + len(children))
+        self.stored[decodes] += 1
+        self.left[decodes] -= 1
+        self.pool.slide_all(rows, lengths + news)
+        takers = np.array(drawn, np.int64)
+        return StepPlan(
+            rows, lengths, news, len(decodes), tokens, np.array(sources, np.int64), takers, self.serial[takers],
+            copies, opened,
+        )  # fmt: skip
+
+    def _children(self, row: int, request: Request, length: int, copies: list[tuple[int, int]]) -> Iterator[int]:
+        """Rows of further answers to the same prompt, which go on with its keys and values; or they wait in front."""
+        children, request.children = request.further(), 0
+        for place, child in enumerate(children):
+            pairs = self.pool.fork(row, self.idle[-1], length) if self.idle else None
+            if pairs is None:
+                self.waiting.extendleft(reversed(children[place:]))
+                return
+            copies += pairs
+            new = self.idle.pop()
+            self._take(new, child)
+            child.status = RequestStatus.DECODING
+            self.stored[new] = length
+            self.left[new] -= 1
+            self.decoding = np.append(self.decoding, new)
+            yield new
+
+
+def _behind(numbers: np.ndarray, more: list[int]) -> np.ndarray:
+    return np.concatenate([numbers, np.array(more, np.int64)]) if more else numbers
+
+
+def sequence_starts(news: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The place at which the new tokens of each sequence begin, and behind the last: (sequences + 1,) int64."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(news, dtype=np.int64)])

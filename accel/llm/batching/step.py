@@ -1,0 +1,198 @@
+"""One step on the device: the model over the new tokens of all sequences, and a draw for each that goes on.
+
+Nothing waits for the device. The ids that are drawn stay there as the inputs of the next step; a copy is on its way to
+the host meanwhile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from accel_kernels.attention.paged.ragged import Ragged
+
+from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.kv_cache.pages import PagePool
+
+# Sequences of one token that a graph is made for: as many as asked for are filled up to the next.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+COARSE = 128  # from one bucket to the next beyond those
+NOBODY = -1  # in place of a row or a sequence
+ALIGNED = 4  # numbers; kernels are compiled anew for addresses that are not multiples of 16 bytes
+
+
+@dataclass
+class Flight:
+    """A step that was launched. ids, logprobs: of plan.drawn, on their way to the host; done: when they are there."""
+
+    plan: StepPlan
+    ids: torch.Tensor
+    logprobs: torch.Tensor | None
+    done: torch.cuda.Event | None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for the step."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.ids.numpy(), None if self.logprobs is None else self.logprobs.numpy()
+
+
+class StepRunner:
+    """Runs planned steps of one model over one pool of pages.
+
+    runner: of CUDA graphs of steps in which each sequence gets one token; None for none. last: (rows + 1,) int64, the
+    id drawn last for each row; the last place is nobody's.
+    """
+
+    def __init__(
+        self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
+    ):
+        self.forward, self.pages, self.sampler, self.runner = forward, pages, sampler, runner
+        self.device = pages.metadata.device
+        self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.nobody = rows
+
+    def launch(self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool) -> Flight:
+        """Runs a step. tokens_of: all tokens of a row, for processors that want them. Raises what the forward does."""
+        filled = self._bucket(plan)
+        numbers = _Numbers(plan, filled, self.nobody).on(self.device)
+        return self._draw(plan, self._logits(plan, numbers, filled)[0], numbers, tokens_of, logprobs)
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
+        return self._logits(plan, _Numbers(plan, None, self.nobody).on(self.device), None)[0]
+
+    def _logits(self, plan: StepPlan, numbers: "_Numbers", filled: int | None) -> torch.Tensor:
+        latest = self.last.index_select(0, numbers.taken_from)
+        tokens = torch.where(numbers.tokens == LATEST, latest, numbers.tokens).unsqueeze(0)
+        positions = numbers.positions.unsqueeze(0) if "position_ids" in self.forward.names else None
+        sequences = len(plan.rows) if filled is None else filled
+        decodes = plan.decodes if filled is None else filled
+        ragged = numbers.ragged(decodes, sequences - decodes)
+        keep = 0 if sequences == decodes else numbers.keep
+        arguments = (tokens, positions, self.pages.metadata, *ragged.pointers(), keep)
+        eager = partial(self._forward, ragged.most_decodes, ragged.most_prefills)
+        if filled is None or self.runner is None:
+            return eager(*arguments)
+        return self.runner(eager, arguments, {}, ("batch",))
+
+    def _forward(
+        self,
+        most_decodes: int,
+        most_prefills: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        metadata: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        token_sequences: torch.Tensor,
+        counts: torch.Tensor,
+        keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0."""
+        forward = self.forward
+        forward.ready()
+        ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
+        kvs = [self.pages.kv(layer) for layer in range(len(forward.layers))]
+        units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[1]
+        counters = torch.zeros(units, device=self.device, dtype=torch.int32)
+        kvs = [kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in kvs]
+        return forward.over(kvs, tokens, positions, keep)
+
+    def _bucket(self, plan: StepPlan) -> int | None:
+        """How many sequences the step is filled up to for a graph, None for a step that runs as it is."""
+        rows = len(plan.rows)
+        if self.runner is None or plan.decodes < rows or self.device.type != "cuda":
+            return None
+        return next((size for size in BUCKETS if size >= rows), -(-rows // COARSE) * COARSE)
+
+    def _draw(
+        self, plan: StepPlan, logits: torch.Tensor, numbers: "_Numbers", tokens_of: Callable, logprobs: bool
+    ) -> Flight:
+        count = len(plan.drawn)
+        ids, chances = torch.empty(0, dtype=torch.int64), torch.empty(0) if logprobs else None
+        if count:
+            drawn = self.sampler.draw(logits, numbers.drawn, numbers.wide["drawn"], tokens_of, logprobs)
+            ids, chances = drawn if isinstance(drawn, tuple) else (drawn, None)
+            self.last.index_copy_(0, numbers.put_to, ids.clamp_min(0))
+            ids, chances = ids[:count], None if chances is None else chances[:count]
+        self.pages.copy(plan.copies)
+        if self.device.type != "cuda":
+            return Flight(plan, ids, chances, None)
+        here, there = _on_host(ids), None if chances is None else _on_host(chances)
+        return Flight(plan, here, there, torch.cuda.current_stream(self.device).record_event())
+
+
+def head_size(forward: DecoderForward) -> int:
+    """How many tokens the model's head gives logits of."""
+    head = forward.module.get_output_embeddings()
+    return head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
+
+
+class _Numbers:
+    """All numbers of a step, on the host in two arrays, on the device views of two tensors.
+
+    filled: see `StepRunner._bucket`. nobody: the place in `StepRunner.last` that is no row's.
+    """
+
+    def __init__(self, plan: StepPlan, filled: int | None, nobody: int):
+        sequences = len(plan.rows)
+        more = 0 if filled is None else filled - sequences
+        starts = sequence_starts(plan.news)
+        count = len(plan.tokens)
+        of_token = np.repeat(np.arange(sequences), plan.news)
+        drawn = _fill(plan.drawn, more, NOBODY)
+        keep = starts[plan.sources + 1] - 1
+        self.wide = {
+            "tokens": _fill(plan.tokens, more, 0),
+            "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), more, 0),
+            "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), more, nobody),
+            "keep": keep if len(keep) else np.array([count - 1]),
+            "drawn": drawn,
+            "put_to": np.where(drawn == NOBODY, nobody, drawn),
+        }
+        self.narrow = {
+            "starts": _fill(starts, more, count),
+            "lengths": _fill(plan.lengths, more, 0),
+            "rows": _fill(plan.rows, more, 0),
+            "token_sequences": _fill(of_token, more, NOBODY),
+            "counts": np.array([plan.decodes, sequences]),
+        }
+
+    def on(self, device: torch.device) -> "_Numbers":
+        """With all tensors."""
+        wide, narrow = _moved(self.wide, np.int64, device), _moved(self.narrow, np.int32, device)
+        self.tokens, self.positions, self.taken_from, self.keep, self.drawn, self.put_to = wide
+        self._sequences = narrow
+        return self
+
+    def ragged(self, decodes: int, prefills: int) -> Ragged:
+        starts, lengths, rows, token_sequences, counts = self._sequences
+        return Ragged(starts, lengths, rows, token_sequences, counts, decodes, prefills)
+
+
+def _fill(numbers: np.ndarray, more: int, filler: int) -> np.ndarray:
+    return np.concatenate([numbers, np.full(more, filler)]) if more else numbers
+
+
+def _moved(parts: dict[str, np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
+    """The parts on the device, each beginning at a multiple of 16 bytes; in one copy that nobody waits for."""
+    sizes = [-(-len(part) // ALIGNED) * ALIGNED for part in parts.values()]
+    host = torch.empty(sum(sizes), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=device.type == "cuda")
+    array, place = host.numpy(), 0
+    for part, size in zip(parts.values(), sizes, strict=True):
+        array[place : place + len(part)] = part
+        place += size
+    pieces = host.to(device, non_blocking=True).split(sizes)
+    return [piece[: len(part)] for piece, part in zip(pieces, parts.values(), strict=True)]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there once the stream has come to it."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,180 @@
+"""Requests that fail, and others that do not: nothing is lost."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
+
+
+@pytest.fixture
+def llama(pair_of):
+    return pair_of("llama")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("x", [], 3), "an empty prompt"),
+        (request("x", [1], -1), "max_new_tokens=-1: give a number from 0 on, or None"),
+        (request("x", [1] * 300, 3), "a prompt of 300 tokens, where a request may come to 256"),
+        (request("x", [1] * 200, 3), "a prompt of 200 tokens, where all memory for keys and values has room for 192"),
+        (request("x", [3, 99], 3), "token 99 in the prompt: the vocabulary has ids from 0 to 98"),
+        (request("x", [-1], 3), "token -1 in the prompt"),
+        (request("a", [1], 3), "a request with the id 'a' is there already"),
+    ],
+)
+def test_a_request_that_cannot_run_fails_alone(llama, bad, message):
+    model, stock = llama
+    good, bad = request("a", [7, 8, 9], 6), dataclasses.replace(bad, tokens=[])
+    ended = finished(engine_of(model, pages=3), [good, bad])
+    assert ended[0] is bad and message in bad.error and not bad.tokens
+    assert ended[1] is good and good.tokens == alone(stock, good.prompt, 6)
+
+
+def test_logits_that_are_no_numbers(llama, monkeypatch):
+    """Of one request; the others go on."""
+    model, stock = llama
+    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
+    engine = engine_of(model, tokens=512)
+    draw, calls = engine.sampler.draw, []
+
+    def poisoned(logits, rows, host_rows, *rest):
+        calls.append(1)
+        hurt = [place for place, row in enumerate(host_rows) if row == 1]
+        if len(calls) == 3:
+            logits[hurt] = float("nan")
+        return draw(logits, rows, host_rows, *rest)
+
+    monkeypatch.setattr(engine.sampler, "draw", poisoned)
+    finished(engine, asked)
+    hurt = [one for one in asked if one.error]
+    assert len(hurt) == 1 and "NaN" in hurt[0].error and len(hurt[0].tokens) == 2
+    for one in asked:
+        assert one is hurt[0] or one.tokens == alone(stock, one.prompt, 9)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), ValueError("bad luck")])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_in_a_step(llama, monkeypatch, error, late):
+    """Who begins in that step fails; late: a step in which nobody does, and all in it fail."""
+    model, stock = llama
+    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
+    engine = engine_of(model, tokens=512)
+    launch, calls = engine.steps.launch, []
+
+    def failing(plan, *rest):
+        calls.append(plan)
+        if len(calls) == (4 if late else 2):
+            raise error
+        return launch(plan, *rest)
+
+    monkeypatch.setattr(engine.steps, "launch", failing)
+    engine.add(asked[0])
+    engine.step()
+    finished(engine, asked[1:])
+    assert [one.error is None for one in asked] == ([False] * 3 if late else [True, False, False])
+    after = request("after", [4, 5], 5)
+    finished(engine, [after])
+    for one in (asked[0], after) if not late else (after,):
+        assert one.tokens == alone(stock, one.prompt, one.max_new_tokens)
+
+
+def test_an_error_of_the_gpu_is_raised(llama, monkeypatch):
+    model, _ = llama
+    engine = engine_of(model)
+
+    def failing(*_):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(engine.steps, "launch", failing)
+    one = request("a", [1, 2], 4)
+    engine.add(one)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        engine.step()
+    assert engine.fail(raised.value) == [one] and "device-side" in one.error and not engine.busy
+    engine.pool.check()
+
+
+def test_a_criterion_that_raises_fails_its_request(llama):
+    model, stock = llama
+
+    def ends(tokens):
+        raise RuntimeError("no idea")
+
+    bad, good = request("x", [1, 2], 5, ends=ends), request("a", [3, 4], 5)
+    finished(engine_of(model), [bad, good])
+    assert "no idea" in bad.error and good.tokens == alone(stock, [3, 4], 5)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_cancelled_at_any_time(llama, steps):
+    """Waiting, its prompt half read, or going on; of it nothing more is told."""
+    model, stock = llama
+    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([40, 30, 9], 99, 3))]
+    engine = engine_of(model, rows=2)
+    for one in asked:
+        engine.add(one)
+    told = []
+    for _ in range(steps):
+        told += engine.step()
+    engine.cancel("0"), engine.cancel("2"), engine.cancel("nobody")
+    told += finished(engine)
+    assert told == [asked[1]] and asked[1].tokens == alone(stock, asked[1].prompt, 9)
+    again = request("0", [5], 2)
+    assert finished(engine, [again]) == [again] and again.error is None
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_children_end_with_a_parent_that_never_had_them(llama, steps):
+    model, _ = llama
+    parent = request("p", prompts_of([30], 99)[0], 6, children=2)
+    engine = engine_of(model)
+    engine.add(parent)
+    for _ in range(steps):
+        assert not engine.step()
+    engine.cancel("p")
+    ended = finished(engine)
+    assert [one.id for one in ended] == ["p__child#0", "p__child#1"] and parent.finished
+    assert {one.error for one in ended} == {"the request was cancelled"}
+    bad = request("p", [1, 2, 99], 6, children=1)
+    assert [one.id for one in finished(engine, [bad])] == ["p", "p__child#0"]
+
+
+def test_nothing_is_asked_for(llama):
+    model, _ = llama
+    one = request("a", [1, 2], 0)
+    assert finished(engine_of(model), [one]) == [one] and one.error is None and one.tokens == []
+
+
+def test_a_child_is_cancelled_before_it_is_there(llama):
+    model, _ = llama
+    engine = engine_of(model)
+    engine.add(request("p", prompts_of([30], 99)[0], 6, children=2))
+    engine.cancel("p__child#1")
+    assert {one.id for one in finished(engine)} == {"p", "p__child#0"}
+
+
+def test_training_mode_fails_what_is_asked_then(pair):
+    model, stock = pair("llama")
+    engine = engine_of(model)
+    model.train()
+    one = request("a", [1, 2], 4)
+    finished(engine, [one])
+    assert "training mode" in one.error
+    model.eval()
+    one = request("b", [1, 2], 4)
+    finished(engine, [one])
+    assert one.tokens == alone(stock, [1, 2], 4)
+
+
+def test_nothing_is_left_when_it_is_closed(llama):
+    model, _ = llama
+    engine = engine_of(model)
+    engine.add(request("a", [1, 2], 40))
+    for _ in range(4):
+        engine.step()
+    assert [one.id for one in engine.fail(RuntimeError("stopped"))] == ["a"] and not engine.busy
+    engine.close()
+    assert not hasattr(engine, "pages")

@@ -1,0 +1,125 @@
+"""What requests hold of the memory for keys and values: shared, given back, computed again."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import accel
+from accel.llm.kv_cache.blocks import BLOCK
+from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
+
+
+@pytest.fixture
+def llama(pair_of):
+    return pair_of("llama")
+
+
+def begun_alike(stock, count=4, shared=70):
+    [prefix], rest = prompts_of([shared], 99, 5), prompts_of([9] * count, stock.config.vocab_size, 6)
+    return [request(str(i), prefix + one, 6) for i, one in enumerate(rest)]
+
+
+def stored_by(engine, requests):
+    """Tokens that were computed for them."""
+    counted = []
+    launch = engine.steps.launch
+    engine.steps.launch = lambda plan, *rest: (counted.append(int(plan.news.sum())), launch(plan, *rest))[1]
+    finished(engine, requests)
+    return sum(counted)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_prompts_that_begin_alike_are_computed_once(llama, share):
+    model, stock = llama
+    asked = begun_alike(stock)
+    count = stored_by(engine_of(model, share=share, tokens=512), asked)
+    for one in asked:
+        assert one.tokens == alone(stock, one.prompt, 6)
+    assert count == 4 * (79 + 5) - (3 * BLOCK if share else 0)
+
+
+def test_an_answer_is_found_by_who_goes_on_with_it(llama):
+    model, stock = llama
+    engine = engine_of(model, tokens=512)
+    first = request("a", prompts_of([60], 99, 1)[0], 20)
+    finished(engine, [first])
+    second = request("b", first.prompt + first.tokens + [3, 4], 5)
+    assert stored_by(engine, [second]) == 82 - BLOCK + 4
+    assert second.tokens == alone(stock, second.prompt, 5)
+
+
+@pytest.mark.parametrize("pages", [2, 3, 5])
+def test_where_pages_run_out_who_came_last_waits(llama, pages):
+    model, stock = llama
+    asked = [request(str(i), p, 40) for i, p in enumerate(prompts_of([50, 30, 61, 10], 99, 2))]
+    engine = engine_of(model, pages=pages, tokens=512)
+    finished(engine, asked)
+    for one in asked:
+        assert one.error is None and one.tokens == alone(stock, one.prompt, 40)
+    assert engine.scheduler.preempted > 0 or pages != 3
+
+
+def test_who_fills_all_pages_alone_fails_and_the_others_go_on(llama):
+    model, stock = llama
+    asked = [request("a", prompts_of([20], 99)[0], 100), request("b", prompts_of([30], 99)[0], 9)]
+    finished(engine_of(model, pages=1), asked)
+    assert asked[0].error == "64 tokens fill all 1 pages that there are" and len(asked[0].tokens) == 45
+    assert asked[1].tokens == alone(stock, asked[1].prompt, 9)
+
+
+def test_several_answers_to_one_prompt_share_it(llama):
+    model, stock = llama
+    parent = request("p", prompts_of([70], 99, 8)[0], 9, children=2)
+    engine = engine_of(model, tokens=512)
+    found = finished(engine, [parent])
+    assert {one.id for one in found} == {"p", "p__child#0", "p__child#1"}
+    wanted = alone(stock, parent.prompt, 9)
+    assert all(one.tokens == wanted for one in found)
+
+
+def test_more_answers_than_there_are_rows(llama):
+    model, stock = llama
+    parent = request("p", prompts_of([20], 99, 8)[0], 3, children=7)
+    found = finished(engine_of(model, rows=2), [parent])
+    assert {one.id for one in found} == {"p", *(f"p__child#{i}" for i in range(7))}
+    assert all(one.tokens == alone(stock, parent.prompt, 3) for one in found)
+
+
+def test_windows_give_pages_back(pair):
+    """Of a model all whose layers have one."""
+    model, stock = pair("mistral", sliding_window=20)
+    engine = engine_of(model, tokens=512, rows=2, context=512)
+    one = request("a", prompts_of([90], 99)[0], 36)
+    engine.add(one)
+    held = []
+    while engine.busy:
+        engine.step()
+        held.append(engine.pool.pages - 1 - engine.pool.free)
+    assert one.tokens == alone(stock, one.prompt, 36)
+    assert max(held[2:]) <= 2 and engine.pool.sets[0].window == 20
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_rounded_keys_and_values(kind, pair):
+    """As the same model rounds them for one request."""
+    model, _ = pair("llama")
+    accel.restore(model)
+    accel.optimize(model, kv_cache=kind, cpu="fuse")
+    asked = [request(str(i), p, 8) for i, p in enumerate(prompts_of([5, 70, 33], 99, 4))]
+    finished(engine_of(model, tokens=512), asked)
+    for one in asked:
+        assert one.tokens == alone(model, one.prompt, 8)
+
+
+def test_nothing_that_was_stored_with_other_weights_is_found(pair):
+    model, stock = pair("llama")
+    engine = engine_of(model, tokens=512)
+    one = request("a", prompts_of([100], 99)[0], 4)
+    finished(engine, [one])
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+            ours.mul_(1.5), theirs.mul_(1.5)
+    again = dataclasses.replace(one, id="b", tokens=[])
+    finished(engine, [again])
+    assert again.tokens == alone(stock, one.prompt, 4)

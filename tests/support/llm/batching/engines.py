@@ -1,0 +1,56 @@
+"""Requests through an engine, and what stock gives for each of them alone."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.limits import Limits
+from accel.llm.batching.request import Request
+from accel.llm.batching.sampling import Sampling
+from accel.llm.generation.decoder import DecoderForward
+
+GREEDY = Sampling()
+
+
+def forward_of(model: nn.Module) -> DecoderForward:
+    forward = vars(model)["forward"]
+    assert isinstance(forward, DecoderForward)
+    return forward
+
+
+def engine_of(model: nn.Module, **limits) -> Engine:
+    return Engine(forward_of(model), Limits(**{"rows": 4, "tokens": 16, "context": 256, "pages": 64} | limits))
+
+
+def request(name: str, prompt: Sequence[int], new: int | None = 8, sampling: Sampling = GREEDY, **more) -> Request:
+    return Request(name, list(prompt), new, more.pop("eos", frozenset()), sampling, **more)
+
+
+def finished(engine: Engine, requests: Iterable[Request] = (), most: int = 2000) -> list[Request]:
+    """All requests that end, in the order in which they do. Nothing is lost: every page comes back."""
+    for one in requests:
+        engine.add(one)
+    ended: list[Request] = []
+    for _ in range(most):
+        if not engine.busy:
+            break
+        ended += [one for one in engine.step() if one.finished]
+        engine.pool.check()
+    assert not engine.busy
+    assert engine.pool.free == engine.pool.pages - 1 and not engine.ids
+    assert len(ended) == len(set(map(id, ended)))
+    return ended
+
+
+def prompts_of(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=g).tolist() for length in lengths]
+
+
+def alone(stock: nn.Module, prompt: Sequence[int], new: int, eos: int | None = None, **given) -> list[int]:
+    """What stock's generate() adds to the prompt by itself."""
+    ids = torch.tensor([list(prompt)])
+    config = {"do_sample": False, "eos_token_id": eos, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    return stock.generate(ids, max_new_tokens=new, **(config | given))[0, len(prompt) :].tolist()
