@@ -12,7 +12,8 @@ from accel.fusion.stacked_weights import Stacked
 from accel.llm.analysis.analyze import Analysis
 from accel.llm.analysis.kv_quantization import choose_codes, described
 from accel.llm.analysis.layer import LayerSpec
-from accel.llm.generation.decoder import DecoderForward, rows_of_kernels
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.graph_sizes import rows_of_kernels
 from accel.llm.generation.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward, try_mixed
 from accel.llm.generation.prefill import Prompts

@@ -10,7 +10,7 @@ from torch import nn
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
-from accel.llm.generation.decoder import by_graph, rows_of_kernels
+from accel.llm.generation.graph_sizes import by_graph, rows_of_kernels
 from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.patching.ledger import Ledger
 from support.llm.families import make, prompt
