@@ -90,7 +90,7 @@ def microseconds(run, sets=(None,)) -> float:
             run() if one is None else run(one)
 
     if not TOY:
-        return round(1000 * milliseconds(all_of_them, 6 // len(sets)) / len(sets), 2)
+        return round(1000 * milliseconds(all_of_them, max(1, 6 // len(sets))) / len(sets), 2)
     start = time.perf_counter()
     all_of_them()
     return round(1e6 * (time.perf_counter() - start) / len(sets), 2)
