@@ -9,7 +9,7 @@ import triton.language as tl
 from accel_kernels.sampling.noise_triton import noise_at
 
 LOWEST = tl.constexpr(-2139095040)  # order_of a float above -inf: what has no weight is never listed
-MARGIN = tl.constexpr(1.0001)  # more than sums in another order differ by
+MARGIN = tl.constexpr(1.001)  # by more than sums in another order and logarithms are off
 
 
 @triton.jit
@@ -87,17 +87,24 @@ def listed_sum(
 
 @triton.jit
 def list_groups(
-    groups_ptr, list_ptr, groups, top_k, top_p, min_p, top, total, GROUPS: tl.constexpr
+    groups_ptr, list_ptr, groups, vocabulary, top_k, top_p, min_p, top, total, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Lists the groups that can hold what is kept; gives their number, and an order that nothing kept is below."""
+    """Lists the groups that can hold what is kept; gives their number, and an order that nothing kept is below.
+
+    Without top-k there are two bounds more, as all weights are in `total`: nothing below min-p is kept, and nothing so
+    light that top-p may remove the whole vocabulary of it.
+    """
     g_idx = tl.arange(0, GROUPS)
     largest = tl.load(groups_ptr + g_idx, mask=g_idx < groups, other=-float("inf"), cache_modifier=".cg")
-    order, weight = order_of(largest), weight_of(largest, top)
+    order = order_of(largest)
     by_mass = (top_k <= 0) & (top_p < 1.0)
-    unit = tl.where(by_mass, weight, 1.0)
-    reach = tl.sum((weight >= min_p).to(tl.float32), axis=0)
-    needed = tl.where(by_mass, top_p * total * MARGIN, tl.where(top_k > 0, top_k.to(tl.float32), reach))
-    low, high = tl.full((), LOWEST, tl.int64), order_of(top).to(tl.int64)
+    unit = tl.where(by_mass, weight_of(largest, top), 1.0)
+    needed = tl.where(by_mass, top_p * total * MARGIN, top_k.to(tl.float32))
+    light = tl.where(by_mass, (1.0 - top_p) * total / vocabulary, 0.0)
+    light = tl.where(top_k > 0, 0.0, tl.maximum(light, min_p)) / MARGIN
+    least = tl.where(light > 0.0, top + tl.log(tl.where(light > 0.0, light, 1.0)), -float("inf"))
+    low = tl.maximum(order_of(least), LOWEST).to(tl.int64)
+    high = tl.where(by_mass | (top_k > 0), order_of(top).to(tl.int64), low)
     while low < high:  # the largest order at which there is enough; the lowest where there never is
         middle = (low + high + 1) >> 1
         enough = tl.sum(tl.where(order >= middle.to(tl.int32), unit, 0.0), axis=0) >= needed
@@ -115,7 +122,7 @@ def draw_filtered(
 ):  # fmt: skip
     """The place drawn, and the sum of the weights of what is kept. total: the sum of all weights."""
     top_k, top_p, min_p = tl.load(table.top_k + row), tl.load(table.top_p + row), tl.load(table.min_p + row)
-    listed, edge = list_groups(groups_ptr, list_ptr, groups, top_k, top_p, min_p, top, total, GROUPS)
+    listed, edge = list_groups(groups_ptr, list_ptr, groups, vocabulary, top_k, top_p, min_p, top, total, GROUPS)
     x, place = listed_scores(logits_ptr, table, row, temperature, words, vocabulary, list_ptr, listed, 0, GROUP, TILE)
     highest, bound = order_of(top).to(tl.int64), tl.full((), 0, tl.int64)
     if top_k > 0:

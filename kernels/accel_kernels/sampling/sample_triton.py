@@ -79,7 +79,7 @@ def finish_row(
             tl.store(word_ptr, tl.load(word_ptr) | (1 << (chosen % 32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("splits",))
 def pieces_kernel(
     logits_ptr, table, rows_ptr, ids_ptr, logprobs_ptr, stats_ptr, places_ptr, groups_ptr, stride, vocabulary, pieces,
     words, splits, FILTERS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
