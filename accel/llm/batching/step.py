@@ -7,6 +7,7 @@ the host meanwhile.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,13 @@ from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.pages import PagePool
 
-# Sequences of one token that a graph is made for: as many as asked for are filled up to the next.
+# Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
+# product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 COARSE = 128  # from one bucket to the next beyond those
+# Tokens of steps with prompts that a graph is made for, and how many prompts at most. A step of more tokens keeps a GPU
+# busy for longer than Python takes to launch it.
+MIXED, MOST_PREFILLS = (128, 256, 512, 768, 1024), 32
 NOBODY = -1  # in place of a row or a sequence
 ALIGNED = 4  # numbers; kernels are compiled anew for addresses that are not multiples of 16 bytes
 
@@ -41,10 +46,42 @@ class Flight:
         return self.ids.numpy(), None if self.logprobs is None else self.logprobs.numpy()
 
 
+class StepSize(NamedTuple):
+    """What a step is launched for: tokens, sequences of both kinds, draws. What is more than in the plan is idle."""
+
+    tokens: int
+    decodes: int
+    prefills: int
+    draws: int
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.prefills
+
+    @classmethod
+    def exact(cls, plan: StepPlan) -> "StepSize":
+        """As in the plan; a step without a draw computes the logits of one token, since none may be too few."""
+        return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.drawn)))
+
+    @classmethod
+    def filled(cls, plan: StepPlan, rows: int) -> "StepSize | None":
+        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has."""
+        tokens, decodes = len(plan.tokens), plan.decodes
+        if decodes == len(plan.rows):
+            fit = next((size for size in BUCKETS if size >= decodes), -(-decodes // COARSE) * COARSE)
+            return cls(fit, fit, 0, fit)
+        fit = next((size for size in MIXED if size >= tokens), 0)
+        if not fit or len(plan.rows) - decodes > MOST_PREFILLS:
+            return None
+        most = min(fit, rows)
+        draws = most + MOST_PREFILLS
+        return cls(fit, most, MOST_PREFILLS, draws) if len(plan.drawn) <= draws else None
+
+
 class StepRunner:
     """Runs planned steps of one model over one pool of pages.
 
-    runner: of CUDA graphs of steps in which each sequence gets one token; None for none. last: (rows + 1,) int64, the
+    runner: of CUDA graphs, None for none. last: (rows + 1,) int64, the
     id drawn last for each row; the last place is nobody's.
     """
 
@@ -58,27 +95,27 @@ class StepRunner:
 
     def launch(self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool) -> Flight:
         """Runs a step. tokens_of: all tokens of a row, for processors that want them. Raises what the forward does."""
-        filled = self._bucket(plan)
-        numbers = _Numbers(plan, filled, self.nobody).on(self.device)
-        return self._draw(plan, self._logits(plan, numbers, filled)[0], numbers, tokens_of, logprobs)
+        size = None if self.runner is None else StepSize.filled(plan, self.nobody)
+        by_graph = size is not None
+        size = StepSize.exact(plan) if size is None else size
+        numbers = _Numbers(plan, size, self.nobody).on(self.device)
+        return self._draw(plan, self._logits(numbers, size, by_graph)[0], numbers, tokens_of, logprobs)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
-        return self._logits(plan, _Numbers(plan, None, self.nobody).on(self.device), None)[0]
+        size = StepSize.exact(plan)
+        return self._logits(_Numbers(plan, size, self.nobody).on(self.device), size, by_graph=False)[0]
 
-    def _logits(self, plan: StepPlan, numbers: "_Numbers", filled: int | None) -> torch.Tensor:
+    def _logits(self, numbers: "_Numbers", size: StepSize, by_graph: bool) -> torch.Tensor:
         latest = self.last.index_select(0, numbers.taken_from)
         tokens = torch.where(numbers.tokens == LATEST, latest, numbers.tokens).unsqueeze(0)
         positions = numbers.positions.unsqueeze(0) if "position_ids" in self.forward.names else None
-        sequences = len(plan.rows) if filled is None else filled
-        decodes = plan.decodes if filled is None else filled
-        ragged = numbers.ragged(decodes, sequences - decodes)
-        keep = 0 if sequences == decodes else numbers.keep
-        arguments = (tokens, positions, self.pages.metadata, *ragged.pointers(), keep)
-        eager = partial(self._forward, ragged.most_decodes, ragged.most_prefills)
-        if filled is None or self.runner is None:
+        keep = numbers.keep if size.prefills else 0
+        arguments = (tokens, positions, self.pages.metadata, *numbers.sequences, keep)
+        eager: Callable[..., torch.Tensor] = partial(self._forward, size.decodes, size.prefills)
+        if not by_graph or self.runner is None:
             return eager(*arguments)
-        return self.runner(eager, arguments, {}, ("batch",))
+        return self.runner(eager, arguments, {}, ("batch", size.decodes, size.prefills))
 
     def _forward(
         self,
@@ -103,13 +140,6 @@ class StepRunner:
         counters = torch.zeros(units, device=self.device, dtype=torch.int32)
         kvs = [kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in kvs]
         return forward.over(kvs, tokens, positions, keep)
-
-    def _bucket(self, plan: StepPlan) -> int | None:
-        """How many sequences the step is filled up to for a graph, None for a step that runs as it is."""
-        rows = len(plan.rows)
-        if self.runner is None or plan.decodes < rows or self.device.type != "cuda":
-            return None
-        return next((size for size in BUCKETS if size >= rows), -(-rows // COARSE) * COARSE)
 
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, numbers: "_Numbers", tokens_of: Callable, logprobs: bool
@@ -137,46 +167,39 @@ def head_size(forward: DecoderForward) -> int:
 class _Numbers:
     """All numbers of a step, on the host in two arrays, on the device views of two tensors.
 
-    filled: see `StepRunner._bucket`. nobody: the place in `StepRunner.last` that is no row's.
+    nobody: the place in `StepRunner.last` that is no row's.
     """
 
-    def __init__(self, plan: StepPlan, filled: int | None, nobody: int):
-        sequences = len(plan.rows)
-        more = 0 if filled is None else filled - sequences
-        starts = sequence_starts(plan.news)
-        count = len(plan.tokens)
-        of_token = np.repeat(np.arange(sequences), plan.news)
-        drawn = _fill(plan.drawn, more, NOBODY)
-        keep = starts[plan.sources + 1] - 1
+    def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
+        starts, count = sequence_starts(plan.news), len(plan.tokens)
+        of_token = np.repeat(np.arange(len(plan.rows)), plan.news)
+        drawn = _fill(plan.drawn, size.draws, NOBODY)
         self.wide = {
-            "tokens": _fill(plan.tokens, more, 0),
-            "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), more, 0),
-            "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), more, nobody),
-            "keep": keep if len(keep) else np.array([count - 1]),
+            "tokens": _fill(plan.tokens, size.tokens, 0),
+            "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
+            "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), size.tokens, nobody),
+            "keep": _fill(starts[plan.sources + 1] - 1, size.draws, count - 1),
             "drawn": drawn,
             "put_to": np.where(drawn == NOBODY, nobody, drawn),
         }
         self.narrow = {
-            "starts": _fill(starts, more, count),
-            "lengths": _fill(plan.lengths, more, 0),
-            "rows": _fill(plan.rows, more, 0),
-            "token_sequences": _fill(of_token, more, NOBODY),
-            "counts": np.array([plan.decodes, sequences]),
+            "starts": _fill(starts, size.sequences + 1, count),
+            "lengths": _fill(plan.lengths, size.sequences, 0),
+            "rows": _fill(plan.rows, size.sequences, 0),
+            "token_sequences": _fill(of_token, size.tokens, NOBODY),
+            "counts": np.array([plan.decodes, len(plan.rows)]),
         }
 
     def on(self, device: torch.device) -> "_Numbers":
-        """With all tensors."""
-        wide, narrow = _moved(self.wide, np.int64, device), _moved(self.narrow, np.int32, device)
+        """With all tensors; `sequences` are those of a `Ragged`, in its order."""
+        wide, self.sequences = _moved(self.wide, np.int64, device), _moved(self.narrow, np.int32, device)
         self.tokens, self.positions, self.taken_from, self.keep, self.drawn, self.put_to = wide
-        self._sequences = narrow
         return self
 
-    def ragged(self, decodes: int, prefills: int) -> Ragged:
-        starts, lengths, rows, token_sequences, counts = self._sequences
-        return Ragged(starts, lengths, rows, token_sequences, counts, decodes, prefills)
 
-
-def _fill(numbers: np.ndarray, more: int, filler: int) -> np.ndarray:
+def _fill(numbers: np.ndarray, length: int, filler: int) -> np.ndarray:
+    """So many numbers, fillers behind those that are there."""
+    more = length - len(numbers)
     return np.concatenate([numbers, np.full(more, filler)]) if more else numbers
 
 

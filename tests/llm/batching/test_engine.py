@@ -107,6 +107,36 @@ def test_streaming_tells_every_token(llama):
     as_alone(stock, asked)
 
 
+class Replays:
+    """In place of a runner of graphs: computes what is there, of the size that the graph has."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, eager, args, kwargs, variant):
+        assert not kwargs
+        self.sizes.append((args[0].shape[1], *variant[1:]))
+        return eager(*args)
+
+
+def test_steps_of_the_sizes_of_graphs(llama):
+    """What fills them up is nobody's."""
+    model, stock = llama
+    asked = asked_of(stock)
+    engine = engine_of(model, rows=6, tokens=2048)
+    engine.steps.runner = replays = Replays()
+    finished(engine, asked)
+    as_alone(stock, asked)
+    assert (512, 6, 32) in replays.sizes or (256, 6, 32) in replays.sizes
+    assert {size for size in replays.sizes if not size[2]} <= {(n, n, 0) for n in (1, 2, 4, 8)}
+    asked = [request(str(i), [5] * 3, 3) for i in range(40)]  # more prompts in one step than any graph takes
+    engine = engine_of(model, rows=40, tokens=2048, pages=200)
+    engine.steps.runner = replays = Replays()
+    finished(engine, asked)
+    as_alone(stock, asked[:1])
+    assert replays.sizes and all(size == (40, 40, 0) for size in replays.sizes)
+
+
 def test_arrivals_while_others_run(llama):
     model, stock = llama
     asked = asked_of(stock)
