@@ -16,8 +16,8 @@ from accel_kernels.attention.backends import BACKENDS
 
 from accel.bench.machine import commit, machine, now
 
-# below, in int8_linear.py and in sampling_times.py
-ELSEWHERE = ("attention", "fp8_linear", "int8_linear", "quantize_rows", "sample")
+# below, in expert_times.py, in int8_linear.py and in sampling_times.py
+ELSEWHERE = ("attention", "experts", "fp8_linear", "int8_linear", "quantize_rows", "sample")
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),

@@ -14,12 +14,15 @@ from accel_kernels.elementwise import softmax_triton as softmax
 from accel_kernels.image import image_sum_triton as image_sum
 from accel_kernels.image import upsample_convolve_triton as convolve
 from accel_kernels.image import upsample_triton as upsample
+from accel_kernels.moe import experts_triton
+from accel_kernels.moe.tiles import GEMV, TILES
+from accel_kernels.moe.weights import ExpertWeights, Gating
 from accel_kernels.norm import group_norm_triton as group_norm
 from accel_kernels.norm import layer_norm_triton as layer_norm
 from accel_kernels.norm.channel_stats_triton import GROWTH
 from triton.runtime.jit import JITFunction
 
-MODULES = (attention, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve)
+MODULES = (attention, experts_triton, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve)
 SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
 
 
@@ -123,4 +126,33 @@ def test_prompts(launched):
     known = set(launched)
     for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
         paged_attention(*shape)
+    assert launched == known
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("first", [1, 40, 3000])
+def test_tokens_of_experts(launched, first, transposed):
+    """Every tile that may be chosen, by size or by timing."""
+
+    def stack(*shape):
+        return torch.empty(16, *shape, device="meta", dtype=torch.bfloat16)
+
+    if transposed:
+        stacks = stack(256, 384).transpose(1, 2), stack(192, 256).transpose(1, 2)
+        weights = ExpertWeights(*stacks, Gating(limit=7.0), True, stack(384), stack(256))
+    else:
+        weights = ExpertWeights(stack(384, 256), stack(256, 192))
+
+    def multiplied(tokens, **how):
+        x = torch.empty(tokens, 256, device="meta", dtype=torch.bfloat16)
+        index = torch.empty(tokens, 4, device="meta", dtype=torch.int64)
+        experts_triton.experts(x, index, x[:, :4].contiguous(), weights, **how)
+
+    with warmed_up():
+        multiplied(first)
+    known = set(launched)
+    for tokens in (1, 2, 5, 16, 17, 33, 500, 4099):
+        multiplied(tokens)
+        for tile in (*TILES, GEMV):
+            multiplied(tokens, tile=tile)
     assert launched == known

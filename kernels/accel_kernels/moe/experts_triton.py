@@ -32,22 +32,25 @@ from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
 BLOCK = 8192  # weights of a transposed one, likewise
+ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
 PAIRS = 1024  # that are sorted at a time
 CHANNELS = 1024  # that are added up by a program
 
 
 def experts(x, index, shares, weights, *, tile=None):
-    """Same arguments and result as the reference. tile: a name of TILES or GEMV, else chosen by size."""
+    """Same arguments and result as the reference. tile: a name of TILES or GEMV, or a Tile; else chosen by size."""
     if warming_up():  # what other numbers of tokens will take
         for name in TILES:
             _grouped(x, index, shares, weights, TILES[name])
-        return _one_by_one(x, index, shares, weights)
+        return [_one_by_one(x, index, shares, weights, across) for across in ACROSS][-1]
     if tile is None:
         tile = GEMV if len(x) <= MOST_TOKENS else likely_tile(index.numel(), weights.experts)
-    return _one_by_one(x, index, shares, weights) if tile == GEMV else _grouped(x, index, shares, weights, TILES[tile])
+    if tile == GEMV:
+        return _one_by_one(x, index, shares, weights)
+    return _grouped(x, index, shares, weights, TILES[tile] if isinstance(tile, str) else tile)
 
 
-def _one_by_one(x, index, shares, weights):
+def _one_by_one(x, index, shares, weights, columns=None):
     (tokens, chosen), inner = index.shape, weights.inner
     h = torch.empty((tokens * chosen, inner), device=x.device, dtype=x.dtype)
     y = torch.empty_like(x)
@@ -60,7 +63,7 @@ def _one_by_one(x, index, shares, weights):
             BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(weights.hidden)), num_warps=WARPS,
         )  # fmt: skip
     else:
-        across = _across(inner, tokens * chosen, x.device)
+        across = columns or _across(inner, tokens * chosen, x.device)
         launch(
             expert_columns_up_kernel, (triton.cdiv(inner, across), tokens * chosen), *up, **gating,
             BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
@@ -71,7 +74,7 @@ def _one_by_one(x, index, shares, weights):
             BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(inner)), num_warps=WARPS,
         )  # fmt: skip
     else:
-        across = _across(weights.hidden, tokens, x.device)
+        across = columns or _across(weights.hidden, tokens, x.device)
         launch(
             expert_columns_down_kernel, (triton.cdiv(weights.hidden, across), tokens), *down, K=inner,
             BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS,
@@ -80,8 +83,9 @@ def _one_by_one(x, index, shares, weights):
 
 
 def _across(outputs: int, many: int, device: torch.device) -> int:
-    """Neighboring outputs to a program of the transposed GEMV: 64 bytes of each input's; fewer to fill the GPU."""
-    return 32 if triton.cdiv(outputs, 32) * many >= 2 * multiprocessors(device) else 16
+    """Which of ACROSS, for so many outputs of so many products."""
+    few, wide = ACROSS
+    return wide if triton.cdiv(outputs, wide) * many >= 2 * multiprocessors(device) else few
 
 
 def _grouped(x, index, shares, weights, tile: Tile):

@@ -15,9 +15,9 @@ from support.llm.walks import walk
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
-# What stock does on the host in every forward, and no graph can: it reads the greatest position, makes slopes (Bloom)
-# or frequencies (Phi-MoE) on the CPU, or, called outside of generate(), groups tokens by expert there.
-WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "phi-moe", "gpt-oss")
+# What stock does on the host in every forward, and no graph can: it reads the greatest position, or makes slopes
+# (Bloom) or frequencies (Phi-MoE) on the CPU.
+WAITS = ("llama-rope-dynamic", "phi3-longrope", "bloom", "phi-moe")
 
 
 pytestmark = pytest.mark.usefixtures("exact")

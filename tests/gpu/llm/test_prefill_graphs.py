@@ -11,7 +11,7 @@ import torch
 import accel
 from accel.llm.generation.prefill import MOST, STEP, bucket_for
 from support.llm.families import make, padded, prompt
-from support.llm.gpu import new_pair, on_gpu, prefill_graphs, talk
+from support.llm.gpu import decode_graphs, new_pair, on_gpu, prefill_graphs, talk
 from support.llm.outputs import generate, same
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -38,6 +38,20 @@ def test_generate_uses_them():
             same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
     rows = {row["inputs"].split(",")[0] for row in prefill_graphs(ours)}
     assert rows == {"1x16", "3x16", "1x320"}, accel.report(ours)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"])
+def test_experts_are_in_them_and_in_steps_of_many_rows(name):
+    ours, stock = new_pair(name, max_position_embeddings=2048)
+    for rows, length in ((1, 12), (1, 300), (40, 9), (96, 5)):
+        for seed in range(3):
+            ids = prompt(rows, length, seed).cuda()
+            same(talk(ours, ids), talk(stock, ids), 4e-5)
+    read = {row["inputs"].split(",")[0] for row in prefill_graphs(ours)}
+    assert read == {f"{rows}x{bucket_for(rows, length)}" for rows, length in ((1, 12), (1, 300), (40, 9), (96, 5))}
+    steps = {row["inputs"].split(",")[0] for row in decode_graphs(ours)}
+    assert steps == {"1x1", "40x1", "96x1"}, accel.report(ours)
+    assert accel.report(ours).fallbacks == []
 
 
 def test_longer_prompts_and_all_logits_are_read_as_before():
