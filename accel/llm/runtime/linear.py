@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import MOST_ROWS, in_passes
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.trials import collecting
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -51,6 +52,10 @@ class Weights(NamedTuple):
             return partial(in_passes, linear=kernels.linear)
         return kernels.fused_linear
 
+    def norms_on_the_way(self, x: torch.Tensor) -> bool:
+        """Whether a norm of many rows costs its product nothing."""
+        return False
+
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         """Whether one operation can take both, as gate and up."""
         return type(other) is Weights
@@ -82,6 +87,10 @@ class QuantizedWeights(NamedTuple):
 
     def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
         return kernels.quantized_linear
+
+    def norms_on_the_way(self, x: torch.Tensor) -> bool:
+        """Up to so many rows the columns of x are brought into an order of their own, and normed in the same pass."""
+        return x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         if type(other) is not QuantizedWeights or self.module.rounding != other.module.rounding:

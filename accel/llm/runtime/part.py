@@ -77,9 +77,9 @@ class NormedInput(Rows):
             super().__init__(x, norm.norm)
         self.times = times
 
-    def given(self) -> tuple[torch.Tensor, Norm | None]:
-        """What an operation is given that takes a norm before its product."""
-        once = self.norm is not None and self.times > 1 and many(self.x)
+    def given(self, free: bool = False) -> tuple[torch.Tensor, Norm | None]:
+        """What an operation is given that takes a norm before its product. free: it costs nothing there."""
+        once = self.norm is not None and self.times > 1 and not free and many(self.x)
         return (self.normed(), None) if once else (self.x, self.norm)
 
 
@@ -101,7 +101,7 @@ def part_product(
     if type(weights) is QuantizedWeights and (activations := weights.module.rounds(before.x)) is not None:
         module = weights.module
         return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
-    x, norm = before.given()
+    x, norm = before.given(weights.norms_on_the_way(before.x))
     return weights.product(kernels, x)(x, weight, bias, norm=norm, **given)
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from accel_kernels import fused_linear
+from accel_kernels import fused_linear, quantized_linear
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.trials import Trials
 
@@ -69,6 +69,27 @@ def test_few_rows_and_calls_that_would_wait_are_not_measured(counted, rows, noti
     ours, stock, seen = layers_of("llama", counted, rows, noting)
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
     assert seen == []
+
+
+@pytest.mark.parametrize("rows, inside", [(70, True), (520, False)])
+def test_the_norm_before_a_quantized_weight_is_its_own_up_to_512_rows(rows, inside):
+    """Beyond, it is done once for all products of an input."""
+    seen = []
+
+    def counted(x, weight, bias=None, *, norm=None, **after):
+        seen.append((x.numel() // x.shape[-1], norm is not None))
+        return quantized_linear.reference(x, weight, bias, norm=norm, **after)
+
+    stock = make("llama")
+    with accel.register_op("quantized_linear", counted):
+        model = accel.optimize(copy.deepcopy(stock), weights="int8", cpu="fuse")
+    seen.clear()
+    with torch.no_grad():
+        ours, wanted = (one(prompt(rows, 1)).logits for one in (model, stock))
+    assert (ours - wanted).abs().max() < 0.05 * wanted.abs().max()
+    norms = [norm for many, norm in seen if many == rows]
+    layers = stock.config.num_hidden_layers
+    assert norms == [inside, False, inside, False] * layers  # queries, keys and values; out; gate and up; down
 
 
 def test_not_where_a_user_has_put_another_operation(counted):
