@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from accel.errors import reason_of
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import StepPlan
-from accel.llm.batching.step import StepRunner, head_size
+from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, routed_modules
@@ -86,8 +86,18 @@ def _together(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -
         pool.extend(row, BLOCK)
     memory.upload(*pool.changes())
     steps = StepRunner(forward, memory, Sampler(2, head_size(forward), ids.device), 2, None)
-    found = [steps.logits(_plan(ids, before, after)) for before, after in pairwise(lengths)]
-    return torch.stack(found, dim=1)
+    plans = [_plan(ids, before, after) for before, after in pairwise(lengths)]
+    steps.warm_up([*plans, _large()])
+    return torch.stack([steps.logits(plan) for plan in plans], dim=1)
+
+
+def _large() -> StepPlan:
+    """A step of so many tokens that no graph is made for it, to compile what it launches."""
+    count = MOST_PREFILLS + 1
+    rows, none, news = np.zeros(count, np.int64), np.empty(0, np.int64), np.full(count, BLOCK)
+    news[0] = 1
+    tokens = np.zeros(news.sum(), np.int64)
+    return StepPlan(rows, rows, news, 1, tokens, np.arange(1), rows[:1], none, [], [])
 
 
 def _plan(ids: torch.Tensor, before: np.ndarray, after: np.ndarray) -> StepPlan:

@@ -4,7 +4,7 @@ Nothing waits for the device. The ids that are drawn stay there as the inputs of
 the host meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from accel_kernels.attention.paged.ragged import Ragged
+from accel_kernels.warmup import warmup
 
 from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import reason_of
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
 from accel.llm.generation.decoder import DecoderForward
@@ -105,6 +107,16 @@ class StepRunner:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
         return self._logits(_Numbers(plan, size, self.nobody).on(self.device), size, by_graph=False)[0]
+
+    def warm_up(self, plans: Iterable[StepPlan]) -> None:
+        """Compiles side by side what these steps launch on a GPU; nothing of them comes out."""
+        if self.device.type == "cuda":
+            try:
+                with warmup():
+                    for plan in plans:
+                        self.logits(plan)
+            except Exception as error:  # shows again when such a step runs
+                reason_of(error)
 
     def _logits(self, numbers: "_Numbers", size: StepSize, by_graph: bool) -> torch.Tensor:
         latest = self.last.index_select(0, numbers.taken_from)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from accel.llm.batching.refusal import refusal
+from accel.llm.batching.refusal import _large, refusal
+from accel.llm.batching.step import StepSize
 from accel.llm.generation.decoder import DecoderForward
-from support.llm.batching.engines import forward_of
+from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
@@ -52,3 +53,12 @@ def test_stock_on_a_cpu(pair):
     model, _ = pair("llama")
     forward_of(model).ledger.stock_on_cpu = True
     assert refusal(forward_of(model)) == "it runs stock on a CPU"
+
+
+def test_a_large_step_is_one_that_no_graph_is_made_for(pair_of):
+    """What is compiled ahead; its numbers are as those of a step that runs."""
+    plan = _large()
+    assert StepSize.filled(plan, 64) is None and len(plan.tokens) == plan.news.sum() > 1024
+    model, _ = pair_of("llama")
+    engine = engine_of(model, rows=2, context=64)
+    assert engine.steps.logits(plan).shape == (1, model.config.vocab_size)

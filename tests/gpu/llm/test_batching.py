@@ -1,0 +1,139 @@
+"""Continuous batching on a GPU: each request as it is alone, steps from graphs, nothing lost and nothing that grows."""
+
+import gc
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import accel
+from accel.tolerances import LOGITS, bound
+from support.llm.batching.engines import prompts_of
+from support.llm.families import FAMILIES
+from support.llm.gpu import new_pair, replayed
+
+CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
+LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def config_of(new: int, **given) -> GenerationConfig:
+    return GenerationConfig(
+        **({"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | given)
+    )
+
+
+def batch(model, prompts, new: int, **given) -> list[list[int]]:
+    outputs = model.generate_batch(prompts, generation_config=config_of(new, **given))
+    assert all(one.error is None for one in outputs.values())
+    return [one.generated_tokens for one in outputs.values()]
+
+
+def alone(stock, prompt, new: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = stock.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config_of(new))
+    return out[0, len(prompt) :].tolist()
+
+
+def batched(model) -> list[dict]:
+    """Rows of the report for steps of batches that are replayed."""
+    return [row for row in replayed(model) if "batch" in row["inputs"].split(", ")]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_each_request_gets_what_it_gets_alone(name):
+    ours, stock = new_pair(name)
+    prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
+    wanted = [alone(stock, prompt, 12) for prompt in prompts]
+    for _ in range(3):  # eager, captured, replayed
+        assert batch(ours, prompts, 12) == wanted
+    assert accel.report(ours).fallbacks == [] and batched(ours), accel.report(ours)
+
+
+def test_steps_come_from_graphs_and_pools_from_anywhere():
+    """A pool is freed with its manager; the graphs of one call serve the next."""
+    ours, stock = new_pair("llama", max_position_embeddings=2048)
+    prompts = prompts_of(LENGTHS, 99)
+    for new in (30, 20, 40):
+        assert batch(ours, prompts, new) == [alone(stock, prompt, new) for prompt in prompts]
+    captured = len(batched(ours))
+    keep = [torch.empty(2**20, device="cuda") for _ in range(5)]  # where the pool was
+    assert batch(ours, prompts, 30) == [alone(stock, prompt, 30) for prompt in prompts]
+    assert len(batched(ours)) == captured and keep
+
+
+@pytest.mark.parametrize("rows", [1, 65, 200])
+def test_many_requests(rows):
+    ours, stock = new_pair("llama")
+    prompts = prompts_of([3 + number % 30 for number in range(rows)], 99, 7)
+    found = batch(ours, prompts, 10)
+    places = range(0, rows, max(1, rows // 9))
+    assert [found[place] for place in places] == [alone(stock, prompts[place], 10) for place in places]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "glm", "qwen3-moe"])
+def test_in_half_precision_every_token_is_stocks_best_but_for_rounding(name, dtype):
+    ours, stock = new_pair(name, dtype)
+    prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
+    for _ in range(2):
+        for prompt, answer in zip(prompts, batch(ours, prompts, 12), strict=True):
+            ids = torch.tensor([prompt + answer], device="cuda")
+            logits = stock(ids).logits[0, len(prompt) - 1 : -1].double()
+            margin = logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert float((margin / logits.std(-1)).max()) <= 2 * bound(LOGITS, dtype)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_rounded_keys_and_values(kind):
+    ours, _ = new_pair("llama")
+    accel.restore(ours)
+    accel.optimize(ours, kv_cache=kind, graphs=True)
+    prompts = prompts_of(LENGTHS, 99)
+    wanted = [alone(ours, prompt, 9) for prompt in prompts]
+    for _ in range(2):
+        assert batch(ours, prompts, 9) == wanted
+
+
+def test_a_draw_does_not_depend_on_its_company():
+    ours, _ = new_pair("llama")
+    prompts = prompts_of((20, 9, 31), 99)
+    given = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95}
+
+    def drawn(company):
+        torch.manual_seed(5)
+        return batch(ours, [prompts[0], *company], 16, **given)[0]
+
+    first = drawn([])
+    assert drawn(prompts[1:]) == first
+
+
+def test_nothing_grows():
+    ours, _ = new_pair("llama")
+    prompts = prompts_of(LENGTHS, 99)
+    for _ in range(3):
+        batch(ours, prompts, 8)
+    held = []
+    for _ in range(20):
+        batch(ours, prompts, 8)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[0]
+
+
+def test_training_goes_on_beside_it():
+    """Another stream's work, and another thread's, on the same device while requests run."""
+    ours, stock = new_pair("llama")
+    prompts = prompts_of(LENGTHS, 99)
+    wanted = [alone(stock, prompt, 20) for prompt in prompts]
+    with ours.continuous_batching_context_manager(generation_config=config_of(20)) as manager:
+        ids = manager.add_requests(prompts, max_new_tokens=20)
+        for _ in range(5):
+            assert alone(ours, prompts[3], 20) == wanted[3]
+        found = {}
+        while len(found) < len(ids):
+            one = manager.get_result(timeout=30)
+            assert one is not None and one.error is None
+            found[one.request_id] = one.generated_tokens
+    assert [found[one] for one in ids] == wanted
