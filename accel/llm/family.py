@@ -12,6 +12,7 @@ from accel.fusion.stacked_weights import Stacked
 from accel.llm.analysis.analyze import Analysis
 from accel.llm.analysis.kv_quantization import choose_codes, described
 from accel.llm.analysis.layer import LayerSpec
+from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.graph_sizes import rows_of_kernels
 from accel.llm.generation.hooks import generate_hooks
@@ -113,7 +114,7 @@ def _bind(
     forward.experts = _experts(forwards, context)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
-    note = ""
+    note, batches = "", None
     if context.options.kv_cache is not None:
         note = _round(forward, specs, context.options.kv_cache, context.options.strict)
     elif rounding(model):
@@ -122,15 +123,17 @@ def _bind(
         keep = context.options.graphs is True
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
-        runners = [forward.runner]
+        batches = GraphRunner(model, *graphs)
+        runners = [forward.runner, batches]
         if forward.convention.fills:
             runners.append(GraphRunner(model, *graphs))
-            forward.prompts = Prompts(runners[1])
+            forward.prompts = Prompts(runners[-1])
         for runner in runners:
             runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.relied_model, rows_of_kernels
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
-    return forward, (*patches, *generate_hooks(model, forward)), note
+    hooks = (*generate_hooks(model, forward), *batching_hook(model, forward, batches))
+    return forward, (*patches, *hooks), note
 
 
 def _experts(layers: list[LayerForward], context: Context) -> list[ExpertsForward]:

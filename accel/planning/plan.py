@@ -112,6 +112,7 @@ class Plan:
         """Exactly the stock object again. Raises PatchConflict, and changes nothing, where someone patched on top."""
         for patch in self.patches:
             patch.check()
+        leave(self.patches)
         for patch in reversed(self.patches):
             patch.undo()
         self.pool.clear()
@@ -128,6 +129,7 @@ class Plan:
         patches = [patch for patch in self.patches if not isinstance(patch, kept)]
         for patch in patches:
             patch.check()
+        leave(patches)
         try:
             for patch in reversed(patches):
                 patch.undo()
@@ -137,3 +139,10 @@ class Plan:
         finally:
             for patch in patches:
                 patch.apply()
+
+
+def leave(patches: Sequence[Change]) -> None:
+    """Before the first of them is undone: whoever computes by them on a thread of its own ends that."""
+    for patch in patches:
+        if hasattr(patch, "leave"):
+            patch.leave()

@@ -2,16 +2,16 @@
 
 import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from transformers.generation.continuous_batching.requests import RequestStatus, logger
+from transformers.generation.continuous_batching.requests import logger
 
-from accel.errors import fatal, out_of_memory
+from accel.errors import fatal, out_of_memory, told
+from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Ending, Stop
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
@@ -21,7 +21,7 @@ LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, o
 PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
 
 
-CANCELLED = RuntimeError("the request was cancelled")
+CANCELLED = "the request was cancelled"
 
 
 class BatchEngine(Protocol):
@@ -177,7 +177,7 @@ class EngineLoop:
                 while self._take_in(engine):
                     self._deliver(self._step(engine))
         except BaseException as error:
-            logger.error(f"Error in generation loop: {error}", exc_info=True)
+            logger.error(f"Error in generation loop: {told(error)}", exc_info=True)
             self.fatal_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         finally:
             self._end()
@@ -201,7 +201,7 @@ class EngineLoop:
             for request_id in cancelled:
                 engine.cancel(request_id)
             if cancelled:
-                self._deliver([fail(one, CANCELLED) for one in self.results.under_way() if one.id in cancelled])
+                self._deliver([finish(one, CANCELLED) for one in self.results.under_way() if one.id in cancelled])
             if engine.busy:
                 return True
             if self.ending.how:
@@ -249,30 +249,21 @@ class EngineLoop:
             try:
                 with _computing(self.device):
                     self._deliver(self.engine.fail(error))
-            except Exception:
-                logger.error("The engine could not be emptied", exc_info=True)
+            except Exception as worse:
+                logger.error(f"The engine could not be emptied: {told(worse)}", exc_info=True)
                 self.keeps = False
         if not self.keeps or self.fatal_error is not None:
             try:
                 self.close()
-            except Exception:
-                logger.error("The engine could not be closed", exc_info=True)
+            except Exception as worse:
+                logger.error(f"The engine could not be closed: {told(worse)}", exc_info=True)
         with self._changed:
             self._added.clear()
             self._cancelled.clear()
             self.ending.how = Stop.STOPPED
             self._changed.notify_all()
-        self._deliver([fail(request, error) for request in self.results.under_way()])
+        self._deliver([finish(request, str(error)) for request in self.results.under_way()])
         self.results.wake()
-
-
-def fail(request: Request, error: Exception) -> Request:
-    """The request ends here, with this error."""
-    request.status, request.error = RequestStatus.FAILED, str(error) or repr(error)
-    request.ended = time.perf_counter()
-    if request.started < 0:
-        request.started = request.ended
-    return request
 
 
 @contextmanager

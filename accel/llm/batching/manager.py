@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
+from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Stop
-from accel.llm.batching.loop import BatchEngine, EngineLoop, fail
+from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
 from accel.llm.batching.submission import Submission, Tokens, prompt_ids, stand_in, token_set
@@ -76,6 +77,15 @@ class BatchManager(ContinuousBatchingManager):
     def warmed_up(self) -> bool:
         """Whether the engine is there, with its memory."""
         return self._loop.engine is not None
+
+    @property
+    def engine(self) -> BatchEngine | None:
+        """The one that is there, if one is."""
+        return self._loop.engine
+
+    def build_by(self, build: Callable[[], BatchEngine]) -> None:
+        """Engines are made so from now on."""
+        self._loop.build = build
 
     @property
     def background_thread_status(self) -> EngineLoop:
@@ -223,12 +233,12 @@ class BatchManager(ContinuousBatchingManager):
         wrong = prompt if isinstance(prompt, Exception) else self._choose(request, wanted.settings)
         if denied is None and wrong is not None:
             self._results.expect(family)
-            self._results.put(fail(one, wrong) for one in family)
+            self._results.put(finish(one, str(wrong)) for one in family)
         elif denied is not None or not self._loop.add(family):
             denied = denied or self._loop.refusal()
             begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
             logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
-            self._results.refuse([fail(one, RuntimeError(denied)) for one in family])
+            self._results.refuse([finish(one, denied) for one in family])
             return None
         return request_id
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
+from accel.errors import told
 from accel.llm.batching.request import Request
 
 Handler = Callable[[GenerationOutput], object]
@@ -81,9 +82,9 @@ class Results:
     def refuse(self, requests: Sequence[Request]) -> None:
         """Requests that were never under way: their handlers, where there are any, are told."""
         with self._changed:
-            told = [one for one in requests if one.id in self._handlers and one.id not in self._under_way]
-            self._under_way |= {one.id: one for one in told}
-            self.put(told)
+            refused = [one for one in requests if one.id in self._handlers and one.id not in self._under_way]
+            self._under_way |= {one.id: one for one in refused}
+            self.put(refused)
 
     def handle(self, request_id: str, callback: Handler, loop: asyncio.AbstractEventLoop) -> None:
         """The callback gets the outputs of this request, those in the queue first. Raises ValueError where the request
@@ -141,4 +142,4 @@ def _call(deliveries: Deliveries) -> None:
         try:
             handler(output)
         except Exception as error:
-            logger.error(f"The result handler of request {output.request_id} raised {error!r}", exc_info=True)
+            logger.error(f"The result handler of request {output.request_id} raised {told(error)}", exc_info=True)

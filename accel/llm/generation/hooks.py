@@ -29,13 +29,13 @@ class GenerateCall(PerThread):
         return None if found is None else found()
 
 
-class GenerateHook:
-    """Stands in `vars(module)[name]`."""
+class MethodHook:
+    """Stands in `vars(module)[name]`, in place of the method of its class."""
 
     name: str
 
-    def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
-        self.module, self.forward, self.call = module, forward, call
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward):
+        self.module, self.forward = module, forward
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -46,6 +46,14 @@ class GenerateHook:
 
     def arguments(self, args: tuple, kwargs: dict) -> dict:
         return self.__signature__.bind(*args, **kwargs).arguments
+
+
+class GenerateHook(MethodHook):
+    """A method that generate() calls; those of one model share what they know of the call."""
+
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
+        super().__init__(module, forward)
+        self.call = call
 
 
 class PrepareCache(GenerateHook):

@@ -1,0 +1,209 @@
+"""Where `generate_batch` is met: `init_continuous_batching` of one model, which gives a manager of ours."""
+
+import copy
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import logger
+
+from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.limits import Limits
+from accel.llm.batching.manager import BatchManager
+from accel.llm.batching.refusal import refusal
+from accel.llm.batching.sampling import SamplingDefaults
+from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.hooks import MethodHook
+from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.layer_sets import layer_sets
+from accel.llm.recording.inputs import table_of_positions
+from accel.patching.patch import Patch
+
+NAME = "init_continuous_batching"
+CACHED = "_cached_continuous_batching_manager"  # where stock keeps a manager for its next call
+ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
+
+
+class InitContinuousBatching(MethodHook):
+    """Stands in `vars(module)["init_continuous_batching"]`; gives stock's manager where the model cannot be batched.
+
+    runner: of the CUDA graphs that engines replay, kept from one to the next; None for none.
+    """
+
+    name = NAME
+
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | None = None):
+        super().__init__(module, forward)
+        self.runner = runner
+        self.__setstate__(vars(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("managers", "tried")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.managers: weakref.WeakSet[BatchManager] = weakref.WeakSet()
+        self.tried: tuple[object, str | None] = (None, None)  # the model as it was then, and why it was refused
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
+        cached = vars(self.module).get(CACHED)
+        if isinstance(cached, ContinuousBatchingManager) and not isinstance(cached, BatchManager):
+            return self.stock(*args, **kwargs)
+        self.module.eval()  # as stock does
+        reason = self.refused()
+        if reason is None:
+            try:
+                return self.manager(cached, **self.arguments(args, kwargs))
+            except (ValueError, TypeError, Unfit) as error:  # settings that only stock has an answer to
+                reason = str(error)
+        if cached is not None:
+            cached.destroy()
+            delattr(self.module, CACHED)
+        self.forward.ledger.fell_back(self.forward.path, f"generate_batch: {reason}")
+        return self.stock(*args, **kwargs)
+
+    def refused(self) -> str | None:
+        """Why stock is to batch the model as it is now. Tried anew where the model has changed."""
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # as on the thread of steps
+            return self._refused()
+
+    def _refused(self) -> str | None:
+        reason = self.forward.mode()
+        if reason is not None:
+            return reason
+        try:
+            self.forward.ready()
+        except Unfit as unfit:
+            return str(unfit)
+        if self.tried[0] is not self.forward.seen:
+            self.tried = None, refusal(self.forward)
+            self.tried = self.forward.seen, self.tried[1]
+        return self.tried[1]
+
+    def manager(
+        self,
+        cached: BatchManager | None,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,
+    ) -> BatchManager:
+        """The one that was kept, or a new one. Raises ValueError or TypeError for settings that are not understood."""
+        if cached is not None:
+            logger.info("Cached continuous batching manager found: it will be re-used instead of creating a new one.")
+            if generation_config is not None:
+                cached.configure(_ended(generation_config))
+            self.resize(cached, workload_hints)
+            return cached
+        given = self.module.generation_config if generation_config is None else generation_config
+        if given is None:
+            raise ValueError("A GenerationConfig must be provided or set in the model.")
+        config = _ended(given)
+        batching = continuous_batching_config
+        if batching is None:
+            batching = getattr(config, "continuous_batching_config", None)
+            if isinstance(batching, ContinuousBatchingConfig):
+                logger.warning(
+                    "Passing ContinuousBatchingConfig through GenerationConfig is deprecated. Please pass it separately"
+                    " using the continuous_batching_config kwarg."
+                )
+            else:
+                batching = ContinuousBatchingConfig()
+        made = BatchManager(
+            self.module,
+            config,
+            batching,
+            partial(self.build, batching, workload_hints),
+            partial(_defaults, self.module, batching),
+        )
+        self.managers.add(made)
+        return made
+
+    def build(self, config: ContinuousBatchingConfig, hints: Any) -> Engine:
+        """An engine of the size that these ask for. Raises torch.OutOfMemoryError, ValueError for numbers that make no
+        sense.
+        """
+        return Engine(self.forward, limits_of(self.forward, config, hints), self.runner)
+
+    def resize(self, manager: BatchManager, hints: Any) -> None:
+        """Where the engine it keeps is too small for what comes, it makes another one at its next start."""
+        engine = manager.engine
+        if hints is not None and isinstance(engine, Engine) and not manager.is_running():
+            wanted, has = limits_of(self.forward, manager.continuous_batching_config, hints), engine.limits
+            if wanted.context > has.context or wanted.rows > has.rows:
+                manager.destroy()
+                manager.build_by(partial(self.build, manager.continuous_batching_config, hints))
+
+    def leave(self) -> None:
+        """Ends all managers that compute by the fused forward: it is about to be taken apart."""
+        for manager in list(self.managers):
+            manager.end(ENDED)
+        if isinstance(vars(self.module).get(CACHED), BatchManager):
+            delattr(self.module, CACHED)
+
+
+class BatchingPatch(Patch):
+    """A hook that is put in place, and whose managers end before anything of the model is undone."""
+
+    value: InitContinuousBatching
+
+    def leave(self) -> None:
+        self.value.leave()
+
+
+def batching_hook(model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | None = None) -> list[Patch]:
+    """For a model whose class has the method, unless somebody put another one on the model."""
+    if NAME in vars(model) or not hasattr(type(model), NAME):
+        return []
+    return [BatchingPatch(model, NAME, InitContinuousBatching(model, forward, runner))]
+
+
+def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: Any = None) -> Limits:
+    """What stock's configuration says of an engine's size. Raises ValueError for numbers that make no sense.
+
+    hints: of the requests to come, those of `generate_batch`. Without, a request may be as long as the model's texts.
+    """
+    known = hints is not None and hints.max_prompt_length and hints.max_generated_length
+    text = forward.module.config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None) or Limits.context
+    if known:
+        context = hints.max_prompt_length + hints.max_generated_length
+    context = min(context, table_of_positions(forward.module) or context)
+    rows = config.max_requests_per_batch
+    if rows is None:
+        rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
+    blocks = None if config.num_blocks is None else max(1, config.num_blocks * _page_size(config) // BLOCK)
+    sets = layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
+    return Limits(
+        rows=rows,
+        tokens=Limits.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
+        context=context,
+        memory=Limits.memory if config.max_memory_percent is None else config.max_memory_percent,
+        pages=None if blocks is None else blocks * len(sets),
+        share=config.allow_block_sharing,
+        logprobs=config.return_logprobs,
+    )
+
+
+def _page_size(config: ContinuousBatchingConfig) -> int:
+    """Tokens of one of stock's pages; transformers before 5.18 calls it a block."""
+    return config.page_size if hasattr(config, "page_size") else config.block_size
+
+
+def _ended(config: GenerationConfig) -> GenerationConfig:
+    """A copy in which no token ends a text where none was said to, as stock has it."""
+    config = copy.copy(config)
+    if config.eos_token_id is None:
+        logger.warning("`eos_token_id` not set in GenerationConfig. Setting to -1 (disabled).")
+        config.eos_token_id = -1
+    return config
+
+
+def _defaults(model: PreTrainedModel, batching: ContinuousBatchingConfig, config: GenerationConfig) -> SamplingDefaults:
+    """Raises ValueError or TypeError for a configuration that no request could have."""
+    found = SamplingDefaults(model, config, batching)
+    found.request([0], seed=0)
+    return found
