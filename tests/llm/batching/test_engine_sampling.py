@@ -57,7 +57,7 @@ def test_each_request_draws_what_it_draws_alone(llama, limits):
     """Also where prompts are cut, where it waits for a row, and where it is put aside and computed again."""
     model, stock = llama
     short = "pages" in limits
-    new = 30 if short else NEW
+    new = 40 if short else NEW
     asked = asked_of(stock, new)[: 4 if short else None]
     engine = engine_of(model, logprobs=True, **limits)
     finished(engine, asked)
