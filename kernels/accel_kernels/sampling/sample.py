@@ -69,16 +69,18 @@ def _penalized(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) 
 
 def _filtered(scores, top, on, top_k, top_p, min_p) -> torch.Tensor:
     """-inf where a filter removes a token; settings (N, 1). on: whether the row's filters count."""
-    size = scores.shape[1]
-    count = torch.where(on & (top_k > 0), top_k, size).clamp(max=size).long()
-    least = scores.sort(-1, descending=True).values.gather(1, count - 1)
-    scores = scores.masked_fill(scores < least, -torch.inf)
-    order = scores.sort(stable=True, dim=-1)
-    weights = weights_of(order.values, top).double().flip(-1)  # the largest first
-    above = weights.cumsum(-1) - weights
-    out = (above >= top_p.double() * weights.sum(-1, keepdim=True)) & on & (top_p < 1)
-    out[:, :1] = False
-    scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out.flip(-1)), -torch.inf)
+    few, nucleus = on & (top_k > 0), on & (top_p < 1)
+    if few.any():
+        count = torch.where(few, top_k, 1).clamp(max=scores.shape[1]).long()
+        least = scores.topk(int(count.max())).values.gather(1, count - 1)
+        scores = scores.masked_fill((scores < least) & few, -torch.inf)
+    if nucleus.any():
+        order = scores.sort(stable=True, dim=-1)
+        weights = weights_of(order.values, top).double().flip(-1)  # the largest first
+        above = weights.cumsum(-1) - weights
+        out = (above >= top_p.double() * weights.sum(-1, keepdim=True)) & nucleus
+        out[:, :1] = False
+        scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out.flip(-1)), -torch.inf)
     return scores.masked_fill((weights_of(scores, top) < min_p) & on & (scores < top), -torch.inf)
 
 
