@@ -126,7 +126,8 @@ class InitContinuousBatching(MethodHook):
         """An engine of the size that these ask for. Raises torch.OutOfMemoryError, ValueError for numbers that make no
         sense.
         """
-        return Engine(self.forward, limits_of(self.forward, config, hints), self.runner)
+        on_gpu = self.forward.shapes()[0].device.type == "cuda"  # the model may have been moved
+        return Engine(self.forward, limits_of(self.forward, config, hints), self.runner if on_gpu else None)
 
     def resize(self, manager: BatchManager, hints: Any) -> None:
         """Where the engine it keeps is too small for what comes, it makes another one at its next start."""
