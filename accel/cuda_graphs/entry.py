@@ -65,6 +65,12 @@ class Captured(NamedTuple):
     outputs: list
     spec: pytree.TreeSpec
 
+    @property
+    def outputs_mb(self) -> float:
+        """Memory of the pool that no other graph may use: its outputs are copied out only after a replay."""
+        storages = {o.data_ptr(): o.untyped_storage() for o in self.outputs if isinstance(o, torch.Tensor)}
+        return sum(storage.nbytes() for storage in storages.values()) / 2**20
+
 
 @dataclass
 class Entry:
@@ -77,6 +83,7 @@ class Entry:
     memory_mb: float = 0.0
     open: tuple = ()  # trials of its kernels that still waited after its last call
     waited: int = 0  # calls that have run eagerly so far
+    used: int = 0  # the number of its last replay, of all replays of its runner
 
 
 class Replayed(NamedTuple):

@@ -1,12 +1,15 @@
 """Memory that all CUDA graphs of one optimized object share, and the order in which they run."""
 
 import threading
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Entry
+
+OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs may take together
 
 
 class Runner(Protocol):
@@ -66,6 +69,22 @@ class GraphPool:
 
     def used_mb(self) -> float:
         return sum(entry.memory_mb for runner in self.runners for entry in runner.entries.values() if entry.graph)
+
+    def bound_outputs(self, entries: Collection[Entry], newest: Entry, device: torch.device) -> None:
+        """Drops graphs of a runner, those first that were used the longest ago, whose outputs take more than theirs.
+
+        As logits do of hundreds of rows, in a graph for each number of rows. What they leave in the pool the next
+        capture takes; so it counts for `newest`, the one that was captured just now and stays.
+        """
+        kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
+        for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.used):
+            if sum(kept.values()) <= OUTPUTS * self.limit_mb(device):
+                return
+            if entry is not newest:
+                self.done[device].synchronize()  # a replay on another stream may still be at it
+                newest.memory_mb += entry.memory_mb
+                entry.graph = None
+                del kept[id(entry)]
 
     def clear(self) -> None:
         """Drops every graph and gives the memory back."""

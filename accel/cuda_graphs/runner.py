@@ -66,6 +66,7 @@ class GraphRunner:
         self.reason: str | None = None
         self.changes = 0
         self.warm: set[Hashable] = set()
+        self.replays = 0
         self.trials = Trials()
         self.pool.runners.append(self)
 
@@ -100,7 +101,7 @@ class GraphRunner:
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
-                outputs = self._replay(entry.graph, leaves, device, constant)
+                outputs = self._replay(entry, leaves, device, constant)
                 if fingerprint.holds():
                     self.changes = 0
                     return outputs
@@ -118,7 +119,7 @@ class GraphRunner:
                 elif entry.reason is None and not self._unsettled(entry):
                     self._capture(entry, eager, leaves, spec, device, constant, instead)
                     if entry.graph is not None:
-                        return self._replay(entry.graph, leaves, device, constant)
+                        return self._replay(entry, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
         if reason is not None:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
@@ -172,7 +173,7 @@ class GraphRunner:
             versions = fingerprint.versions()
             if versions is None:
                 return None
-            outputs = self._replay(entry.graph, leaves, entry.graph.device, None)
+            outputs = self._replay(entry, leaves, entry.graph.device, None)
             return Replayed(key, fingerprint, versions, outputs)
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
@@ -276,8 +277,14 @@ class GraphRunner:
             entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
         if entry.reason is not None:
             entry.graph = None
+        else:
+            self.pool.bound_outputs(self.entries.values(), entry, device)
 
-    def _replay(self, captured: Captured, leaves: list, device: torch.device, constant: Constant | None) -> Any:
+    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None) -> Any:
+        captured = entry.graph
+        assert captured is not None
+        self.replays += 1
+        entry.used = self.replays
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)

@@ -1,0 +1,62 @@
+"""What graphs keep for their outputs alone is bounded: those used the longest ago are dropped."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.cuda_graphs.entry import Captured, Entry
+from accel.cuda_graphs.pool import OUTPUTS, GraphPool
+from accel.cuda_graphs.runner import GraphRunner
+from accel.patching.ledger import Ledger
+
+DEVICE, MB = torch.device("cpu"), 2**18  # float32 numbers
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """One whose graphs' outputs may take 8 MB, and which counts how often it was waited for."""
+    monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 8 / OUTPUTS)
+    pool, pool.waits = GraphPool(None), []
+    pool.done[DEVICE] = SimpleNamespace(synchronize=lambda: pool.waits.append(1))
+    return pool
+
+
+def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
+    whole = torch.empty(int(mb * MB))
+    outputs = [whole, whole.view(-1, 1), None]  # one memory counts once
+    return Entry(graph=Captured(None, device, None, outputs, pytree.tree_structure(outputs)), used=used, memory_mb=mb)
+
+
+def test_those_used_the_longest_ago_are_dropped(pool):
+    entries = [entry(3, used=5), entry(2, used=1), entry(2, used=2), Entry(), entry(1, used=9)]
+    newest = entry(3, used=0)
+    pool.bound_outputs([*entries, newest], newest, DEVICE)
+    assert [one.graph is not None for one in entries] == [True, False, False, False, True]
+    assert newest.graph is not None and newest.memory_mb == 7 and len(pool.waits) == 2
+    assert all(one.reason is None for one in entries)  # captured again where it comes again
+
+
+def test_nothing_is_dropped_where_there_is_room(pool):
+    entries = [entry(3, used=1), entry(4, used=2), entry(50, used=3, device=torch.device("meta"))]
+    newest = entry(1, used=0)
+    pool.bound_outputs([*entries, newest], newest, DEVICE)
+    assert all(one.graph is not None for one in (*entries, newest)) and not pool.waits
+
+
+def test_one_that_is_too_large_alone_stays_alone(pool):
+    entries, newest = [entry(1, used=1)], entry(20, used=0)
+    pool.bound_outputs([*entries, newest], newest, DEVICE)
+    assert entries[0].graph is None and newest.graph is not None
+
+
+def test_replays_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None))
+    runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, True)
+    first, second = entry(1, used=0), entry(1, used=0)
+    for one in (first, second, first):
+        with pytest.raises((TypeError, AttributeError)):  # no GPU to replay on
+            runner._replay(one, [], DEVICE, None)
+    assert (first.used, second.used) == (3, 2)
