@@ -1,10 +1,12 @@
 """Microseconds of the experts of one layer inside a CUDA graph: every way to multiply them, beside stock's.
 
-    python benchmarks/expert_times.py [OUT.json] [--models qwen3-30b-a3b,mixtral] [--tokens 1,32,2048] [--wide]
+    python benchmarks/expert_times.py [OUT.json] [--models qwen3-30b-a3b,olmoe-7b] [--tokens 1,32,2048] [--wide]
+                                      [--numbers int8]
 
 Experts of published sizes in bf16, tokens that choose at random. `limit_us`: the weights of the experts that were
 chosen, read once at 4.2 TB/s, or the products at 700 TFLOP/s, whichever takes longer. --wide tries tiles beyond the
-named ones. A way that disagrees with stock, or does not fit the card, is told and not timed.
+named ones. --numbers has the weights rounded to int8, int4 (by 128 inputs) or fp8; stock then has what these stand for.
+A way that disagrees with stock, or does not fit the card, is told and not timed.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
 from accel_kernels.moe.tiles import GEMV, TILES, Tile
@@ -43,6 +46,17 @@ WIDE = {  # by what they are
 }
 
 
+NUMBERS = {"int8": (torch.int8, 0), "int4": (torch.int32, 128), "fp8": (torch.float8_e4m3fn, 0)}
+
+
+def rounded(weights: ExpertWeights, number: str) -> tuple[ExpertWeights, ExpertWeights]:
+    """The weights in fewer bits, and in bf16 what these stand for."""
+    up, down = (quantize_weight(stack.contiguous().flatten(0, 1), *NUMBERS[number]) for stack in weights[:2])
+    shapes = [stack.shape for stack in weights[:2]]
+    wide = (one.dequantized(torch.bfloat16).view(shape) for one, shape in zip((up, down), shapes, strict=True))
+    return weights._replace(gate_up=up, down=down), ExpertWeights(*wide, *weights[2:])
+
+
 def weights_of(many: int, hidden: int, inner: int, gating: Gating, transposed: bool) -> ExpertWeights:
     def rand(*size, spread=1.0):
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * spread
@@ -55,13 +69,13 @@ def weights_of(many: int, hidden: int, inner: int, gating: Gating, transposed: b
     return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), gating, True, *biases)
 
 
-def stock_experts(weights: ExpertWeights, transposed: bool) -> SimpleNamespace:
+def stock_experts(weights: ExpertWeights, transposed: bool, biased: bool) -> SimpleNamespace:
     """What transformers' own function reads of a module."""
     up, down = (stack.transpose(1, 2) if transposed else stack for stack in (weights.gate_up, weights.down))
     return SimpleNamespace(
         num_experts=weights.experts, gate_up_proj=up, down_proj=down, gate_up_proj_bias=weights.gate_up_bias,
-        down_proj_bias=weights.down_bias, has_gate=True, has_bias=transposed, has_post_expert_norm=False,
-        is_transposed=transposed, is_concatenated=not transposed, _is_expert_parallel=False,
+        down_proj_bias=weights.down_bias, has_gate=True, has_bias=biased, has_post_expert_norm=False,
+        is_transposed=transposed, is_concatenated=not weights.interleaved, _is_expert_parallel=False,
         _apply_gate=lambda y: weights.gating(*weights.split(y)),
     )  # fmt: skip
 
@@ -75,19 +89,33 @@ def microseconds(run) -> float | None:
         return None
 
 
-def rows_of(name: str, tokens: tuple[int, ...], wide: bool) -> list[dict]:
+def rows_of(name: str, tokens: tuple[int, ...], wide: bool, number: str | None = None) -> list[dict]:
     many, chosen, hidden, inner, more = MODELS[name]
     transposed = more.get("transposed", False)
     weights = weights_of(many, hidden, inner, more.get("gating", Gating()), transposed)
-    stock, found = stock_experts(weights, transposed), []
+    bytes_each = 2.0
+    if number is not None:
+        weights, stands_for = rounded(weights, number)
+        stock, transposed = stock_experts(stands_for, False, bool(more)), False
+        bytes_each = sum(one.nbytes for one in weights[:2]) / (many * 3 * hidden * inner)
+    else:
+        stock = stock_experts(weights, transposed, bool(more))
+    found: list[dict] = []
     for count in tokens:
         x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
         index = torch.rand(count, many, device="cuda").topk(chosen).indices
         shares = torch.full((count, chosen), 1 / chosen, device="cuda", dtype=torch.bfloat16)
         wanted = grouped_mm_experts_forward(stock, x, index, shares)
         hit = int(index.unique().numel())
-        read, products = hit * 3 * hidden * inner * 2 / BYTES, count * chosen * 6 * hidden * inner / FLOPS
-        row: dict = {"model": name, "tokens": count, "hit": hit, "limit_us": 1e6 * max(read, products), "ways": {}}
+        read, products = hit * 3 * hidden * inner * bytes_each / BYTES, count * chosen * 6 * hidden * inner / FLOPS
+        row: dict = {
+            "model": name,
+            "numbers": number,
+            "tokens": count,
+            "hit": hit,
+            "limit_us": 1e6 * max(read, products),
+            "ways": {},
+        }
         row["stock_us"] = microseconds(lambda x=x, i=index, s=shares: grouped_mm_experts_forward(stock, x, i, s))
         ways = {way: way for way in (*([GEMV] if count <= 64 else []), *TILES)} | (WIDE if wide else {})
         for way, tile in ways.items():
@@ -114,11 +142,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--numbers", choices=NUMBERS)
     given = parser.parse_args()
     tokens = tuple(map(int, given.tokens.split(",")))
     rows: list[dict] = []
     for name in given.models.split(","):
-        rows += rows_of(name, tokens, given.wide)
+        rows += rows_of(name, tokens, given.wide, given.numbers)
         torch.cuda.empty_cache()
         if given.out:  # what there is, should the next one not fit
             facts = {"machine": machine(torch.device("cuda")), "commit": commit(), "date": now()}

@@ -11,6 +11,7 @@ from accel_kernels import warmup as warmup
 from accel_kernels.attention import flash_attention_triton as attention
 from accel_kernels.elementwise import geglu_triton as geglu
 from accel_kernels.elementwise import softmax_triton as softmax
+from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.image import image_sum_triton as image_sum
 from accel_kernels.image import upsample_convolve_triton as convolve
 from accel_kernels.image import upsample_triton as upsample
@@ -129,15 +130,22 @@ def test_prompts(launched):
     assert launched == known
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("first", [1, 40, 3000])
-def test_tokens_of_experts(launched, first, transposed):
+@pytest.mark.parametrize("stored", ["rows", "columns", "int8", "int4"])
+@pytest.mark.parametrize("first", [1, 3000])
+def test_tokens_of_experts(launched, first, stored):
     """Every tile that may be chosen, by size or by timing."""
 
     def stack(*shape):
         return torch.empty(16, *shape, device="meta", dtype=torch.bfloat16)
 
-    if transposed:
+    def quantized(rows, columns, number, per=1, group=None):
+        data = torch.empty(rows, columns // per, device="meta", dtype=number)
+        return Quantized(data, torch.empty(rows, columns // (group or columns), device="meta", dtype=torch.bfloat16))
+
+    if stored.startswith("int"):
+        how = (torch.int8,) if stored == "int8" else (torch.int32, 8, 32)
+        weights = ExpertWeights(quantized(16 * 384, 256, *how), quantized(16 * 256, 192, *how))
+    elif stored == "columns":
         stacks = stack(256, 384).transpose(1, 2), stack(192, 256).transpose(1, 2)
         weights = ExpertWeights(*stacks, Gating(limit=7.0), True, stack(384), stack(256))
     else:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from accel_kernels.autotune import Choices, Place, race
+from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS, experts
 from accel_kernels.moe.tiles import GEMV, TILES, likely_tile
@@ -48,7 +49,10 @@ class ExpertsChooser(Choices):
     def choose(self, x: torch.Tensor, index: torch.Tensor, weights: ExpertWeights) -> str:
         """The name of a tile, or GEMV, for these tokens."""
         (tokens, chosen), many = index.shape, weights.experts
-        stored = "rows" if weights.gate_up.is_contiguous() else "columns"
+        stack = weights.gate_up
+        stored = "rows" if weights.by_rows[0] else "columns"
+        if isinstance(stack, Quantized):
+            stored = str(stack.data.dtype)[6:]
         kind = f"{str(x.dtype)[6:]} {stored}{' interleaved' if weights.interleaved else ''}"
         key = f"{power_of_two(tokens)}x{chosen}x{many}x{weights.inner}x{weights.hidden} {kind}"
         choice, likely = self.choices.get(key), likely_way(tokens, chosen, many)
@@ -67,7 +71,7 @@ class ExpertsChooser(Choices):
         self, key: str, dtype: torch.dtype, tokens: int, chosen: int, weights: ExpertWeights
     ) -> Iterator[str | None]:
         """A step runs one way for the first time, or lets all race."""
-        names, device = possible_ways(tokens, chosen, weights.experts), weights.down.device
+        names, device = possible_ways(tokens, chosen, weights.experts), weights.down.data.device
         stored = self.stored(key)
         if stored in names:
             self.learn(key, stored)

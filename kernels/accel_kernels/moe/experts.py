@@ -8,6 +8,7 @@ that the host waits for, so that a CUDA graph can hold it.
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from accel_kernels.op import Case, Op, dtype_reason
 
@@ -28,8 +29,9 @@ def reference(x, index, shares, weights):
             continue
         pairs = (flat == expert).nonzero()[:, 0]
         up_bias, down_bias = (None if b is None else b[expert] for b in (weights.gate_up_bias, weights.down_bias))
-        gate, up = weights.split(F.linear(x[pairs // chosen], weights.gate_up[expert], up_bias))
-        y[pairs] = F.linear(weights.gating(gate, up), weights.down[expert], down_bias)
+        up_matrix, down_matrix = weights.matrices(expert, x.dtype)
+        gate, up = weights.split(F.linear(x[pairs // chosen], up_matrix, up_bias))
+        y[pairs] = F.linear(weights.gating(gate, up), down_matrix, down_bias)
     return (y.view(tokens, chosen, -1) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
@@ -40,16 +42,19 @@ def supports(x, index, shares, weights) -> str | None:
         return "tokens, choices and shares of other shapes than (T, H), (T, k) and (T, k)"
     if x.shape[1] != weights.hidden:
         return f"{x.shape[1]} channels, experts of {weights.hidden}"
-    if (reason := weights.reason()) is not None:
+    if (reason := weights.reason(x.dtype)) is not None:
         return reason
     for name, tensor in {"x": x, "index": index, "shares": shares}.items():
         if not tensor.is_contiguous():
             return f"{name} not contiguous"
-    if weights.gate_up.dtype != x.dtype or index.dtype != torch.int64:
-        return "x and experts of different dtypes, or an index that is not int64"
-    if index.device != x.device:
-        return f"tensors on {x.device} and {index.device}"
-    return dtype_reason(x, shares, weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+    if index.dtype != torch.int64:
+        return "an index that is not int64"
+    stacks = [one.data if isinstance(one, Quantized) else one for one in (weights.gate_up, weights.down)]
+    for tensor in (index, *stacks):
+        if tensor.device != x.device:
+            return f"tensors on {x.device} and {tensor.device}"
+    scales = [one.scales for one in (weights.gate_up, weights.down) if isinstance(one, Quantized)]
+    return dtype_reason(x, shares, *scales, weights.gate_up_bias, weights.down_bias)
 
 
 CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
@@ -63,6 +68,9 @@ def _case(name, tokens, experts, chosen, hidden, inner, gating=None, transposed=
             return (torch.randn(*size, generator=g) * spread).to(device, dtype)
 
         def stack(outputs, inputs):
+            if "number" in more:
+                number, *how = more["number"]
+                return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), number, *how)
             if transposed:
                 return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
             return rand(experts, outputs, inputs, spread=inputs**-0.5)
@@ -82,6 +90,8 @@ def _case(name, tokens, experts, chosen, hidden, inner, gating=None, transposed=
     return Case(name, make, small)
 
 
+INT8, INT4, FP8 = {"number": (torch.int8,)}, {"number": (torch.int32, 32)}, {"number": (torch.float8_e4m3fn,)}
+INT8_ZEROS = {"number": (torch.int8, 0, True)}
 GPT_OSS = {"gating": CLAMPED, "transposed": True, "interleaved": True, "bias": True}
 CASES = (
     _case("tiny", 1, 4, 2, 64, 48, small=True),
@@ -95,6 +105,18 @@ CASES = (
     _case("grouped-transposed", 17, 3, 1, 40, 56, Gating("gelu"), transposed=True, small=True),
     _case("grouped-interleaved", 17, 3, 2, 40, 72, Gating(limit=0.5), interleaved=True, bias=True, small=True),
     _case("grouped-few-hit", 18, 40, 1, 40, 24, small=True),
+    _case("int8", 2, 4, 2, 72, 40, small=True, **INT8),
+    _case("int8-zeros", 2, 3, 2, 40, 56, CLAMPED, interleaved=True, bias=True, small=True, **INT8_ZEROS),
+    _case("int4", 2, 3, 2, 96, 64, small=True, **INT4),
+    _case("int4-zeros", 2, 3, 2, 64, 32, CLAMPED, bias=True, small=True, number=(torch.int32, 32, True)),
+    _case("int4-rows", 1, 3, 2, 72, 40, small=True, number=(torch.int32,)),
+    _case("fp8", 2, 4, 2, 72, 40, small=True, **FP8),
+    _case("grouped-int8", 19, 4, 2, 72, 40, small=True, **INT8),
+    _case("grouped-int8-zeros", 17, 3, 2, 40, 56, CLAMPED, interleaved=True, bias=True, small=True, **INT8_ZEROS),
+    _case("grouped-int4", 18, 3, 2, 96, 64, small=True, **INT4),
+    _case("grouped-int4-zeros", 17, 3, 1, 160, 32, CLAMPED, bias=True, small=True, number=(torch.int32, 32, True)),
+    _case("grouped-int4-rows", 17, 3, 1, 72, 40, interleaved=True, small=True, number=(torch.int32,)),
+    _case("grouped-fp8", 17, 4, 2, 72, 40, small=True, **FP8),
     _case("grouped-64", 300, 8, 2, 512, 384),
     _case("grouped-128", 1000, 8, 2, 384, 520),
     _case("grouped-64-gpt-oss", 300, 8, 2, 520, 360, **GPT_OSS),
@@ -106,6 +128,13 @@ CASES = (
     _case("qwen3-moe-128", 128, 128, 8, 2048, 768),
     _case("qwen3-moe-2048", 2048, 128, 8, 2048, 768),
     _case("mixtral-512", 512, 8, 2, 4096, 14336),
+    _case("qwen3-moe-int8", 1, 128, 8, 2048, 768, **INT8),
+    _case("qwen3-moe-int4", 1, 128, 8, 2048, 768, number=(torch.int32, 128)),
+    _case("qwen3-moe-2048-int8", 2048, 128, 8, 2048, 768, **INT8),
+    _case("qwen3-moe-2048-int4", 2048, 128, 8, 2048, 768, number=(torch.int32, 128)),
+    _case("qwen3-moe-32-int8", 32, 128, 8, 2048, 768, **INT8),
+    _case("qwen3-moe-32-fp8", 32, 128, 8, 2048, 768, **FP8),
+    _case("qwen3-moe-32-int4", 32, 128, 8, 2048, 768, number=(torch.int32, 128)),
     _case("gpt-oss-20b-64", 64, 32, 4, 2880, 2880, **GPT_OSS),
     _case("gpt-oss-20b-512", 512, 32, 4, 2880, 2880, **GPT_OSS),
 )  # fmt: skip

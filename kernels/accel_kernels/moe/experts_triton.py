@@ -17,6 +17,7 @@ import torch
 import triton
 
 from accel_kernels.attention.paged.split_kv import upcast
+from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS
 from accel_kernels.moe.gemv_triton import (
@@ -26,6 +27,8 @@ from accel_kernels.moe.gemv_triton import (
     expert_rows_up_kernel,
 )
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
+from accel_kernels.moe.quantized_gemv_triton import quantized_rows_down_kernel, quantized_rows_up_kernel
+from accel_kernels.moe.quantized_grouped_triton import quantized_grouped_down_kernel, quantized_grouped_up_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, Tile, likely_tile
 from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch, warming_up
@@ -35,6 +38,7 @@ BLOCK = 8192  # weights of a transposed one, likewise
 ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
 PAIRS = 1024  # that are sorted at a time
 CHANNELS = 1024  # that are added up by a program
+LEAST = 16  # inputs of one product of tensor cores
 
 
 def experts(x, index, shares, weights, *, tile=None):
@@ -51,33 +55,44 @@ def experts(x, index, shares, weights, *, tile=None):
 
 
 def _one_by_one(x, index, shares, weights, columns=None):
-    (tokens, chosen), inner = index.shape, weights.inner
+    (tokens, chosen), inner, hidden, many = index.shape, weights.inner, weights.hidden, weights.experts
     h = torch.empty((tokens * chosen, inner), device=x.device, dtype=x.dtype)
     y = torch.empty_like(x)
-    up = (x, index, weights.gate_up, weights.gate_up_bias, h, chosen, weights.experts, inner)
-    down = (h, index, shares, weights.down, weights.down_bias, y, chosen, weights.experts, weights.hidden)
-    gating = _gating(weights) | {"K": weights.hidden}
-    if weights.gate_up.is_contiguous():
+    up = (weights.gate_up_bias, h, chosen, many, inner)
+    down = (weights.down_bias, y, chosen, many, hidden)
+    rows = (triton.cdiv(inner, ROWS), tokens * chosen), (triton.cdiv(hidden, ROWS), tokens)
+    gating, more = _gating(weights), {"BLOCK_N": ROWS, "num_warps": WARPS}
+    if isinstance(weights.down, Quantized):
+        for kernel, grid, given, stack, rest, how in (
+            (quantized_rows_up_kernel, rows[0], (x, index), weights.gate_up, up, gating),
+            (quantized_rows_down_kernel, rows[1], (h, index, shares), weights.down, down, {}),
+        ):
+            numbers = _numbers(stack)
+            block = min(COLUMNS, power_of_two(numbers["K"] // numbers["UNIT"]))
+            launch(kernel, grid, *given, *stack, *rest, **numbers, **how, BLOCK_K=block, **more)
+        return y
+    by_rows = weights.by_rows
+    if by_rows[0]:
         launch(
-            expert_rows_up_kernel, (triton.cdiv(inner, ROWS), tokens * chosen), *up, **gating,
-            BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(weights.hidden)), num_warps=WARPS,
+            expert_rows_up_kernel, rows[0], x, index, weights.gate_up, *up, K=hidden, **gating,
+            BLOCK_K=min(COLUMNS, power_of_two(hidden)), **more,
         )  # fmt: skip
     else:
         across = columns or _across(inner, tokens * chosen, x.device)
         launch(
-            expert_columns_up_kernel, (triton.cdiv(inner, across), tokens * chosen), *up, **gating,
-            BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
+            expert_columns_up_kernel, (triton.cdiv(inner, across), tokens * chosen), x, index, weights.gate_up, *up,
+            K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
         )  # fmt: skip
-    if weights.down.is_contiguous():
+    if by_rows[1]:
         launch(
-            expert_rows_down_kernel, (triton.cdiv(weights.hidden, ROWS), tokens), *down, K=inner,
-            BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(inner)), num_warps=WARPS,
+            expert_rows_down_kernel, rows[1], h, index, shares, weights.down, *down, K=inner,
+            BLOCK_K=min(COLUMNS, power_of_two(inner)), **more,
         )  # fmt: skip
     else:
-        across = columns or _across(weights.hidden, tokens, x.device)
+        across = columns or _across(hidden, tokens, x.device)
         launch(
-            expert_columns_down_kernel, (triton.cdiv(weights.hidden, across), tokens), *down, K=inner,
-            BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS,
+            expert_columns_down_kernel, (triton.cdiv(hidden, across), tokens), h, index, shares, weights.down, *down,
+            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS,
         )  # fmt: skip
     return y
 
@@ -99,20 +114,33 @@ def _grouped(x, index, shares, weights, tile: Tile):
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
     y = torch.empty_like(x)
+    grids = [(numbers, triton.cdiv(inner, tile.inner)), (numbers, triton.cdiv(hidden, tile.outputs))]
+    groups = (order, starts, tiles)
+    up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
+    more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **_gating(weights)}
+    last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps")}
+    stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
     depth = tile.depth * 2 // x.itemsize
-    more = {"ROWS": tile.rows, "DEPTH": depth, "UPCAST": upcast(x.dtype), "num_warps": tile.warps}
-    launch(
-        grouped_up_kernel, (numbers, triton.cdiv(inner, tile.inner)),
-        x, weights.gate_up, weights.gate_up_bias, order, starts, tiles, h, chosen, inner,
-        K=hidden, **_gating(weights), TRANSPOSED=not weights.gate_up.is_contiguous(), COLUMNS=tile.inner, **more,
-        num_stages=_stages(tile, 2 * tile.inner, x.device),
-    )  # fmt: skip
-    launch(
-        grouped_down_kernel, (numbers, triton.cdiv(hidden, tile.outputs)),
-        h, weights.down, weights.down_bias, order, starts, tiles, given, hidden,
-        K=inner, TRANSPOSED=not weights.down.is_contiguous(), COLUMNS=tile.outputs, **more,
-        num_stages=_stages(tile, tile.outputs, x.device),
-    )  # fmt: skip
+    if isinstance(weights.down, Quantized):
+        depth = max(depth, LEAST * _numbers(weights.down)["UNIT"])
+        launch(
+            quantized_grouped_up_kernel, grids[0], x, *weights.gate_up, *up, **_numbers(weights.gate_up), **more,
+            COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+        )  # fmt: skip
+        launch(
+            quantized_grouped_down_kernel, grids[1], h, *weights.down, *down, **_numbers(weights.down), **last,
+            COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+        )  # fmt: skip
+    else:
+        by_rows = weights.by_rows
+        launch(
+            grouped_up_kernel, grids[0], x, weights.gate_up, *up, K=hidden, **more,
+            TRANSPOSED=not by_rows[0], COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+        )  # fmt: skip
+        launch(
+            grouped_down_kernel, grids[1], h, weights.down, *down, K=inner, **last,
+            TRANSPOSED=not by_rows[1], COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+        )  # fmt: skip
     block = min(CHANNELS, power_of_two(hidden))
     launch(
         shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
@@ -127,6 +155,11 @@ def _gating(weights) -> dict:
         "KIND": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
         "INTERLEAVED": weights.interleaved,
     }  # fmt: skip
+
+
+def _numbers(stack: Quantized) -> dict:
+    """How the numbers of a quantized stack lie in memory."""
+    return {"K": stack.shape[1], "UNIT": stack.shape[1] // stack.data.shape[1], "SCALES": stack.scales.shape[1]}
 
 
 def _stages(tile: Tile, columns: int, device: torch.device) -> int:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from accel_kernels.gemm.quantized_weight import Quantized, weight_reason
 from accel_kernels.norm.norm import ACTIVATIONS
 
 
@@ -37,12 +38,13 @@ class ExpertWeights(NamedTuple):
     """Experts e = 0 .. E-1 of H inputs and outputs and I inner channels: down_e (gating(gate_e x, up_e x)).
 
     gate_up: (E, 2 I, H), gates before ups, or in turn (gate, up, gate, ...) where `interleaved`. down: (E, H, I). Both
-    contiguous, or transposed views of what is: of stacks that are stored as (E, inputs, outputs). gate_up_bias:
-    (E, 2 I) in the same order; down_bias: (E, H); both or none.
+    contiguous, or transposed views of what is: of stacks that are stored as (E, inputs, outputs). Or both `Quantized`,
+    the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias: (E, 2 I) in the same order;
+    down_bias: (E, H); both or none.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | Quantized
+    down: torch.Tensor | Quantized
     gating: Gating = Gating()
     interleaved: bool = False
     gate_up_bias: torch.Tensor | None = None
@@ -50,36 +52,79 @@ class ExpertWeights(NamedTuple):
 
     @property
     def experts(self) -> int:
-        return self.down.shape[0]
+        return self.down.shape[0] // (self.hidden if isinstance(self.down, Quantized) else 1)
 
     @property
     def hidden(self) -> int:
-        return self.down.shape[1]
+        return self.gate_up.shape[-1]
 
     @property
     def inner(self) -> int:
-        return self.down.shape[2]
+        return self.down.shape[-1]
+
+    @property
+    def by_rows(self) -> tuple[bool, bool]:
+        """Whether each of the stacks is stored by rows; else transposed."""
+        up, down = (one.data if isinstance(one, Quantized) else one for one in (self.gate_up, self.down))
+        return up.is_contiguous(), down.is_contiguous()
+
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one expert, in this dtype where they are quantized: (2 I, H) and (H, I)."""
+        pairs = ((self.gate_up, 2 * self.inner), (self.down, self.hidden))
+        up, down = (
+            one.rows(expert * rows, (expert + 1) * rows).dequantized(dtype)
+            if isinstance(one, Quantized)
+            else one[expert]
+            for one, rows in pairs
+        )
+        return up, down
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gates and ups of what `gate_up` gives, (..., 2 I)."""
         gate, up = (y[..., ::2], y[..., 1::2]) if self.interleaved else y.chunk(2, dim=-1)
         return gate, up
 
-    def reason(self) -> str | None:
-        """Why kernels cannot read them."""
-        experts, wide, hidden = self.gate_up.shape
-        if self.down.shape != (experts, hidden, wide // 2) or wide % 2:
-            return f"stacks that do not fit: {tuple(self.gate_up.shape)} and {tuple(self.down.shape)}"
-        if hidden % 8 or self.inner % 8:
-            return f"{hidden} or {self.inner} inputs, not a multiple of 8"
-        if self.gate_up.dtype != self.down.dtype:
-            return "stacks of different dtypes"
-        for name, stack in {"gate_up": self.gate_up, "down": self.down}.items():
-            if not (stack.is_contiguous() or stack.transpose(1, 2).is_contiguous()):
-                return f"{name} not contiguous, as it is or transposed"
+    def reason(self, dtype: torch.dtype) -> str | None:
+        """Why kernels cannot read them, for tokens of this dtype."""
+        experts, hidden, inner = self.experts, self.hidden, self.inner
+        if hidden % 8 or inner % 8:
+            return f"{hidden} or {inner} inputs, not a multiple of 8"
+        reason = _quantized_reason(self) if isinstance(self.down, Quantized) else _plain_reason(self, dtype)
+        if reason is not None:
+            return reason
         if (self.gate_up_bias is None) != (self.down_bias is None):
             return "one bias of two"
-        for name, bias, outputs in (("gate_up", self.gate_up_bias, wide), ("down", self.down_bias, hidden)):
+        for name, bias, outputs in (("gate_up", self.gate_up_bias, 2 * inner), ("down", self.down_bias, hidden)):
             if bias is not None and (bias.shape != (experts, outputs) or not bias.is_contiguous()):
                 return f"a bias of {name} of another shape, or not contiguous"
         return self.gating.reason()
+
+
+def _plain_reason(weights: ExpertWeights, dtype: torch.dtype) -> str | None:
+    up, down = weights.gate_up, weights.down
+    if not isinstance(up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        return "one stack of two is quantized"
+    if up.shape != (len(down), 2 * weights.inner, weights.hidden) or down.shape[1] != weights.hidden:
+        return f"stacks that do not fit: {tuple(up.shape)} and {tuple(down.shape)}"
+    if up.dtype != dtype or down.dtype != dtype:
+        return "x and experts of different dtypes"
+    for name, stack in {"gate_up": up, "down": down}.items():
+        if not (stack.is_contiguous() or stack.transpose(1, 2).is_contiguous()):
+            return f"{name} not contiguous, as it is or transposed"
+    return None
+
+
+def _quantized_reason(weights: ExpertWeights) -> str | None:
+    up, down = weights.gate_up, weights.down
+    if not isinstance(up, Quantized) or not isinstance(down, Quantized):
+        return "one stack of two is quantized"
+    if up.shape[0] != weights.experts * 2 * weights.inner or down.shape[0] % weights.hidden:
+        return f"stacks that do not fit: {up.shape} and {down.shape}, all experts in one"
+    if up.data.dtype != down.data.dtype or (up.zeros is None) != (down.zeros is None):
+        return "stacks of different numbers"
+    for one in (up, down):
+        if one.bits == 8 and one.scales.shape[1] > 1:
+            return "8 bits by groups"
+        if (reason := weight_reason(one)) is not None:
+            return reason
+    return None

@@ -1,5 +1,7 @@
 """Experts for many tokens, in Triton's interpreter: how pairs are grouped, odd choices, and nothing that waits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -56,8 +58,15 @@ def test_every_tile_gives_the_same(name, tile, monkeypatch):
     assert torch.equal(found, experts_triton.experts(*args, tile=tile))
 
 
-@pytest.mark.parametrize("tile", ["16", GEMV])
-@pytest.mark.parametrize("name", ["gpt-oss", "interleaved", "transposed", "all"])
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        *itertools.product(("gpt-oss", "interleaved", "transposed", "all"), ("16", GEMV)),
+        ("int8-zeros", "16"),
+        ("int8-zeros", GEMV),
+        ("int4-zeros", "32"),
+    ],
+)
 def test_a_choice_of_no_expert_adds_nothing(name, tile, monkeypatch):
     x, index, shares, weights = given(name)
     index[0, 0], index[1] = weights.experts, -1
@@ -69,7 +78,7 @@ def test_a_choice_of_no_expert_adds_nothing(name, tile, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "grouped-gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt-oss", "grouped-gpt-oss", "grouped-int8"])
 def test_what_is_no_number_stays_none(name):
     """Though a clamp stands after it."""
     x, *rest = given(name)
@@ -114,3 +123,34 @@ def test_tiles_follow_the_pairs_of_an_expert():
     ]
     assert likely_tile(17 * 2, 8) == "16" and likely_tile(512 * 2, 8) == "128"
     assert likely_tile(0, 8) == "16"
+
+
+def test_weights_that_no_kernel_reads_are_named():
+    x, index, shares, weights = given("grouped-gpt-oss")
+    quantized = given("grouped-int8")[3]
+
+    def refused(x=x, index=index, shares=shares, **changed) -> str:
+        reason = experts.supports(x, index, shares, weights._replace(**changed))
+        assert isinstance(reason, str)
+        return reason
+
+    assert experts.supports(x, index, shares, weights) is None
+    assert "different dtypes" in refused(x.half())
+    assert "different dtypes" in refused(down=weights.down.half())
+    assert "channels" in refused(x[:, :64].contiguous())
+    assert "do not fit" in refused(gate_up=weights.gate_up[:, :72])
+    assert "gate_up not contiguous" in refused(gate_up=weights.gate_up.repeat(1, 1, 2)[:, :, ::2])
+    assert "one bias" in refused(down_bias=None)
+    assert "a bias of down" in refused(down_bias=weights.down_bias[:, :8])
+    assert "activation 'tan'" in refused(gating=weights.gating._replace(activation="tan", alpha=1.0))
+    assert "alpha with 'gelu'" in refused(gating=weights.gating._replace(activation="gelu"))
+    assert "int64" in refused(index=index.int())
+    assert "other shapes" in refused(index=index[:5])
+    assert "shares not contiguous" in refused(shares=shares.t().contiguous().t())
+    assert "one stack of two" in refused(down=quantized.down)
+    by_groups = quantized.gate_up._replace(scales=quantized.gate_up.scales.repeat(1, 2))
+    args = given("grouped-int8")
+    assert experts.supports(*args) is None
+    assert "8 bits by groups" in experts.supports(*args[:3], args[3]._replace(gate_up=by_groups))
+    zeros = torch.zeros_like(args[3].down.scales, dtype=torch.int8)
+    assert "different numbers" in experts.supports(*args[:3], args[3]._replace(down=args[3].down._replace(zeros=zeros)))
