@@ -21,6 +21,7 @@ CALLS = (
     (1, 3001, 12),
     (17, 33, 12),
     (1, 40, 12),
+    (100, 36, 12),
 )
 UNSETTLED, SETTLED = 2, 2  # a shape's first call may compile, its second captures graphs; later ones are steady
 

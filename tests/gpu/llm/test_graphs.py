@@ -10,7 +10,7 @@ import torch
 import accel
 from support.llm.changes import CHANGES
 from support.llm.families import FAMILIES, make, padded, prompt
-from support.llm.gpu import decode_graphs, new_pair, on_gpu
+from support.llm.gpu import decode_graphs, new_pair, on_gpu, talk
 from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
@@ -39,6 +39,23 @@ def test_steps_of_many_rows(rows, captured):
         same(generate(ours, ids, None, max_new_tokens=6), generate(stock, ids, None, max_new_tokens=6))
     assert len(decode_graphs(ours)) == captured
     assert accel.report(ours).fallbacks == []
+
+
+@pytest.mark.parametrize("rows", [70, 200])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_of_many_rows_are_as_near_to_the_truth_as_stock(name, rows):
+    """By whichever of cuBLASLt's algorithms were the fastest: eager, measured, captured, replayed."""
+    ours, stock = new_pair(name, torch.bfloat16)
+    truth, ids = copy.deepcopy(stock).float(), prompt(rows, 6).cuda()
+    wanted = talk(truth, ids)
+
+    def off(found: dict) -> float:
+        return max(float((found[key].float() - right).pow(2).mean().sqrt()) for key, right in wanted.items())
+
+    allowed = off(talk(stock, ids))
+    for _ in range(4):
+        assert off(talk(ours, ids)) <= 2 * allowed + 1e-6
+    assert decode_graphs(ours) and accel.report(ours).fallbacks == []
 
 
 def test_logits_of_many_graphs_are_bounded():

@@ -60,7 +60,7 @@ def test_as_near_to_the_truth_as_stock_over_the_same_weights(name, weights, dtyp
     ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
     theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
     chooses = has_router(ours)
-    prompts = (prompt(3, 12).cuda(), prompt(1, 80).cuda(), prompt(1, 1).cuda())
+    prompts = [prompt(*size).cuda() for size in ((3, 12), (1, 80), (1, 1), (300, 1), (5, 90))]
     wanted = [truth(ids).logits for ids in prompts]
 
     def off(model) -> torch.Tensor:
