@@ -73,8 +73,8 @@ class Engine:
         if tokens > context:
             return f"a prompt of {tokens} tokens, where a request may come to {context}"
         vocabulary = self.forward.embeddings().shape[0]
-        wrong = next((one for one in request.prompt if not 0 <= one < vocabulary), None)
-        if wrong is not None:
+        wrong = max(request.prompt) if min(request.prompt) >= 0 else min(request.prompt)
+        if not 0 <= wrong < vocabulary:
             return f"token {wrong!r} in the prompt: the vocabulary has ids from 0 to {vocabulary - 1}"
         blocks, most = -(-tokens // 64), (self.pool.pages - 1) // len(self.pool.sets)
         if blocks > most:
