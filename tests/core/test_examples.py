@@ -45,6 +45,11 @@ def test_text_to_image(run, tmp_path):
     assert (tmp_path / "seven.png").stat().st_size > 500
 
 
+def test_batch_requests(run):
+    printed = run("batch_requests.py")
+    assert "9 of 9 requests answered" in printed and " ".join(map(str, range(1, 21))) in printed
+
+
 def test_compare_and_undo(run):
     printed = run("compare_and_undo.py")
     assert "bit-equal after the block: True" in printed and "passed" in printed

@@ -90,8 +90,9 @@ class StepRunner:
     def __init__(
         self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
     ):
-        self.forward, self.pages, self.sampler, self.runner = forward, pages, sampler, runner
+        self.forward, self.pages, self.sampler = forward, pages, sampler
         self.device = pages.metadata.device
+        self.runner = runner if self.device.type == "cuda" else None
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.nobody = rows
 
