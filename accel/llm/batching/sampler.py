@@ -13,6 +13,7 @@ from accel.llm.batching.sampling import Sampling
 
 FILTERED, PENALIZED, HOSTED = 1, 2, 4  # flags of a row
 WIDE, NARROW = 2, 5  # numbers of 64 and of 32 bits that a row has in the table
+ALIGNED = 4  # rows that are made at once, so that every part of the table begins at a multiple of 16 bytes
 NONE = -1
 
 
@@ -24,8 +25,9 @@ class Sampler:
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device | str) -> None:
+        rows = -(-rows // ALIGNED) * ALIGNED  # kernels are compiled anew for other alignments
         self.rows, self.vocabulary, self.device = rows, vocabulary, torch.device(device)
-        # One piece of memory, so that one copy writes whatever has changed; 64 bits first, which keeps them aligned.
+        # One piece of memory, so that one copy writes whatever has changed.
         self._store = torch.zeros((2 * WIDE + NARROW) * rows, dtype=torch.int32, device=self.device)
         seeds, drawn = self._store[: 2 * WIDE * rows].view(torch.int64).view(WIDE, rows)
         narrow = self._store[2 * WIDE * rows :].view(NARROW, rows)
@@ -162,6 +164,16 @@ class Sampler:
                 raise
             self._errors[row] = error
             scores.fill_(float("nan"))
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Launches each kernel that `draw` may need for logits like these, for nobody; so that they are compiled before
+        the first request that asks for them. To be called inside `accel_kernels.warmup.warmup`.
+        """
+        nobody = torch.full((1,), NONE, dtype=torch.int64, device=self.device)
+        seen = torch.zeros(1, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
+        for filters in (False, True):
+            for one in (None, seen):
+                sample(logits[:1], self._table._replace(seen=one), nobody, filters=filters)
 
     def error(self, row: int) -> Exception:
         """Why this row's request got -1 for an id."""

@@ -115,7 +115,7 @@ class StepRunner:
             try:
                 with warmup():
                     for plan in plans:
-                        self.logits(plan)
+                        self.sampler.warm_up(self.logits(plan))
             except Exception as error:  # shows again when such a step runs
                 reason_of(error)
 
