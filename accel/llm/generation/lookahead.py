@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, StoppingCriteriaList
 
-from accel.cuda_graphs.runner import GraphRunner
+from accel.cuda_graphs.runner import PATIENCE, GraphRunner
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.pending_step import PendingStep
 from accel.llm.kv_cache.store import Store
 
-MOST_MISSED = 4  # a call of generate() in which so many steps in a row were not begun, or in vain, does without
+MOST_MISSED = 4  # a call of generate() in which so many steps in a row were begun in vain does without
+MOST_WAITED = PATIENCE + 4  # or in which so many could not be begun: their graph comes once its products are chosen
 PREPARE = "prepare_inputs_for_generation"
 LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
 
@@ -71,7 +72,7 @@ class Lookahead(StoppingCriteriaList):
         self.forward, self.store = forward, weakref.ref(store)
         self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
         self.pending: PendingStep | None = None
-        self.missed = 0
+        self.missed = self.waited = 0
 
     def __reduce__(self) -> tuple:
         return StoppingCriteriaList, (list(self),)  # a copy is for another call
@@ -86,10 +87,13 @@ class Lookahead(StoppingCriteriaList):
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         store, runner, longest = self.store(), self.forward.runner, self.max_length
-        self.missed = 0 if self.pending is not None and self.pending.taken else self.missed + 1
+        if self.pending is None:
+            self.waited += 1
+        else:
+            self.missed, self.waited = 0 if self.pending.taken else self.missed + 1, 0
         self.pending = None
         more = longest is None or input_ids.shape[1] < longest
-        if store is None or runner is None or not more or self.missed > MOST_MISSED:
+        if store is None or runner is None or not more or self.missed > MOST_MISSED or self.waited > MOST_WAITED:
             return
         if self.forward.mode() is None:
             self.pending = begin(self.forward.module, runner, store, input_ids)

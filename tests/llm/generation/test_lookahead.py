@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 import accel
 from accel.cuda_graphs.entry import Replayed
-from accel.llm.generation.lookahead import PREPARE, Lookahead, predictable
+from accel.llm.generation import lookahead
+from accel.llm.generation.lookahead import MOST_MISSED, MOST_WAITED, PREPARE, Lookahead, predictable
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import padded, prompt
@@ -94,8 +96,35 @@ def test_a_loop_replaced_afterwards_is_not_foreseen(pair_of):
     assert not predictable(ours)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "asked"),
+    [
+        ("w" * 40, MOST_WAITED),
+        ("v" * 40, MOST_MISSED + 1),
+        ("t" * 40, 40),
+        ("w" * 12 + "t" * 10, 22),
+        ("vvvvt" * 5, 25),
+    ],
+)
+def test_a_call_in_which_steps_are_not_taken_does_without(monkeypatch, outcomes, asked):
+    """w: no graph for it yet, as while its products are chosen; v: in vain; t: taken."""
+    left, store = iter(outcomes), Flag()
+    forward = SimpleNamespace(runner="runner", mode=lambda: None, module=None)
+    tries = []
+
+    def begin(*args):
+        tries.append(next(left))
+        return None if tries[-1] == "w" else SimpleNamespace(taken=tries[-1] == "t")
+
+    monkeypatch.setattr(lookahead, "begin", begin)
+    criteria = Lookahead(StoppingCriteriaList(), forward, store)
+    for _ in outcomes:
+        criteria._begin(torch.ones(1, 4))
+    assert len(tries) == asked
+
+
 class Flag:
-    """Stands for an event."""
+    """Stands for an event, or a store."""
 
 
 @pytest.mark.parametrize("wrong", [None, "inputs", "length", "keep", "input_ids", "attention_mask", "position_ids"])
