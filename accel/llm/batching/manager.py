@@ -18,7 +18,7 @@ from accel.llm.batching.ending import Stop
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
-from accel.llm.batching.submission import Submission, Tokens, prompt_ids, stand_in, token_set
+from accel.llm.batching.submission import StopStrings, Submission, Tokens, prompt_ids, stand_in, token_set
 
 
 class Settings(Protocol):
@@ -68,6 +68,8 @@ class BatchManager(ContinuousBatchingManager):
     def configure(self, generation_config: GenerationConfig) -> None:
         """What requests get from now on that do not say otherwise. Raises ValueError or TypeError."""
         self._defaults = self._settings(generation_config)
+        if generation_config.stop_strings:
+            logger.warning("stop_strings count for requests that are added with a tokenizer, and for no others.")
         self.generation_config = generation_config
         self.num_return_sequences: int = getattr(generation_config, "num_return_sequences", None) or 1
 
@@ -200,23 +202,27 @@ class BatchManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: Tokens = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Puts a request in line. Its id; None, with a warning, where no more are taken.
 
         input_ids: numbers of tokens, a list, array or tensor of one dimension. max_new_tokens, eos_token_id: those of
-        the generation configuration where None. streaming: an output comes with every token. logit_processor_kwargs:
-        this request's own settings. A request that makes no sense comes out failed. Raises ValueError for an id that is
-        under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
+        ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
+        generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
+        this request's own settings. A request that makes no sense comes out failed. Raises ValueError for an id that
+        is under way, queue.Full where `max_queue_size` others wait for ten seconds.
         """
         wanted = Submission(
-            request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, logit_processor_kwargs
-        )
-        return self._add(prompt_ids(input_ids, self._vocabulary), wanted)
+            request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
+            logit_processor_kwargs,
+        )  # fmt: skip
+        return self._submit(*self._request(prompt_ids(input_ids, self._vocabulary), wanted))
 
-    def _add(self, prompt: list[int] | Exception, wanted: Submission) -> str | None:
-        """prompt: or why it is none."""
-        denied = self._loop.refusal()
+    def _request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
+        """What is asked for, and what is wrong with it. prompt: or why it is none."""
         request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
         config, eos = self.generation_config, wanted.eos_token_id
         request = Request(
@@ -229,8 +235,11 @@ class BatchManager(ContinuousBatchingManager):
             record_timestamps=wanted.record_timestamps,
             children=self.num_return_sequences - 1,
         )
+        return request, prompt if isinstance(prompt, Exception) else self._choose(request, wanted)
+
+    def _submit(self, request: Request, wrong: Exception | None) -> str | None:
+        denied = self._loop.refusal()
         family = [request, *(stand_in(request, number) for number in range(request.children))]
-        wrong = prompt if isinstance(prompt, Exception) else self._choose(request, wanted.settings)
         if denied is None and wrong is not None:
             self._results.expect(family)
             self._results.put(finish(one, str(wrong)) for one in family)
@@ -240,13 +249,18 @@ class BatchManager(ContinuousBatchingManager):
             logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
             self._results.refuse([finish(one, denied) for one in family])
             return None
-        return request_id
+        return request.id
 
-    def _choose(self, request: Request, given: dict[str, Any]) -> Exception | None:
-        """Finds how its tokens are chosen. Returns what is wrong with the settings."""
+    def _choose(self, request: Request, wanted: Submission) -> Exception | None:
+        """Finds how its tokens are chosen, and what ends it. Returns what is wrong with the settings."""
+        strings = wanted.stop_strings
+        if strings is None and wanted.tokenizer is not None:
+            strings = self.generation_config.stop_strings
         try:
             eos = sorted(request.eos)
-            request.sampling = self._defaults.request(request.prompt, request.max_new_tokens, eos, **given)
+            request.sampling = self._defaults.request(request.prompt, request.max_new_tokens, eos, **wanted.settings)
+            if strings:
+                request.ends = StopStrings(strings, wanted.tokenizer, len(request.prompt))
         except (ValueError, TypeError) as error:
             return error
         return None
@@ -257,6 +271,8 @@ class BatchManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Puts many in line, those that begin alike behind one another where prompts may be shared. Their ids, in the
@@ -269,9 +285,12 @@ class BatchManager(ContinuousBatchingManager):
             order.sort(key=[one if isinstance(one, list) else [] for one in prompts].__getitem__, reverse=True)
         eos = self.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
-        common = max_new_tokens, streaming, record_timestamps, -1 if eos is None else eos, logit_processor_kwargs
+        ends = (-1 if eos is None else eos, stop_strings, tokenizer)
+        common = max_new_tokens, streaming, record_timestamps, *ends, logit_processor_kwargs
+        # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
+        asked = [self._request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
         for place in order:
-            self._add(prompts[place], Submission(ids[place], *common))
+            self._submit(*asked[place])
         return ids
 
     def cancel_request(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
 """What a caller hands in to be generated, looked at before it becomes a request."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,33 @@ class Submission(NamedTuple):
     streaming: bool
     record_timestamps: bool
     eos_token_id: Tokens
+    stop_strings: str | Iterable[str] | None
+    tokenizer: Any
     settings: dict[str, Any]
+
+
+class StopStrings:
+    """Whether the last token of an answer completes one of these strings.
+
+    tokenizer: decodes the answer, as a list of ids. prompt: how many tokens stand before the answer. Raises ValueError
+    without strings or a tokenizer, naming what was given.
+    """
+
+    def __init__(self, strings: str | Iterable[str], tokenizer: Any, prompt: int):
+        self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        if not all(isinstance(one, str) and one for one in self.strings):
+            raise ValueError(f"stop_strings={strings!r}: give strings that are not empty")
+        if not hasattr(tokenizer, "decode"):
+            raise ValueError(f"tokenizer={tokenizer!r}: stop_strings={strings!r} need the model's tokenizer")
+        self.tokenizer, self.prompt = tokenizer, prompt
+        self.longest = max(map(len, self.strings))
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """tokens: of prompt and answer."""
+        answer = tokens[self.prompt :]
+        # A string ends in the last token, so it begins within as many tokens as it has bytes.
+        text = self.tokenizer.decode(answer[-(4 * self.longest + 1) :])
+        return any(one in text for one in self.strings)
 
 
 def prompt_ids(input_ids: Iterable[int], vocabulary: int) -> list[int] | Exception:
