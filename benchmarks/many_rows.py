@@ -1,10 +1,11 @@
 """Products of 65 to 512 rows, for the four of a layer of a Llama-3.1-8B shape: bf16, and weights in fewer bits by tile.
 
 python benchmarks/many_rows.py OUT.json [--toy] [ROWS,ROWS...]: microseconds, norm, gate and residual included, over
-weights that no cache holds, in CUDA graphs. bf16: by torch, and by the fastest of cuBLASLt's algorithms. int8, int4 and
-fp8: written out for cuBLAS, by the tile that is chosen, and by others; one is timed only where its error against fp32
-is at most twice that of the weight written out. `layers`: the sums over the 32 layers of a step, in milliseconds. All
-is written as soon as it is known. --toy: tiny shapes on a CPU, in Triton's interpreter.
+weights that no cache holds, in CUDA graphs. bf16: by torch, and by the fastest of cuBLASLt's algorithms; gate and up
+also as one product, for which their weights do not lie today. int8, int4 and fp8: written out for cuBLAS, by the tile
+that is chosen, and by others; one is timed only where its error against fp32 is at most twice that of the weight
+written out. `layers`: the sums over the 32 layers of a step, in milliseconds. All is written as soon as it is known.
+--toy: tiny shapes on a CPU, in Triton's interpreter.
 """
 
 import json
@@ -20,8 +21,10 @@ if TOY:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from accel_kernels import Norm, quantized_linear  # noqa: E402
+from accel_kernels.elementwise.gated import gated  # noqa: E402
+from accel_kernels.gemm.fused_linear import apply_norm  # noqa: E402
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes  # noqa: E402
-from accel_kernels.gemm.linear import LinearChooser  # noqa: E402
+from accel_kernels.gemm.linear import LinearChooser, torch_linear  # noqa: E402
 from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile  # noqa: E402
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, in_passes  # noqa: E402
 from accel_kernels.gemm.quantized.tile_triton import WgmmaTile  # noqa: E402
@@ -90,6 +93,11 @@ def tiles(kind: str) -> list:
     return [*(FOUR_BITS if kind == "int4" else EIGHT_BITS), *ANYWHERE]
 
 
+def as_one(x, norm, linear, weight: torch.Tensor) -> torch.Tensor:
+    """A gated product of both weights in one storage."""
+    return gated(*linear(apply_norm(x, norm), weight).chunk(2, dim=-1), "silu")
+
+
 def measured(product: Weights, rows: int) -> dict:
     torch.manual_seed(rows)
     x, residual = rand(rows, product.k), rand(rows, product.n) if product.residual else None
@@ -100,6 +108,11 @@ def measured(product: Weights, rows: int) -> dict:
 
     found: dict = {"bf16": us(full_in_passes, product.full)}
     found["bf16 cublaslt"] = us(partial(full_in_passes, linear=chooser), product.full)
+    if product.gate:
+        stacked = [torch.cat(one) for one in product.full]
+        found["bf16 gate and up as one"] = microseconds(partial(as_one, x, product.norm, torch_linear), stacked)
+        found["bf16 gate and up as one cublaslt"] = microseconds(partial(as_one, x, product.norm, chooser), stacked)
+        del stacked
     for kind, sets in product.quantized.items():
         wide = [one.dequantized(torch.float32) for one in sets[0]]
         norm = product.norm and product.norm._replace(weight=product.norm.weight.float())
