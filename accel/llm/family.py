@@ -15,7 +15,7 @@ from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.graph_sizes import rows_of_kernels
-from accel.llm.generation.hooks import generate_hooks
+from accel.llm.generation.loop.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward, try_mixed
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.self_test import find_convention

@@ -16,7 +16,7 @@ from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.refusal import refusal
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.generation.decoder import DecoderForward, Unfit
-from accel.llm.generation.hooks import MethodHook
+from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.recording.inputs import table_of_positions

@@ -1,1 +1,1 @@
-"""A whole language model under generate(): its forward, prefill, lookahead, and the hooks that meet them."""
+"""A whole language model under generate(): its forward, prefill, self-test."""

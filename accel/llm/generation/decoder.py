@@ -30,10 +30,11 @@ from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
 
-# What a fast call understands; of anything else the call runs stock.
+# What a fast call understands; of anything else the call runs stock. The tokenizer is for stop strings: generate()
+# hands it to the model as well, which has no use for it.
 UNDERSTOOD = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
-    "return_dict",
+    "return_dict", "tokenizer",
 }  # fmt: skip
 ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
 

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import accel
+from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import make, padded, prompt
@@ -16,7 +17,13 @@ from support.llm.outputs import flat, generate, same
 EXACT = 4e-5
 
 
-pytestmark = pytest.mark.usefixtures("exact")
+pytestmark = pytest.mark.usefixtures("exact", "stocks_own_loop")
+
+
+@pytest.fixture
+def stocks_own_loop(monkeypatch):
+    """Else the loop that runs ahead takes over after the first token."""
+    monkeypatch.setattr(handover, "DEVICES", ())
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import functools
 
 import torch
 
-from support.llm.families import VOCAB, make, prompt
-from support.llm.outputs import generate
+from accel.llm.generation.loop import token_loop
+from support.llm.families import VOCAB, make, padded, prompt
+from support.llm.outputs import flat, generate
 
 
 @functools.cache
@@ -258,3 +259,28 @@ def padded_right(model, ids, mask):
 
 
 LOGITS = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True}
+
+
+def followed_by_numbers(model, lengths=(7, 4), seed=3, **call) -> dict[str, torch.Tensor]:
+    """Tokens, and the random numbers that come after them."""
+    ids, mask = (tensor.to(model.device) for tensor in padded(lengths))
+    torch.manual_seed(seed)
+    call = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": mask, **call}
+    return flat(model.generate(ids, **call)) | {"random": torch.rand(3, device=model.device)}
+
+
+def counting_loops(monkeypatch) -> list[int]:
+    """[loops, steps]: from now on, how often the loop ran, and how many steps it launched."""
+    counts, run, step = [0, 0], token_loop.TokenLoop.run, token_loop.next_logits
+
+    def counted_run(self):
+        counts[0] += 1
+        return run(self)
+
+    def counted_step(*args):
+        counts[1] += 1
+        return step(*args)
+
+    monkeypatch.setattr(token_loop.TokenLoop, "run", counted_run)
+    monkeypatch.setattr(token_loop, "next_logits", counted_step)
+    return counts

@@ -10,8 +10,9 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 import accel
 from accel.cuda_graphs.entry import Replayed
-from accel.llm.generation import lookahead
-from accel.llm.generation.lookahead import MOST_MISSED, MOST_WAITED, PREPARE, Lookahead, predictable
+from accel.llm.generation.loop import lookahead
+from accel.llm.generation.loop.lookahead import MOST_MISSED, MOST_WAITED, Lookahead
+from accel.llm.generation.loop.methods import PREPARE, predictable
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import padded, prompt

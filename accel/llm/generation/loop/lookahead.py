@@ -5,6 +5,8 @@ Python has come to the next forward. But nothing of that forward is unknown: its
 positions go on by one. So its graph is launched beside the stopping criteria, on a stream of its own, which that
 reading does not wait for. The forward that then comes takes the result if it is given exactly what was begun, and
 computes as ever if not: what was begun in vain has only written behind the tokens that count.
+
+So it goes where `TokenLoop` cannot take over, as with processors of the user's own.
 """
 
 import weakref
@@ -12,23 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from accel.cuda_graphs.runner import PATIENCE, GraphRunner
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.loop.handover import Handover
+from accel.llm.generation.loop.methods import predictable
 from accel.llm.kv_cache.pending_step import PendingStep
 from accel.llm.kv_cache.store import Store
 
 MOST_MISSED = 4  # a call of generate() in which so many steps in a row were begun in vain does without
 MOST_WAITED = PATIENCE + 4  # or in which so many could not be begun: their graph comes once its products are chosen
-PREPARE = "prepare_inputs_for_generation"
-LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
-
-
-def predictable(model: nn.Module) -> bool:
-    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
-    own = (getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in (PREPARE, *LOOP))
-    return all(own) and not any(name in vars(model) for name in LOOP)
 
 
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
@@ -65,11 +61,20 @@ def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor
 
 
 class Lookahead(StoppingCriteriaList):
-    """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked."""
+    """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked.
 
-    def __init__(self, criteria: StoppingCriteriaList, forward: DecoderForward, store: Store) -> None:
+    handover: to the loop that runs ahead, where there may be one; then no step is begun here.
+    """
+
+    def __init__(
+        self,
+        criteria: StoppingCriteriaList,
+        forward: DecoderForward,
+        store: Store,
+        handover: Handover | None = None,
+    ) -> None:
         super().__init__(criteria)
-        self.forward, self.store = forward, weakref.ref(store)
+        self.forward, self.store, self.handover = forward, weakref.ref(store), handover
         self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
         self.pending: PendingStep | None = None
         self.missed = self.waited = 0
@@ -78,6 +83,17 @@ class Lookahead(StoppingCriteriaList):
         return StoppingCriteriaList, (list(self),)  # a copy is for another call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+        if self.handover is None:
+            return self._asked(input_ids, scores, **kwargs)
+        ready = self.handover.ready(input_ids)
+        if ready:  # a tensor of their own, for the loop will put more tokens into the other
+            ended = super().__call__(input_ids.view_as(input_ids), scores, **kwargs)
+        else:
+            ended = self._asked(input_ids, scores, **kwargs)
+        self.handover.note(input_ids, ended, ready)
+        return ended
+
+    def _asked(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
         if not self.known:  # the user's own may change what there is to begin
             ended = super().__call__(input_ids, scores, **kwargs)
             self._begin(input_ids)

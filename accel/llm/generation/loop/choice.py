@@ -1,0 +1,98 @@
+"""How generate() chooses a token: stock's processors, then the largest score or a draw, without waiting for the GPU."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+# Processors that are functions of the tokens and the scores alone, and ask the GPU for nothing: they may be called
+# before the host knows the tokens, and once more where a step is dropped. Anything else may be somebody's own code.
+PURE = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.MinPLogitsWarper,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
+
+
+def pure(processors: LogitsProcessorList) -> bool:
+    """Whether the loop may call these processors; see PURE."""
+    return type(processors) is LogitsProcessorList and all(type(one) in PURE for one in processors)
+
+
+def draw(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One number a row, (rows,) int64, as torch.multinomial(probabilities, 1) draws it with the default generator.
+
+    probabilities: (rows, vocabulary), of a softmax. On a GPU torch.multinomial waits, to look for NaN. So there its
+    formula is computed without: the largest of p / q, where q is exponential. Then also (rows,) bool is given, whether
+    the row is NaN, which a softmax wholly is or not at all.
+    """
+    if not probabilities.is_cuda:
+        return torch.multinomial(probabilities, num_samples=1).squeeze(1), None
+    return _race(probabilities, None), probabilities[:, 0].isnan()
+
+
+def _race(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
+    return torch.argmax(torch.div(probabilities, noise), dim=-1)
+
+
+def refuse_nan() -> None:
+    """Raises what torch.multinomial raises for NaN."""
+    torch.multinomial(torch.full((1, 1), float("nan")), num_samples=1)
+
+
+@cache
+def draws_as_torch(device: torch.device) -> bool:
+    """Whether `draw` gives this torch's numbers on this device, and leaves its generator in the same state; tried."""
+    if device.type != "cuda":
+        return True
+    found = []
+    for own in (False, True):
+        generator = torch.Generator(device).manual_seed(7)
+        probabilities = torch.randn(3, 5003, device=device, generator=generator).softmax(-1)
+        for _ in range(3):
+            if own:
+                found.append(_race(probabilities, generator))
+            else:
+                found.append(torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(1))
+        found.append(torch.tensor([generator.get_offset()], device=device))
+    return all(torch.equal(*both) for both in zip(found[:4], found[4:], strict=True))
+
+
+class RandomState:
+    """Where the default generator of a device stands. On a GPU neither noting it nor going back waits."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.generator: Any = torch.default_generator
+        if self.on_gpu:
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self.generator = torch.cuda.default_generators[index]
+
+    def mark(self) -> tuple:
+        if self.on_gpu:
+            return self.generator.initial_seed(), self.generator.get_offset()
+        return (bytes(self.generator.get_state().numpy()),)
+
+    def set(self, mark: tuple) -> None:
+        """Goes back to a mark, or forth, within one seed's numbers."""
+        if self.on_gpu:
+            self.generator.set_offset(mark[1])
+        else:
+            self.generator.set_state(torch.frombuffer(bytearray(mark[0]), dtype=torch.uint8))

@@ -1,0 +1,203 @@
+"""Where generate() is met: attributes of one model that do what its class does, and a little more."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.loop.handover import Handover, followed, returns_what_criteria_saw
+from accel.llm.generation.loop.lookahead import Lookahead
+from accel.llm.generation.loop.methods import PREPARE, MethodHook, predictable, stock_methods
+from accel.llm.generation.loop.token_loop import GenerateRequest
+from accel.llm.kv_cache.cache import adopt, store_of
+from accel.llm.kv_cache.store import Store
+from accel.patching.patch import Patch
+from accel.patching.per_thread import PerThread
+
+ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class Asked(NamedTuple):
+    """How generate() was called. usual: without a decoding method of the caller's own, and for this process alone."""
+
+    streamer: Any
+    usual: bool
+
+
+class GenerateCall(PerThread):
+    """What this thread's generate() call goes on with, as far as the methods that it has come to have found out.
+
+    store: where its tokens come one by one. request: where each of its steps follows from the one before. handover: of
+    the call whose loop is to begin, then of that whose loop is running.
+    """
+
+    def begin(self, asked: Asked | None) -> None:
+        """Forgets what the call before has found out, but not the loop that this one may be inside of."""
+        local = self._local
+        local.asked, local.store, local.request, local.expected = asked, None, None, None
+
+    def put(self, store: Store, request: GenerateRequest | None) -> None:
+        self._local.store, self._local.request = weakref.ref(store), request
+
+    def processed(self, processors: LogitsProcessorList) -> None:
+        request = getattr(self._local, "request", None)
+        self._local.request = None if request is None else request._replace(processors=processors)
+
+    @property
+    def asked(self) -> Asked | None:
+        return getattr(self._local, "asked", None)
+
+    @property
+    def request(self) -> GenerateRequest | None:
+        return getattr(self._local, "request", None)
+
+    def store(self) -> Store | None:
+        found = getattr(self._local, "store", None)
+        return None if found is None else found()
+
+    def expect(self, handover: Handover | None) -> None:
+        self._local.expected = handover
+
+    @property
+    def handover(self) -> Handover | None:
+        return getattr(self._local, "handover", None)
+
+    @contextmanager
+    def decoding(self, around: AbstractContextManager) -> Iterator[Any]:
+        """The loop of the call that was prepared last. Loops may be inside one another, as of a streamer's own call."""
+        before, now = self.handover, getattr(self._local, "expected", None)
+        self._local.handover, self._local.expected = now, None
+        try:
+            with around as given:
+                yield given
+        finally:
+            self._local.handover = before
+
+
+class GenerateHook(MethodHook):
+    """A method that generate() calls; those of one model share what they know of the call."""
+
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
+        super().__init__(module, forward)
+        self.call = call
+
+
+class ModeArguments(GenerateHook):
+    """Notes the streamer, and whether the decoding method is stock's."""
+
+    name = "_extract_generation_mode_kwargs"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.arguments(args, kwargs)
+        found = self.stock(*args, **kwargs)
+        usual = given.get("custom_generate") is None and not found.get("synced_gpus")
+        self.call.begin(Asked(found.get("streamer"), usual))
+        return found
+
+
+class PrepareCache(GenerateHook):
+    """Adopts the cache of the call, and makes the store of the size that was asked for."""
+
+    name = "_prepare_cache_for_generation"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        asked = self.call.asked
+        self.call.begin(None)
+        result = self.stock(*args, **kwargs)
+        try:
+            weight = self.forward.embeddings()
+        except Unfit:  # as the calls to come will tell
+            return result
+        if self.forward.ledger.rests((weight,), {}):
+            return result
+        given = self.arguments(args, kwargs)
+        model_kwargs, config = given["model_kwargs"], given["generation_config"]
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and not (config.output_attentions or config.output_hidden_states):  # such calls run stock
+            store = adopt(cache, self.forward.shapes(), wanted=given.get("max_cache_length", 0))
+            if isinstance(store, Store) and given.get("generation_mode") in ONE_BY_ONE:
+                request = None
+                if asked is not None and asked.usual and followed(config, model_kwargs):
+                    kept = model_kwargs | {"use_cache": config.use_cache}
+                    request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
+                self.call.put(store, request)
+        return result
+
+
+class Processors(GenerateHook):
+    """Notes how scores are processed."""
+
+    name = "_get_logits_processor"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        processors = self.stock(*args, **kwargs)
+        self.call.processed(processors)
+        return processors
+
+
+class Criteria(GenerateHook):
+    """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
+
+    name = "_get_stopping_criteria"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        criteria, store, request = self.stock(*args, **kwargs), self.call.store(), self.call.request
+        self.call.expect(None)
+        if store is None:
+            return criteria
+        handover = None if request is None else Handover(self.forward, store, request, criteria)
+        self.call.expect(handover)
+        return Lookahead(criteria, self.forward, store, handover)
+
+
+class Decoding(GenerateHook):
+    """Knows when the loop of a call begins and ends."""
+
+    name = "_optimize_model_for_decode"
+
+    def __call__(self) -> AbstractContextManager:
+        return self.call.decoding(self.stock())
+
+
+class Unfinished(GenerateHook):
+    """Runs all steps to come where stock's loop asks whether there are any."""
+
+    name = "_has_unfinished_sequences"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        more, handover = self.stock(*args, **kwargs), self.call.handover
+        return more and not (handover is not None and handover.run())
+
+
+class PrepareInputs(GenerateHook):
+    """Tells the step that was begun which inputs were made for it."""
+
+    name = PREPARE
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.stock(input_ids, *args, **kwargs)
+        store = store_of(inputs.get("past_key_values"))
+        if store is not None and store.pending is not None and store.pending.ids is input_ids:
+            store.pending.inputs = inputs
+        return inputs
+
+
+LOOPING: tuple[type[GenerateHook], ...] = (ModeArguments, Processors, Decoding, Unfinished)  # all of them, or none
+
+
+def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patch]:
+    """For each hook whose method is the class's own; those but the first where a step follows from the one before."""
+    kinds: list[type[GenerateHook]] = [PrepareCache]
+    if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
+        kinds += [Criteria, PrepareInputs]
+        needed: tuple[type[GenerateHook], ...] = (PrepareCache, Criteria, *LOOPING)
+        free = not any(kind.name in vars(model) for kind in needed)
+        if free and stock_methods(model, Unfinished.name, Decoding.name) and returns_what_criteria_saw():
+            kinds += LOOPING
+    call = GenerateCall()
+    return [Patch(model, kind.name, kind(model, forward, call)) for kind in kinds if kind.name not in vars(model)]

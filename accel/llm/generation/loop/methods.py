@@ -1,0 +1,46 @@
+"""Methods of a model that generate() calls: what says how a step follows from another, and hooks in their place."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from accel.llm.generation.decoder import DecoderForward
+
+PREPARE = "prepare_inputs_for_generation"
+LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
+
+
+def predictable(model: nn.Module) -> bool:
+    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
+    return stock_methods(model, PREPARE, *LOOP) and not any(name in vars(model) for name in LOOP)
+
+
+def stock_methods(model: nn.Module, *names: str) -> bool:
+    """Whether the model's class leaves these as GenerationMixin has them."""
+    return all(getattr(type(model), name, None) is vars(GenerationMixin).get(name, ...) for name in names)
+
+
+class MethodHook:
+    """Stands in `vars(module)[name]`, in place of the method of its class."""
+
+    name: str
+
+    def __init__(self, module: PreTrainedModel, forward: DecoderForward):
+        self.module, self.forward = module, forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
+    def arguments(self, args: tuple, kwargs: dict) -> dict:
+        return self.__signature__.bind(*args, **kwargs).arguments
+
+
+def prepared_by_stock(model: nn.Module) -> bool:
+    """Whether nobody has put a way of preparing inputs of his own over the hook."""
+    return isinstance(vars(model).get(PREPARE), MethodHook)

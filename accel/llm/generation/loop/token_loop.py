@@ -1,0 +1,264 @@
+"""Steps of generate() one after another without waiting for their tokens: the host reads them a step late.
+
+Stock's loop asks after every token whether all rows have ended, which waits for the GPU; then the GPU waits for Python.
+Here the next step is launched first. It needs nothing that the host does not know: the token is taken where the GPU
+has put it, positions go on by one, the mask by a 1. A step that turns out to come after the end, or after a change of
+the model, is dropped: the store is told the length before it, the random generator goes back, and what the step wrote
+lies behind the stored length, where the next token overwrites it before it is read.
+
+What others see is stock's: criteria, then the streamer, for every token in its turn. Criteria that may be somebody's
+own are asked before the next step is launched, for they may change it. After a streamer has run, the model is looked
+at: a step launched over what has changed since is dropped. Without a streamer nobody runs in between but other threads,
+and the model is looked at every few steps.
+"""
+
+import copy
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import stopping_criteria
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
+from accel.llm.generation.loop.methods import predictable, prepared_by_stock
+from accel.llm.generation.loop.next_step import fingerprint_of, next_logits
+from accel.llm.kv_cache.store import Store
+
+UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
+# Criteria that the host may ask a step late: what they say depends on the last token, the length or the time alone.
+LATE = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria, stopping_criteria.MaxTimeCriteria)
+
+
+def undisturbed(forward: DecoderForward) -> bool:
+    """Whether calling the model is calling the forward: nobody's hooks, loop or settings are in between."""
+    model, attributes = forward.module, vars(forward.module)
+    return (
+        attributes.get("forward") is forward
+        and predictable(model)
+        and prepared_by_stock(model)
+        and type(model).__call__ is nn.Module.__call__
+        and not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
+        and forward.mode() is None
+    )
+
+
+class Token(NamedTuple):
+    """One token a row, on its way from the GPU.
+
+    ids: (rows, tokens so far), with it. unfinished: (rows,) int64, 1 where a row goes on behind it, as far as the GPU
+    knows. host: (1 or 2, rows) int64 on the host once `ready`: the tokens, and whether they were drawn from NaN.
+    stored: the length of the store with the step that chose it. random: the generator before it was drawn.
+    """
+
+    ids: torch.Tensor
+    unfinished: torch.Tensor
+    host: torch.Tensor | None = None
+    ready: torch.cuda.Event | None = None
+    stored: int = 0
+    random: tuple | None = None
+
+    def read(self) -> torch.Tensor:
+        """(rows,) int64 on the host; waits. Raises RuntimeError for what was drawn from NaN, as torch does."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        assert self.host is not None
+        if len(self.host) > 1 and bool(self.host[1].any()):
+            refuse_nan()
+        return self.host[0]
+
+
+class GenerateRequest(NamedTuple):
+    """What one generate() call asks for. kwargs: of the model, as prepared for the prompt."""
+
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    processors: LogitsProcessorList
+    streamer: Any
+
+
+class TokenLoop:
+    """The rest of one generate() call. `store`: its cache; `store.latest`: the forward that the last token came of.
+
+    ids: (rows, so far), all tokens; unfinished: (rows,) int64, 1 where a row goes on; prompt: tokens of a row when
+    generate() began. `run` gives all tokens, (rows, in the end).
+    """
+
+    def __init__(
+        self,
+        forward: DecoderForward,
+        store: Store,
+        request: GenerateRequest,
+        criteria: StoppingCriteriaList,
+        ids: torch.Tensor,
+        unfinished: torch.Tensor,
+        prompt: int,
+    ) -> None:
+        self.forward, self.model, self.store, self.prompt = forward, forward.module, store, prompt
+        self.request, self.criteria, self.streamer = request, criteria, request.streamer
+        assert store.latest is not None
+        self.keep, self.positions, self.start = store.latest.keep, store.latest.positions, ids.shape[1]
+        self.first, self.ahead = Token(ids, unfinished), None
+        self.stored = store.length  # of what counts
+        self.random = RandomState(ids.device) if request.config.do_sample else None
+        # A single row that has ended is never continued.
+        self.ends = [one for one in criteria if hasattr(one, "eos_token_id")] if ids.shape[0] > 1 else []
+        self.pad = request.config._pad_token_tensor
+        if self.pad is not None:
+            self.pad = self.pad.to(ids.device)
+        self.max_length = criteria.max_length
+        self.late = all(type(one) in LATE for one in criteria)
+        self.on_host = StoppingCriteriaList(map(_on_host, criteria)) if self.late else criteria
+        self.open = unfinished.bool().cpu()
+        self.fused = True  # steps go past the model's own call
+        self.trusted = 0  # steps to come in which the model need not be looked at
+
+    ahead: Token | None
+
+    def run(self) -> torch.Tensor:
+        device = self.first.ids.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                return self._run(self.first)
+            finally:
+                self._drop()
+
+    def _run(self, token: Token) -> torch.Tensor:
+        while True:
+            token, self.ahead = self.ahead or self._next(token), None
+            self.stored = token.stored
+            if self.late and (self.max_length is None or token.ids.shape[1] < self.max_length):
+                self._begin(token)
+            try:
+                chosen = token.read()
+            except RuntimeError:
+                self._drop()
+                self._go_back(token.random)
+                raise
+            if self.late:
+                ended = self._ended_on_host(chosen, token.ids.shape[1])
+            else:
+                unfinished = token.unfinished & ~self.criteria(token.ids, None)
+                token, ended = token._replace(unfinished=unfinished), bool(unfinished.max() == 0)
+                self._look()
+            if self.streamer is not None:
+                self._stream(chosen)
+            if ended:
+                return token.ids
+
+    def _next(self, token: Token) -> Token:
+        """Launches the step that takes the last token, and the choice of one more."""
+        random = None if self.random is None else self.random.mark()
+        logits = self._logits(token.ids)
+        scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=token.ids.device)
+        scores = self.request.processors(token.ids, scores)
+        wrong = None
+        if self.random is None:
+            chosen = torch.argmax(scores, dim=-1)
+        else:
+            chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
+        if self.ends:
+            chosen = chosen * token.unfinished + self.pad * (1 - token.unfinished)
+        ids, unfinished = torch.cat([token.ids, chosen[:, None]], dim=-1), token.unfinished
+        if self.late:
+            for one in self.ends:
+                unfinished = unfinished & ~one(ids, None)
+        found = chosen[None] if wrong is None else torch.stack((chosen, wrong.long()))
+        host = found.to("cpu", non_blocking=True)  # into pinned memory
+        ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
+        return Token(ids, unfinished, host, ready, self.store.length, random)
+
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """(rows, 1, vocabulary) for the token behind ids."""
+        if self.fused:
+            tokens = ids[:, -1:].clone(memory_format=torch.contiguous_format)
+            positions = None if self.positions is None else self.positions + (ids.shape[1] - self.start + 1)
+            try:
+                logits = next_logits(self.forward, self.store, tokens, positions, self.keep, self.trusted > 0)
+                self.trusted = self.trusted - 1 if self.trusted else UNWATCHED
+                return logits
+            except Unfit:  # as the call below finds too, and tells
+                self.fused = self.late = False
+        kwargs = self.model._update_model_kwargs_for_generation(
+            {}, dict(self.request.kwargs), num_new_tokens=ids.shape[1] - self.prompt
+        )
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        return self.model(**inputs, return_dict=True).logits
+
+    def _begin(self, token: Token) -> None:
+        """Launches a step more, ahead of what is to be read."""
+        random = None if self.random is None else self.random.mark()
+        try:
+            self.ahead = self._next(token)
+        except Exception:  # comes again, if the step is wanted still, after the token before it
+            self._go_back(random)
+            self.late = False
+
+    def _drop(self) -> None:
+        """The step ahead has never been."""
+        ahead, self.ahead = self.ahead, None
+        self._go_back(None if ahead is None else ahead.random)
+
+    def _go_back(self, random: tuple | None) -> None:
+        if self.store.whole and self.store.length > self.stored:
+            self.store.crop(self.stored)
+        if self.random is not None and random is not None:
+            self.random.set(random)
+
+    def _ended_on_host(self, chosen: torch.Tensor, length: int) -> bool:
+        """Whether all rows have ended. The criteria are shown the last token in a tensor of the right shape."""
+        ended = self.on_host(chosen[:, None].expand(-1, length), None)
+        self.open &= ~ended
+        return not bool(self.open.any())
+
+    def _stream(self, chosen: torch.Tensor) -> None:
+        """Hands a token on. What the streamer may do to the model or the random numbers is there for the next step."""
+        ahead, before = self.ahead, None
+        if self.random is not None:
+            after = self.random.mark()
+            if ahead is not None and ahead.random is not None:
+                self.random.set(ahead.random)
+                self.ahead = ahead._replace(random=None)
+            before = self.random.mark()
+        known = self._state()
+        self.streamer.put(chosen.clone())
+        moved = self.random is not None and self.random.mark() != before
+        if ahead is None:
+            self._look()
+        elif moved or not self._holds(known):
+            self._drop()
+            self._look()
+            self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
+        else:
+            self.ahead = ahead
+            if self.random is not None:
+                self.random.set(after)
+
+    def _look(self) -> None:
+        """Somebody's code has run: the next step looks at the model, or calls it where it is not the forward alone."""
+        self.trusted = 0
+        if not undisturbed(self.forward):
+            self.fused = self.late = False
+
+    def _state(self) -> tuple[Fingerprint | None, int | None]:
+        found = fingerprint_of(self.forward)
+        return found, None if found is None else found.versions()
+
+    def _holds(self, known: tuple[Fingerprint | None, int | None]) -> bool:
+        """Whether the model is the same, weights included, and is called as it was."""
+        before, versions = known
+        now = fingerprint_of(self.forward)
+        if before is None or versions is None or now is not before or not now.reachable():
+            return False
+        return now.versions() == versions and now.holds() and undisturbed(self.forward)
+
+
+def _on_host(criterion: Any) -> Any:
+    """The same, for tokens on the host, without waiting for the GPU at every call."""
+    own = copy.copy(criterion)
+    if isinstance(getattr(own, "eos_token_id", None), torch.Tensor):
+        own.eos_token_id = own.eos_token_id.cpu()
+    return own

@@ -1,0 +1,280 @@
+"""The loop that runs ahead of its tokens, on a GPU: by replays, token for token stock's, random numbers included."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+import accel
+from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.generation.loop import choice
+from accel.llm.generation.loop.token_loop import TokenLoop
+from support.llm.calls import followed_by_numbers
+from support.llm.families import make, prompt
+from support.llm.outputs import same
+
+EXACT = 4e-5
+NEW = 20  # tokens of a call
+
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """[loops, replays without a look at the model]."""
+    counts, run, begin = [0, 0], TokenLoop.run, GraphRunner.begin
+
+    def counted_run(self):
+        counts[0] += 1
+        return run(self)
+
+    def counted_begin(self, *args):
+        found = begin(self, *args)
+        counts[1] += found is not None
+        return found
+
+    monkeypatch.setattr(TokenLoop, "run", counted_run)
+    monkeypatch.setattr(GraphRunner, "begin", counted_begin)
+    return counts
+
+
+def new_pair(name: str = "llama", **options):
+    stock = make(name).to("cuda")
+    return accel.optimize(copy.deepcopy(stock), graphs=True, **options), stock
+
+
+CALLS = {
+    "greedy": {},
+    "one row": {"lengths": (6,)},
+    "drawn": {"do_sample": True},
+    "drawn, one row": {"do_sample": True, "lengths": (6,)},
+    "rows that end": {"do_sample": True, "lengths": (7, 4, 5, 6), "eos_token_id": [5, 9, 11, 30]},
+    "one row that ends": {"lengths": (6,), "eos_token_id": list(range(3, 20)), "do_sample": True},
+    "all": {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    "min_new_tokens": {"eos_token_id": list(range(3, 70)), "min_new_tokens": 20, "do_sample": True},
+    "a cache to keep": {"return_dict_in_generate": True},
+    "time": {"max_time": 1e6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "mixtral"])
+def test_token_for_token_by_replays(name, ran):
+    ours, stock = new_pair(name)
+    for label, call in CALLS.items():
+        for _ in range(2):  # until there is a graph
+            followed_by_numbers(ours, **call)
+        ran[:] = 0, 0
+        wanted = followed_by_numbers(stock, **call)
+        same(followed_by_numbers(ours, **call), wanted, EXACT)
+        new = wanted["sequences"].shape[1] - max(call.get("lengths", (7,)))
+        assert ran[0] == (new > 1), label
+        assert ran[1] >= (new - 2) * 15 // 16 - 1, (label, ran, new)
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+def test_keys_and_values_in_eight_bits(kv_cache, ran, monkeypatch):
+    """The same with the loop as without."""
+    from accel.llm.generation.loop import handover
+
+    model, _ = new_pair(kv_cache=kv_cache)
+    for _ in range(2):
+        followed_by_numbers(model)
+    looped = followed_by_numbers(model, do_sample=True)
+    assert ran[0] == 3 and ran[1]
+    monkeypatch.setattr(handover, "DEVICES", ())
+    same(followed_by_numbers(model, do_sample=True), looped, EXACT)
+
+
+def test_torch_draws_so():
+    assert choice.draws_as_torch(torch.device("cuda", 0))
+
+
+class Streamer:
+    """Keeps what it is given, and acts at the seventh call."""
+
+    def __init__(self, model, act):
+        self.model, self.act, self.given = model, act, []
+
+    def put(self, value):
+        assert value.device.type == "cpu" and not value.is_pinned()
+        self.given.append(value.reshape(-1).clone())
+        if len(self.given) == 7 and self.act is not None:
+            self.act(self.model)
+
+    def end(self):
+        self.given.append(torch.tensor([-1]))
+
+
+class Asks(StoppingCriteria):
+    """Does the same as a criterion, which may look at what it is given."""
+
+    def __init__(self, model, act):
+        self.model, self.act, self.calls = model, act, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls == 6 and self.act is not None:
+            self.act(self.model)
+        return input_ids[:, -1] % 31 == 0
+
+
+ACTS = {
+    "nothing": None,
+    "weights": lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(-1.5),
+    "a new weight": lambda model: setattr(
+        model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.flip(0), requires_grad=False)
+    ),
+    "a hook": lambda model: model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"input_ids": (kwargs["input_ids"] + 3) % 50}), with_kwargs=True
+    ),
+    "a hook inside": lambda model: model.model.layers[0].register_forward_hook(
+        lambda module, args, output: output * 1.5 if torch.is_tensor(output) else output
+    ),
+    "training": lambda model: model.train(),
+    "a seed": lambda model: torch.manual_seed(99),
+    "random numbers": lambda model: torch.rand(5, device="cuda"),
+    "another text": lambda model: model.generate(prompt(1, 5).cuda(), max_new_tokens=6, do_sample=False),
+}
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("act", ACTS)
+def test_streamers_and_criteria(act, drawn, ran):
+    ours, stock = new_pair()
+    for _ in range(2):
+        followed_by_numbers(ours, do_sample=drawn)
+    ran[:] = 0, 0
+    found = []
+    for model in (ours, stock):
+        streamer = Streamer(model, ACTS[act])
+        given = followed_by_numbers(model, streamer=streamer, do_sample=drawn)
+        found.append(given | {"streamed": torch.cat(streamer.given)})
+    same(*found, EXACT)
+    assert ran[0] >= 1 and (ran[1] >= NEW - 6 or act != "nothing"), ran
+    ours, stock = new_pair()
+    found = [
+        followed_by_numbers(model, stopping_criteria=StoppingCriteriaList([Asks(model, ACTS[act])]), do_sample=drawn)
+        for model in (ours, stock)
+    ]
+    same(*found, EXACT)
+
+
+def test_not_a_number():
+    found = []
+    ours, stock = new_pair()
+    for _ in range(2):
+        followed_by_numbers(ours, (6,), do_sample=True)
+
+    def spoil(model):
+        model.get_output_embeddings().weight.fill_(float("nan"))
+
+    for model in (ours, stock):
+        streamer = Streamer(model, spoil)
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            followed_by_numbers(model, (6,), do_sample=True, streamer=streamer)
+        found.append({"streamed": torch.cat(streamer.given), "random": torch.rand(2, device="cuda")})
+    same(*found)
+
+
+def test_going_on_with_the_cache(ran):
+    ours, stock = new_pair()
+    for _ in range(2):
+        followed_by_numbers(ours, (6,))
+    found = []
+    for model in (ours, stock):
+        cache, kept = DynamicCache(config=model.config), {}
+        for turn, eos in enumerate(([5, 9, 11, 20, 33, 41], [2], [60, 61, 62, 63])):
+            before = kept[f"ids {turn - 1}"] if turn else prompt(1, 5).cuda()
+            ids = torch.cat([before, prompt(1, 3, turn).cuda()], 1)
+            kept[f"ids {turn}"] = model.generate(
+                ids, past_key_values=cache, max_new_tokens=16, do_sample=False, eos_token_id=eos, pad_token_id=0
+            )
+            kept[f"length {turn}"] = torch.tensor(cache.get_seq_length())
+        kept["keys"] = torch.stack([layer.keys for layer in cache.layers])
+        found.append(kept)
+    same(*found, EXACT)
+    assert ran[1] > 10
+
+
+def test_on_a_stream_of_the_users_own(ran):
+    ours, stock = new_pair()
+    for _ in range(2):
+        followed_by_numbers(ours)
+    wanted = followed_by_numbers(stock, do_sample=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = followed_by_numbers(ours, do_sample=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    same(got, wanted, EXACT)
+    assert ran[0] == 3
+
+
+def test_threads_side_by_side(ran):
+    ours, stock = new_pair()
+    lengths = ((9,), (4,), (9, 5), (7, 7, 2))
+    for each in lengths:
+        for _ in range(2):
+            followed_by_numbers(ours, each)
+    wanted = [followed_by_numbers(stock, each)["sequences"] for each in lengths]
+    torch.cuda.synchronize()
+    got: dict[int, list] = {}
+
+    def work(number):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            got[number] = [followed_by_numbers(ours, lengths[number])["sequences"] for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lengths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, one in enumerate(wanted):
+        assert all(torch.equal(each, one) for each in got[number])
+    assert ran[0] == 8 + 20
+
+
+def test_memory_stays_flat():
+    """Steps in vain, with pinned memory for every token."""
+    ours, _ = new_pair()
+    for _ in range(2):
+        followed_by_numbers(ours, (6,))
+    end = int(ours.generate(prompt(1, 6).cuda(), max_new_tokens=5, do_sample=False)[0, -1])
+    used = []
+    for _ in range(40):
+        ours.generate(prompt(1, 6).cuda(), max_new_tokens=64, do_sample=False, eos_token_id=end, pad_token_id=0)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert used[10][0] >= used[-1][0] and used[10][1] >= used[-1][1], (used[10], used[-1])
+
+
+def test_nothing_waits_for_the_gpu():
+    """Beyond the wait for a token that was launched a step before: no other call may synchronize."""
+    ours, _ = new_pair()
+    for call in CALLS.values():
+        for _ in range(2):
+            followed_by_numbers(ours, **call)
+    waits, run = [], TokenLoop._next
+
+    def watched(self, token):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(self, token)
+        except RuntimeError as error:
+            waits.append(error)
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    TokenLoop._next = watched
+    try:
+        for call in CALLS.values():
+            followed_by_numbers(ours, **call)
+    finally:
+        TokenLoop._next = run
+    assert not waits, waits
