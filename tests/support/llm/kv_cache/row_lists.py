@@ -84,7 +84,7 @@ def check(store: Store, lists: Lists) -> None:
     mask = 0 if store.padding_mask is None else store.padding_mask.data_ptr()
     head = [length, mask, store.blocks.columns]
     kvs = [store.kv(layer) for layer in range(len(store.shapes))]
-    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, kv.table)]
+    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, store.table)]
     assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
     alike = store.shapes[0] == store.shapes[2]
     assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base
