@@ -12,6 +12,7 @@ from accel.commands.demo import demo
 from accel.commands.profile import profile
 from accel.commands.quantize import quantize
 from accel.commands.report import report
+from accel.commands.serve import PASSED_ON, serve
 from accel.commands.verify import verify
 
 
@@ -34,4 +35,5 @@ app = typer.Typer(
 for command in (demo, report, verify, profile, quantize, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
+app.command(context_settings=PASSED_ON)(serve)
 app.command("bench batch")(bench_batch)

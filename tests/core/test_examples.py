@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_text_to_image(run, tmp_path):
 def test_batch_requests(run):
     printed = run("batch_requests.py")
     assert "9 of 9 requests answered" in printed and " ".join(map(str, range(1, 21))) in printed
+
+
+def test_serve(run):
+    for package in ("fastapi", "openai", "uvicorn"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    printed = run("serve.py", "examples/models/tiny-lm", port)
+    assert len([line for line in printed.splitlines() if len(line) > 10]) == 16
 
 
 def test_compare_and_undo(run):

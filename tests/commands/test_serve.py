@@ -1,0 +1,295 @@
+"""`accel serve`: transformers' server over loopback, with the client of openai."""
+
+import asyncio
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+
+import accel
+from support.command_line import run_command
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+FOLDER = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-lm")
+TEXTS = ["The", "It was", "Once upon a time there", "She said that", "Of all the people"]
+CLIENTS = 64
+BLOCKS = 2  # of 256 tokens: less than the clients want at once
+
+
+@pytest.fixture(scope="module")
+def stock():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
+
+    def answer(text, most, ids=None):
+        ids = tokenizer(text, return_tensors="pt").input_ids if ids is None else ids
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=most, do_sample=False)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    def chat(text, most):
+        said = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        return answer(None, most, ids["input_ids"])
+
+    return SimpleNamespace(answer=answer, chat=chat)
+
+
+def serving(**given):
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "log_level": "error", "non_blocking": True}
+    server = Serve(force_model=FOLDER, port=port, **common, **given)
+    until = time.monotonic() + 30
+    while not server.server.started and time.monotonic() < until:
+        time.sleep(0.02)
+    server.port, server.state = port, server._generation_state
+    url = f"http://127.0.0.1:{port}/v1"
+    server.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return server
+
+
+@pytest.fixture(scope="module")
+def server():
+    from accel.commands.serving import optimized_serving
+
+    with optimized_serving():
+        made = serving(continuous_batching=True, cb_num_blocks=BLOCKS)
+        yield made
+        end(made)
+
+
+def end(server):
+    server.client.close()
+    server.kill_server()
+    server.server.force_exit = server._thread.is_alive()  # it waits for connections that a failed test left open
+
+
+def manager_of(server):
+    return server.state._cb_manager._cb.manager
+
+
+def settled(server):
+    """Once nothing is under way: every page has come back."""
+    manager, until = manager_of(server), time.monotonic() + 20
+    while (manager._results.under_way() or manager.engine.busy) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not manager._results.under_way() and not manager._results._handlers
+    with manager.pause():
+        pool = manager.engine.pool
+        pool.check()
+        assert pool.free == pool.pages - 1
+
+
+def complete(server, text, most=8, **given):
+    given = {"temperature": 0} | given
+    return server.client.completions.create(model=FOLDER, prompt=text, max_tokens=most, **given).choices[0].text
+
+
+def streamed(server, text, most=8, **given):
+    given = {"temperature": 0} | given
+    chunks = list(server.client.completions.create(model=FOLDER, prompt=text, max_tokens=most, stream=True, **given))
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+    return "".join(chunk.choices[0].text or "" for chunk in chunks)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_completions_and_chats_are_those_of_the_model(server, stock):
+    from accel.llm.batching.manager import BatchManager
+
+    for text in TEXTS[:2]:
+        assert complete(server, text) == streamed(server, text) == stock.answer(text, 8)
+        given = {"model": FOLDER, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+        chat = server.client.chat.completions.create(**given)
+        parts = server.client.chat.completions.create(**given, stream=True)
+        got = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert chat.choices[0].message.content == got == stock.chat(text, 8)
+    (timed,) = server._model_manager.loaded_models.values()
+    assert accel.report(timed.model).optimized and not accel.report(timed.model).fallbacks
+    assert type(manager_of(server)) is BatchManager
+    settled(server)
+
+
+def test_many_clients_at_once(server, stock):
+    """More than there is memory for: some wait, and none is lost."""
+    wanted = {(text, most): stock.answer(text, most) for text in TEXTS for most in (3, 16)}
+    jobs = [(TEXTS[n % 5], (3, 16)[n % 3 == 0], n % 2) for n in range(CLIENTS)]
+
+    def client(job):
+        text, most, stream = job
+        return (streamed if stream else complete)(server, text, most)
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        got = list(pool.map(client, jobs))
+    assert got == [wanted[text, most] for text, most, _ in jobs]
+    settled(server)
+
+
+def test_requests_have_settings_of_their_own(server, stock):
+    """The first request that ever came was greedy; in stock all others would be."""
+
+    def drawn(seed):
+        config = json.dumps({"do_sample": True, "temperature": 3.0, "max_new_tokens": 12, "top_k": 0})
+        return complete(server, "The", 12, seed=seed, temperature=None, extra_body={"generation_config": config})
+
+    with ThreadPoolExecutor(4) as pool:
+        greedy = [pool.submit(complete, server, text) for text in TEXTS]
+        seeds = [drawn(seed) for seed in (1, 2, 1)]
+    assert [one.result() for one in greedy] == [stock.answer(text, 8) for text in TEXTS]
+    assert seeds[0] == seeds[2] != seeds[1]
+
+
+# -- clients that do what they should not ------------------------------------------------------------------------------
+
+
+def test_clients_that_hang_up(server, stock):
+    body = json.dumps({"model": FOLDER, "prompt": "The", "max_tokens": 480, "stream": True, "temperature": 0})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    for read in (0, 400):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+                connection.sendall(f"{head}\r\n\r\n{body}".encode())
+                if read:
+                    connection.recv(read)
+    assert complete(server, "The") == stock.answer("The", 8)
+    settled(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 422),
+        (b"[]", 422),
+        (b'{"model": "X", "prompt": "The", "nonsense": 1}', 422),
+        (b'{"model": "X", "prompt": "The", "max_tokens": 3, "temperature": -1}', None),
+        (b'{"model": "X", "prompt": "The", "max_tokens": -3}', None),
+    ],
+)
+def test_malformed_requests(server, stock, body, status):
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    body = body.replace(b"X", FOLDER.encode())
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    try:
+        got = urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=20).status
+    except HTTPError as error:
+        got = error.code
+    assert got == status or (status is None and got in (200, 400, 422, 500))
+    assert complete(server, "The", 3) == stock.answer("The", 3)
+
+
+@pytest.mark.parametrize("call", [complete, streamed])
+def test_a_prompt_longer_than_the_model(server, stock, call):
+    complete(server, "The", 1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        call(server, "The " * 600)
+    told = refused.value.response.json()["detail"]
+    assert re.match(r"a prompt of 6\d\d tokens, where a request may come to 512", told)
+    assert complete(server, "The", 3) == stock.answer("The", 3)
+    settled(server)
+
+
+def test_an_id_twice(server, stock):
+    headers = {"extra_headers": {"x-request-id": "twice"}}
+    first = server.client.completions.create(
+        model=FOLDER, prompt="The", max_tokens=200, stream=True, temperature=0, **headers
+    )
+    begun = next(iter(first)).choices[0].text
+    for call in (complete, streamed):
+        with pytest.raises(openai.BadRequestError) as refused:
+            call(server, "It", **headers)
+        assert "under way" in refused.value.response.json()["detail"]
+    assert begun + "".join(chunk.choices[0].text or "" for chunk in first) == stock.answer("The", 200)
+    assert complete(server, "The", 3, **headers) == stock.answer("The", 3)
+    settled(server)
+
+
+# -- other ways to serve -----------------------------------------------------------------------------------------------
+
+
+def test_without_continuous_batching(stock):
+    from transformers.cli.serving import model_manager, utils
+
+    from accel.commands.serving import optimized_serving
+
+    before = model_manager.ModelManager, utils.CBGenerateManager
+    with optimized_serving():
+        server = serving()
+        try:
+            assert complete(server, "The") == streamed(server, "The") == stock.answer("The", 8)
+            (timed,) = server._model_manager.loaded_models.values()
+            assert accel.report(timed.model).optimized
+        finally:
+            end(server)
+    assert (model_manager.ModelManager, utils.CBGenerateManager) == before
+
+
+def test_settings_for_stocks_own_manager(stock):
+    """Of a model that is not batched by ours: those that stock can give a request."""
+    from accel.commands.serving import WithSettings
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+    config = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=32, per_request_processors=True)
+    sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=7, max_new_tokens=5)
+    manager = WithSettings(model.init_continuous_batching(sampled, config))
+    assert manager._of(sampled) == {"temperature": 2.0, "top_k": 7}
+    assert manager._of(GenerationConfig(do_sample=False)) == {"top_k": 1}
+    manager.start()
+    with manager.settings(GenerationConfig(do_sample=False)):
+        name = manager.add_request(AutoTokenizer.from_pretrained(FOLDER)("The").input_ids)
+    result = manager.get_result(name, timeout=30)
+    manager.stop()
+    assert AutoTokenizer.from_pretrained(FOLDER).decode(result.generated_tokens) == stock.answer("The", 5)
+
+
+def test_tasks_keep_their_settings_apart():
+    from accel.commands.serving import WithSettings
+
+    processor = SimpleNamespace(supported_keys={"temperature": float})
+    manager = WithSettings(SimpleNamespace(add_request=lambda **given: given, logit_processor=processor))
+
+    async def one(temperature):
+        with manager.settings(GenerationConfig(do_sample=True, temperature=temperature)):
+            await asyncio.sleep(0.01)
+            return manager.add_request()
+
+    async def all_of_them():
+        return await asyncio.gather(*map(one, (0.5, 1.5, 2.5)))
+
+    assert asyncio.run(all_of_them()) == [{"temperature": 0.5}, {"temperature": 1.5}, {"temperature": 2.5}]
+    assert manager.add_request() == {}
+
+
+def test_the_command_takes_what_transformers_takes(monkeypatch):
+    shown = run_command("serve", "--help")
+    assert shown.exit_code == 0 and "--continuous-batching" in shown.output and "accel serve" in shown.output
+    wrong = run_command("serve", "--nonsense")
+    assert wrong.exit_code == 2 and "nonsense" in wrong.output
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    absent = run_command("serve", FOLDER)
+    assert absent.exit_code == 1 and "pip install 'hf-accel[serve]'" in absent.output
+
+
+def test_a_model_that_cannot_be_optimized_is_served_as_it_is(monkeypatch):
+    from accel.commands.serving import OptimizedModels
+
+    monkeypatch.setattr(accel, "optimize", lambda model: 1 / 0)
+    models = OptimizedModels(device="cpu")
+    model, _ = models.load_model_and_processor(f"{FOLDER}@main")
+    models.shutdown()
+    assert not accel.report(model).optimized
