@@ -21,7 +21,9 @@ WHOLE = "(whole model)"
 class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
     captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantized weight, with its path, scheme,
-    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original.
+    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original; `batching`:
+    one dict a model whose requests were batched, with how many run at a time, tokens of each, pages and memory_mb of
+    the pool of keys and values that was made last.
     optimized: False for an object that is not."""
 
     sites: list[tuple[str, str, str, str]]
@@ -29,6 +31,7 @@ class Report:
     fallbacks: list[tuple[str, str, int]]
     weights: list[dict] = field(default_factory=list)
     optimized: bool = True
+    batching: list[dict] = field(default_factory=list)
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
@@ -37,6 +40,7 @@ class Report:
         graphs: list[dict] = []
         fallbacks: list[tuple[str, str, int]] = []
         weights: list[dict] = []
+        batching: list[dict] = []
         for name, plan in plans.items():
 
             def full(path: str, name: str = name) -> str:
@@ -45,17 +49,21 @@ class Report:
             sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
             weights += [row | {"path": full(row["path"])} for row in plan.weights]
             fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.ledger.rows()]
+            told = (getattr(getattr(patch, "value", None), "report_row", None) for patch in plan.patches)
+            made = (tell() for tell in told if tell is not None)
+            batching += [row | {"path": full(row["path"])} for row in made if row is not None]
             own = {id(module) for module in plan.root.modules()} if isinstance(plan.root, nn.Module) else set()
             for runner in plan.pool.runners:
                 if id(runner.module) in own:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans))
+        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans), batching)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
         sites = [dict(zip(("path", "rule", "status", "reason"), site, strict=True)) for site in self.sites]
         fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
-        return {"sites": sites, "graphs": list(self.graphs), "fallbacks": fallbacks, "weights": list(self.weights)}
+        lists = {"graphs": list(self.graphs), "weights": list(self.weights), "batching": list(self.batching)}
+        return {"sites": sites, "fallbacks": fallbacks} | lists
 
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
@@ -91,6 +99,12 @@ class Report:
             for row in self.graphs:
                 times = (f"{row['eager_ms']:.2f}", f"{row['graph_ms']:.2f}", f"{row['memory_mb']:.0f}")
                 table.add_row(row["path"] or WHOLE, row["inputs"], row["status"], *times, row["reason"])
+            yield table
+        if self.batching:
+            table = Table("batched", "requests at a time", "tokens each", "pages", "MiB of keys and values")
+            for row in self.batching:
+                numbers = (f"{row[name]:,}" for name in ("requests", "tokens", "pages"))
+                table.add_row(row["path"] or WHOLE, *numbers, f"{row['memory_mb']:,.0f}")
             yield table
         if self.fallbacks:
             table = Table("ran stock", "calls", "reason")

@@ -13,6 +13,7 @@ from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
 from accel.llm.batching.step import Flight, StepRunner, head_size
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.kv_cache.block_pool import BlockPool
+from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
 
@@ -49,6 +50,14 @@ class Engine:
         """Whether `step` has something to do, or to tell."""
         return self.scheduler.busy or bool(self.flights) or bool(self._news)
 
+    def sizes(self) -> dict[str, float]:
+        """How many requests at a time there is room for, of how many tokens each, and the memory of their keys and
+        values: pages of BLOCK tokens of one set of layers, and MiB.
+        """
+        rows, context = self.limits.rows, self.limits.context
+        memory = round(self.pages.bytes / 2**20, 1)
+        return {"requests": rows, "tokens": context, "pages": self.pool.pages, "memory_mb": memory}
+
     def add(self, request: Request) -> None:
         """Takes a request. One that cannot run fails, as the next `step` tells."""
         reason = self._refusal(request)
@@ -76,9 +85,9 @@ class Engine:
         wrong = max(request.prompt) if min(request.prompt) >= 0 else min(request.prompt)
         if not 0 <= wrong < vocabulary:
             return f"token {wrong!r} in the prompt: the vocabulary has ids from 0 to {vocabulary - 1}"
-        blocks, most = -(-tokens // 64), (self.pool.pages - 1) // len(self.pool.sets)
+        blocks, most = -(-tokens // BLOCK), (self.pool.pages - 1) // len(self.pool.sets)
         if blocks > most:
-            return f"a prompt of {tokens} tokens, where all memory for keys and values has room for {most * 64}"
+            return f"a prompt of {tokens} tokens, where all memory for keys and values has room for {most * BLOCK}"
         return None
 
     def cancel(self, request_id: str) -> None:

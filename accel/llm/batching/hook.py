@@ -41,12 +41,13 @@ class InitContinuousBatching(MethodHook):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("managers", "tried")}
+        return {name: value for name, value in vars(self).items() if name not in ("managers", "tried", "sizes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.managers: weakref.WeakSet[BatchManager] = weakref.WeakSet()
         self.tried: tuple[object, str | None] = (None, None)  # the model as it was then, and why it was refused
+        self.sizes: dict[str, float] | None = None  # of the engine that was made last
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
@@ -127,7 +128,13 @@ class InitContinuousBatching(MethodHook):
         sense.
         """
         on_gpu = self.forward.shapes()[0].device.type == "cuda"  # the model may have been moved
-        return Engine(self.forward, limits_of(self.forward, config, hints), self.runner if on_gpu else None)
+        engine = Engine(self.forward, limits_of(self.forward, config, hints), self.runner if on_gpu else None)
+        self.sizes = engine.sizes()
+        return engine
+
+    def report_row(self) -> dict[str, Any] | None:
+        """What the engine that was made last holds, for the report; None where there was none."""
+        return None if self.sizes is None else {"path": self.forward.path} | self.sizes
 
     def resize(self, manager: BatchManager, hints: Any) -> None:
         """Where the engine it keeps is too small for what comes, it makes another one at its next start."""

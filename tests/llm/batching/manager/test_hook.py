@@ -329,15 +329,3 @@ def test_sizes_come_from_stocks_configuration(pair_of):
     assert limits_of(forward, CONFIG).pages == 8 * 256 // 64
     with pytest.raises(ValueError, match="memory=1.5"):
         limits_of(forward, ContinuousBatchingConfig(max_memory_percent=1.5))
-
-
-def test_an_answer_hangs_on_its_place_and_on_no_other_prompt(pair_of):
-    """Seeds go by the order of the inputs, also where prompts are sorted to be shared."""
-    model, _ = pair_of("llama")
-
-    def first(company):
-        torch.manual_seed(3)
-        outputs = batch(model, [[5, 6, 7], *company], generation={"do_sample": True})
-        return outputs["req_0"].generated_tokens
-
-    assert first([]) == first([[9] * 9, [8]]) == first([[1]] * 5)
