@@ -10,6 +10,7 @@ tries that this is so with the transformers at hand.
 
 import weakref
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,8 @@ class Handover:
         if device.type == "cuda" and (self.forward.runner is None or torch.cuda.is_current_stream_capturing()):
             return False
         if not (pure(self.request.processors) and undisturbed(self.forward)) or _deferred(device, self.request):
+            return False
+        if not returns_what_criteria_saw():
             return False
         return not self.request.config.do_sample or draws_as_torch(device)
 
@@ -124,6 +127,7 @@ class _Loopless:
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
+@cache
 def returns_what_criteria_saw() -> bool:
     """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
     model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)

@@ -10,9 +10,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
-from accel.llm.generation.loop.handover import Handover, followed, returns_what_criteria_saw
+from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
-from accel.llm.generation.loop.methods import PREPARE, MethodHook, predictable, stock_methods
+from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
 from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
@@ -158,7 +158,7 @@ class Criteria(GenerateHook):
 class Decoding(GenerateHook):
     """Knows when the loop of a call begins and ends."""
 
-    name = "_optimize_model_for_decode"
+    name = DECODING
 
     def __call__(self) -> AbstractContextManager:
         return self.call.decoding(self.stock())
@@ -167,7 +167,7 @@ class Decoding(GenerateHook):
 class Unfinished(GenerateHook):
     """Runs all steps to come where stock's loop asks whether there are any."""
 
-    name = "_has_unfinished_sequences"
+    name = UNFINISHED
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         more, handover = self.stock(*args, **kwargs), self.call.handover
@@ -197,7 +197,7 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
         kinds += [Criteria, PrepareInputs]
         needed: tuple[type[GenerateHook], ...] = (PrepareCache, Criteria, *LOOPING)
         free = not any(kind.name in vars(model) for kind in needed)
-        if free and stock_methods(model, Unfinished.name, Decoding.name) and returns_what_criteria_saw():
+        if free and stock_methods(model, UNFINISHED, DECODING):
             kinds += LOOPING
     call = GenerateCall()
     return [Patch(model, kind.name, kind(model, forward, call)) for kind in kinds if kind.name not in vars(model)]

@@ -1,6 +1,7 @@
 """Methods of a model that generate() calls: what says how a step follows from another, and hooks in their place."""
 
 import inspect
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from accel.llm.generation.decoder import DecoderForward
 
 PREPARE = "prepare_inputs_for_generation"
+UNFINISHED, DECODING = "_has_unfinished_sequences", "_optimize_model_for_decode"  # asked by the loop, around it
 LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
+
+# Another function put there later, for all models, is somebody's own.
+AS_IMPORTED = MappingProxyType(
+    {name: getattr(GenerationMixin, name) for name in (PREPARE, *LOOP, UNFINISHED, DECODING)}
+)
 
 
 def predictable(model: nn.Module) -> bool:
@@ -19,7 +26,7 @@ def predictable(model: nn.Module) -> bool:
 
 def stock_methods(model: nn.Module, *names: str) -> bool:
     """Whether the model's class leaves these as GenerationMixin has them."""
-    return all(getattr(type(model), name, None) is vars(GenerationMixin).get(name, ...) for name in names)
+    return all(getattr(type(model), name, None) is AS_IMPORTED[name] for name in names)
 
 
 class MethodHook:

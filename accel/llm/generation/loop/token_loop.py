@@ -12,7 +12,6 @@ at: a step launched over what has changed since is dropped. Without a streamer n
 and the model is looked at every few steps.
 """
 
-import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,11 +25,15 @@ from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
 from accel.llm.generation.loop.next_step import fingerprint_of, next_logits
+from accel.llm.kv_cache.cache import store_of
+from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Store
 
 UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
-# Criteria that the host may ask a step late: what they say depends on the last token, the length or the time alone.
-LATE = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria, stopping_criteria.MaxTimeCriteria)
+# Criteria that may be heard a step late. The first are functions of the tokens, which the GPU computes in the step; the
+# others end all rows at once, and look at the shape of what they are given, or at the clock.
+BY_TOKENS = (stopping_criteria.EosTokenCriteria, stopping_criteria.StopStringCriteria)
+AT_ONCE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.MaxTimeCriteria)
 
 
 def undisturbed(forward: DecoderForward) -> bool:
@@ -50,7 +53,8 @@ class Token(NamedTuple):
     """One token a row, on its way from the GPU.
 
     ids: (rows, tokens so far), with it. unfinished: (rows,) int64, 1 where a row goes on behind it, as far as the GPU
-    knows. host: (1 or 2, rows) int64 on the host once `ready`: the tokens, and whether they were drawn from NaN.
+    knows. host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`, and whether the tokens were
+    drawn from NaN.
     stored: the length of the store with the step that chose it. random: the generator before it was drawn.
     """
 
@@ -61,14 +65,16 @@ class Token(NamedTuple):
     stored: int = 0
     random: tuple | None = None
 
-    def read(self) -> torch.Tensor:
-        """(rows,) int64 on the host; waits. Raises RuntimeError for what was drawn from NaN, as torch does."""
+    def read(self) -> tuple[torch.Tensor, bool]:
+        """(rows,) int64 on the host, and whether any row goes on; waits. Raises RuntimeError for what was drawn from
+        NaN, as torch does.
+        """
         if self.ready is not None:
             self.ready.synchronize()
         assert self.host is not None
-        if len(self.host) > 1 and bool(self.host[1].any()):
+        if len(self.host) > 2 and bool(self.host[2].any()):
             refuse_nan()
-        return self.host[0]
+        return self.host[0], bool(self.host[1].any())
 
 
 class GenerateRequest(NamedTuple):
@@ -104,15 +110,16 @@ class TokenLoop:
         self.first, self.ahead = Token(ids, unfinished), None
         self.stored = store.length  # of what counts
         self.random = RandomState(ids.device) if request.config.do_sample else None
-        # A single row that has ended is never continued.
-        self.ends = [one for one in criteria if hasattr(one, "eos_token_id")] if ids.shape[0] > 1 else []
+        ends = any(hasattr(one, "eos_token_id") for one in criteria)
+        self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
         self.pad = request.config._pad_token_tensor
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
-        self.late = all(type(one) in LATE for one in criteria)
-        self.on_host = StoppingCriteriaList(map(_on_host, criteria)) if self.late else criteria
-        self.open = unfinished.bool().cpu()
+        self.late = all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
+        self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]
+        self.at_once = [one for one in criteria if type(one) in AT_ONCE]
+        self.blank = torch.zeros(1, 1, dtype=torch.long)
         self.fused = True  # steps go past the model's own call
         self.trusted = 0  # steps to come in which the model need not be looked at
 
@@ -125,21 +132,22 @@ class TokenLoop:
                 return self._run(self.first)
             finally:
                 self._drop()
+                self.store.latest = None
 
     def _run(self, token: Token) -> torch.Tensor:
         while True:
-            token, self.ahead = self.ahead or self._next(token), None
+            token, self.ahead = self.ahead or self._wanted(token), None
             self.stored = token.stored
             if self.late and (self.max_length is None or token.ids.shape[1] < self.max_length):
                 self._begin(token)
             try:
-                chosen = token.read()
+                chosen, goes_on = token.read()
             except RuntimeError:
                 self._drop()
                 self._go_back(token.random)
                 raise
             if self.late:
-                ended = self._ended_on_host(chosen, token.ids.shape[1])
+                ended = self._over(token.ids.shape[1]) or not goes_on
             else:
                 unfinished = token.unfinished & ~self.criteria(token.ids, None)
                 token, ended = token._replace(unfinished=unfinished), bool(unfinished.max() == 0)
@@ -149,24 +157,32 @@ class TokenLoop:
             if ended:
                 return token.ids
 
+    def _wanted(self, token: Token) -> Token:
+        try:
+            return self._next(token)
+        except Unfit:  # the call of the model finds so too, and tells
+            self.fused = self.late = False
+            return self._next(token)
+
     def _next(self, token: Token) -> Token:
         """Launches the step that takes the last token, and the choice of one more."""
         random = None if self.random is None else self.random.mark()
         logits = self._logits(token.ids)
         scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=token.ids.device)
-        scores = self.request.processors(token.ids, scores)
+        for process in self.request.processors:
+            scores = process(token.ids, scores)
         wrong = None
         if self.random is None:
             chosen = torch.argmax(scores, dim=-1)
         else:
             chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
-        if self.ends:
+        if self.pads:
             chosen = chosen * token.unfinished + self.pad * (1 - token.unfinished)
         ids, unfinished = torch.cat([token.ids, chosen[:, None]], dim=-1), token.unfinished
         if self.late:
-            for one in self.ends:
+            for one in self.by_tokens:
                 unfinished = unfinished & ~one(ids, None)
-        found = chosen[None] if wrong is None else torch.stack((chosen, wrong.long()))
+        found = torch.stack((chosen, unfinished) if wrong is None else (chosen, unfinished, wrong.long()))
         host = found.to("cpu", non_blocking=True)  # into pinned memory
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
         return Token(ids, unfinished, host, ready, self.store.length, random)
@@ -176,12 +192,9 @@ class TokenLoop:
         if self.fused:
             tokens = ids[:, -1:].clone(memory_format=torch.contiguous_format)
             positions = None if self.positions is None else self.positions + (ids.shape[1] - self.start + 1)
-            try:
-                logits = next_logits(self.forward, self.store, tokens, positions, self.keep, self.trusted > 0)
-                self.trusted = self.trusted - 1 if self.trusted else UNWATCHED
-                return logits
-            except Unfit:  # as the call below finds too, and tells
-                self.fused = self.late = False
+            logits = next_logits(self.forward, self.store, tokens, positions, self.keep, self.trusted > 0)
+            self.trusted = self.trusted - 1 if self.trusted else UNWATCHED
+            return logits
         kwargs = self.model._update_model_kwargs_for_generation(
             {}, dict(self.request.kwargs), num_new_tokens=ids.shape[1] - self.prompt
         )
@@ -208,39 +221,40 @@ class TokenLoop:
         if self.random is not None and random is not None:
             self.random.set(random)
 
-    def _ended_on_host(self, chosen: torch.Tensor, length: int) -> bool:
-        """Whether all rows have ended. The criteria are shown the last token in a tensor of the right shape."""
-        ended = self.on_host(chosen[:, None].expand(-1, length), None)
-        self.open &= ~ended
-        return not bool(self.open.any())
+    def _over(self, length: int) -> bool:
+        """Whether all rows end at so many tokens, or now. These criteria look at no more than the shape of the ids."""
+        ids = self.blank.expand(1, length)
+        return any([bool(one(ids, None)) for one in self.at_once])
 
     def _stream(self, chosen: torch.Tensor) -> None:
-        """Hands a token on. What the streamer may do to the model or the random numbers is there for the next step."""
-        ahead, before = self.ahead, None
-        if self.random is not None:
-            after = self.random.mark()
-            if ahead is not None and ahead.random is not None:
-                self.random.set(ahead.random)
-                self.ahead = ahead._replace(random=None)
-            before = self.random.mark()
+        """Hands a token on. Meanwhile the step ahead has not been: a streamer may look at the cache and the random
+        numbers, or change them or the model. The step stands if nobody did.
+        """
+        ahead, self.ahead = self.ahead, None
+        after = None if self.random is None else self.random.mark()
+        if ahead is not None:
+            self._go_back(ahead.random)
+        before = None if self.random is None else self.random.mark()
         known = self._state()
+        untouched = self.store.latest = LatestForward(
+            None, self.keep
+        )  # whoever reads or writes the store takes it away
         self.streamer.put(chosen.clone())
-        moved = self.random is not None and self.random.mark() != before
-        if ahead is None:
-            self._look()
-        elif moved or not self._holds(known):
-            self._drop()
-            self._look()
-            self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
-        else:
+        same = self.store.latest is untouched and (self.random is None or self.random.mark() == before)
+        if ahead is not None and same and self._holds(known):
+            self.store.advance(1)
             self.ahead = ahead
-            if self.random is not None:
+            if self.random is not None and after is not None:
                 self.random.set(after)
+            return
+        self._look()
+        self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
 
     def _look(self) -> None:
         """Somebody's code has run: the next step looks at the model, or calls it where it is not the forward alone."""
         self.trusted = 0
-        if not undisturbed(self.forward):
+        ours = store_of(self.request.kwargs["past_key_values"]) is self.store and self.store.length == self.stored
+        if not (ours and undisturbed(self.forward)):
             self.fused = self.late = False
 
     def _state(self) -> tuple[Fingerprint | None, int | None]:
@@ -254,11 +268,3 @@ class TokenLoop:
         if before is None or versions is None or now is not before or not now.reachable():
             return False
         return now.versions() == versions and now.holds() and undisturbed(self.forward)
-
-
-def _on_host(criterion: Any) -> Any:
-    """The same, for tokens on the host, without waiting for the GPU at every call."""
-    own = copy.copy(criterion)
-    if isinstance(getattr(own, "eos_token_id", None), torch.Tensor):
-        own.eos_token_id = own.eos_token_id.cpu()
-    return own

@@ -73,7 +73,19 @@ def nest_and_fail(model, ids, calls):
             model.generate(prompt(1, 3), max_new_tokens=4, do_sample=False, pad_token_id=0, streamer=Breaks(2))
 
 
-ACTS = {act.__name__: act for act in (edit, hook, train, seed, numbers, nest, nest_and_fail)}
+def look(model, ids, calls):
+    """At the cache: it holds what stock's holds, all tokens but the last."""
+    assert calls == 0 or model.cache.get_seq_length() == model.prompt + calls - 1
+    if calls == 6:
+        assert model.cache.layers[1].keys.shape[2] == model.prompt + calls - 1
+
+
+def change(model, ids, calls):
+    if calls == 5:
+        model.cache.layers[0].keys.mul_(-1)
+
+
+ACTS = {act.__name__: act for act in (edit, hook, train, seed, numbers, nest, nest_and_fail, look, change)}
 
 
 def nested(act) -> int:
@@ -91,7 +103,10 @@ def test_criteria_of_the_users_own(act, call, twins, ran):
     for model in twins():
         loud = Loud(model, act=act)
         end = Loud(model, lambda ids: ids[:, -1] % 9 == 0)
-        given = followed_by_numbers(model, (7, 4, 6), stopping_criteria=StoppingCriteriaList([loud, end]), **call)
+        model.cache, model.prompt = DynamicCache(config=model.config), 7
+        given = followed_by_numbers(
+            model, (7, 4, 6), stopping_criteria=StoppingCriteriaList([loud, end]), past_key_values=model.cache, **call
+        )
         found.append(given | {f"seen {step}": ids for step, ids in enumerate(loud.seen)})
     same(*found)
     assert ran[0] == 1 + nested(act)
@@ -119,7 +134,10 @@ def test_streamers(act, drawn, twins, ran):
     found, lengths = [], (7, 4, 6) if drawn else (6,)
     for model in twins():
         streamer = Stream(model, act)
-        given = followed_by_numbers(model, lengths, streamer=streamer, eos_token_id=[5, 9, 11], do_sample=drawn)
+        model.cache, model.prompt = DynamicCache(config=model.config), max(lengths)
+        given = followed_by_numbers(
+            model, lengths, streamer=streamer, past_key_values=model.cache, eos_token_id=[5, 9, 11], do_sample=drawn
+        )
         assert streamer.ended
         found.append(given | {f"put {step}": value for step, value in enumerate(streamer.given)})
     same(*found)

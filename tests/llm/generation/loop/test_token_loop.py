@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import accel
 from accel.llm.generation.loop import choice, handover
 from accel.llm.generation.loop.hooks import LOOPING
+from accel.llm.generation.loop.methods import predictable
 from support.llm.calls import followed_by_numbers, tokenizer
 from support.llm.families import make, prompt
 from support.llm.outputs import same
@@ -67,7 +68,7 @@ def test_token_for_token(name, pair_of, ran):
 def test_families(family, pair_of, ran):
     ours, stock = pair_of(family)
     same(followed_by_numbers(ours, do_sample=True, top_k=9), followed_by_numbers(stock, do_sample=True, top_k=9))
-    assert ran[0] == 1
+    assert ran[0] == predictable(ours)  # not Bloom of 5.17, which prepares its inputs itself
 
 
 def test_positions_of_several_parts_and_none(pair_of, ran):
@@ -167,18 +168,24 @@ def test_without_the_loop(pair_of, ran, monkeypatch):
     assert ran == [0, 0]
 
 
-def test_a_stock_loop_of_another_kind(monkeypatch):
-    """One that returns another tensor than the one it shows is left alone."""
+def test_a_stock_loop_of_another_kind(twins, ran, monkeypatch):
+    """One that returns another tensor than the one it shows is left alone; and one that was replaced."""
     from transformers import GenerationMixin
 
-    assert handover.returns_what_criteria_saw()
-    stock = GenerationMixin._sample
-    monkeypatch.setattr(GenerationMixin, "_sample", lambda self, *args, **kwargs: stock(self, *args, **kwargs).clone())
-    assert handover.returns_what_criteria_saw()
+    tries, stock = handover.returns_what_criteria_saw.__wrapped__, GenerationMixin._sample
+    assert tries()
+    wanted = followed_by_numbers(twins()[1])
+    monkeypatch.setattr(GenerationMixin, "_sample", lambda self, *args, **kwargs: stock(self, *args, **kwargs))
+    assert tries()
+    same(followed_by_numbers(twins()[0]), wanted)
+    assert ran == [0, 0]
     monkeypatch.setattr(GenerationMixin, "_sample", lambda self, ids, *args, **kwargs: ids)
-    assert not handover.returns_what_criteria_saw()
-    model = accel.optimize(make("llama"))
-    assert not any(kind.name in vars(model) for kind in LOOPING)
+    assert not tries()
+    monkeypatch.undo()
+    monkeypatch.setattr(handover, "DEVICES", ("cpu",))
+    monkeypatch.setattr(handover, "returns_what_criteria_saw", lambda: False)
+    same(followed_by_numbers(twins()[0]), wanted)
+    assert ran == [0, 0]
 
 
 def test_restored_pickled_and_copied(ran):
