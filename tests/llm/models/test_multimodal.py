@@ -174,10 +174,17 @@ def test_memory_that_runs_out_while_arguments_are_tried_is_told(monkeypatch):
     def full(**piece):
         raise torch.OutOfMemoryError("no memory")
 
-    forward = SimpleNamespace(module=SimpleNamespace(config=None), stock=full, fast=full)
+    forward = without_layers(full, full)
     monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        arguments._agrees(forward, [{}], lambda got, wanted: True)
+        arguments._agrees(forward, [{}])
+
+
+def without_layers(reference, fast) -> SimpleNamespace:
+    """What is asked of a DecoderForward where two runs of it are compared."""
+    module = nn.ModuleDict({"layers": nn.ModuleList()})
+    module.config = None
+    return SimpleNamespace(module=module, stack="layers", layers=[], reference=reference, fast=fast)
 
 
 def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
@@ -189,7 +196,7 @@ def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
     def fast(**piece):
         raise type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})("no such thing")
 
-    forward = SimpleNamespace(module=SimpleNamespace(config=None), stock=stock, fast=fast)
+    forward = without_layers(stock, fast)
     monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
     with pytest.raises(Exception, match="no such thing"):
-        arguments._agrees(forward, [{}], lambda got, wanted: True)
+        arguments._agrees(forward, [{}])
