@@ -122,6 +122,47 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             rope_parameters=_plain_rope(1e6),
         ),
     ),
+    # Mixtures of experts: some 3, 13 and 4 billion weights to a token.
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        QWEN
+        | dict(vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144)
+        | dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+        | dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=40960),
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            rope_parameters=_plain_rope(1e6),
+        ),
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        dict(
+            vocab_size=201088,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_hidden_layers=24,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            sliding_window=128,
+            max_position_embeddings=131072,
+        ),
+    ),
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.
     "tiny": (

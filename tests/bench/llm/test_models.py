@@ -22,6 +22,9 @@ PUBLISHED = {
     "phi3-mini": 3821.1,
     "gpt2": 124.4,
     "lfm2-1.2b": 1170.3,
+    "qwen3-30b-a3b": 30532.1,
+    "mixtral-8x7b": 46702.8,
+    "gpt-oss-20b": 20914.8,
 }
 
 
