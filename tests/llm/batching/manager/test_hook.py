@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import inspect
 import pickle
 import threading
@@ -35,6 +36,15 @@ def batch(model, ids=None, **given):
 
 def tokens(results):
     return {name: one.generated_tokens for name, one in results.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others_set_aside():
+    """Stock looks at all objects there are, twice a call."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
