@@ -55,6 +55,13 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         | dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
         | dict(num_attention_heads=28, num_key_value_heads=4),
     ),
+    "qwen3-0.6b": (
+        "qwen3",
+        QWEN
+        | dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
+        | dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)
+        | dict(tie_word_embeddings=True),
+    ),
     "qwen3-8b": (
         "qwen3",
         QWEN

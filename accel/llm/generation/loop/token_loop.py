@@ -206,9 +206,11 @@ class TokenLoop:
         random = None if self.random is None else self.random.mark()
         try:
             self.ahead = self._next(token)
-        except Exception:  # comes again, if the step is wanted still, after the token before it
+        except BaseException as error:
             self._go_back(random)
-            self.late = False
+            if not isinstance(error, Exception):
+                raise
+            self.late = False  # comes again, if the step is wanted still, after the token before it
 
     def _drop(self) -> None:
         """The step ahead has never been."""

@@ -214,3 +214,25 @@ def test_not_a_number(twins, ran):
         found.append({"streamed": torch.cat(streamer.given), "random": torch.rand(2)})
     same(*found)
     assert ran[0] == 1
+
+
+def test_an_interrupt_while_a_step_is_launched(pair_of, ran, monkeypatch):
+    """Between two tokens, as stock has it: the random numbers and the cache are those of the tokens handed on."""
+    ours, stock = pair_of("llama")
+    draw, calls, streamer, cache = token_loop.draw, itertools.count(), Stream(ours), DynamicCache(config=ours.config)
+
+    def interrupted(probabilities):
+        drawn = draw(probabilities)
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return drawn
+
+    monkeypatch.setattr(token_loop, "draw", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        followed_by_numbers(ours, (6,), streamer=streamer, past_key_values=cache, do_sample=True)
+    after, put = torch.rand(3), len(streamer.given) - 1
+    assert cache.get_seq_length() == 6 + 5 and put == 1 + 4
+    wanted = followed_by_numbers(stock, (6,), do_sample=True, max_new_tokens=1 + 5)
+    assert torch.equal(torch.cat(streamer.given), wanted["sequences"][0, : 6 + put]) and torch.equal(
+        after, wanted["random"]
+    )
