@@ -16,6 +16,7 @@ PUBLISHED = {
     "llama-1b": 1235.8,
     "qwen-0.5b": 494.0,
     "qwen-7b": 7615.6,
+    "qwen3-0.6b": 596.0,
     "qwen3-8b": 8190.7,
     "mistral-7b": 7248.0,
     "gemma2-2b": 2614.3,
