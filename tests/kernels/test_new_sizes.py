@@ -130,8 +130,7 @@ def test_prompts(launched):
     assert launched == known
 
 
-@pytest.mark.parametrize("stored", ["rows", "columns", "int8", "int4"])
-@pytest.mark.parametrize("first", [1, 3000])
+@pytest.mark.parametrize(("first", "stored"), [(1, "rows"), (3000, "columns"), (3000, "int8"), (1, "int4")])
 def test_tokens_of_experts(launched, first, stored):
     """Every tile that may be chosen, by size or by timing."""
 
@@ -159,7 +158,7 @@ def test_tokens_of_experts(launched, first, stored):
     with warmed_up():
         multiplied(first)
     known = set(launched)
-    for tokens in (1, 2, 5, 16, 17, 33, 500, 4099):
+    for tokens in (1, 5, 17, 4099):
         multiplied(tokens)
         for tile in (*TILES, GEMV):
             multiplied(tokens, tile=tile)
