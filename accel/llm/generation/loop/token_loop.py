@@ -7,9 +7,10 @@ the model, is dropped: the store is told the length before it, the random genera
 lies behind the stored length, where the next token overwrites it before it is read.
 
 What others see is stock's: criteria, then the streamer, for every token in its turn. Criteria that may be somebody's
-own are asked before the next step is launched, for they may change it. After a streamer has run, the model is looked
-at: a step launched over what has changed since is dropped. Without a streamer nobody runs in between but other threads,
-and the model is looked at every few steps.
+own are asked before the next step is launched, for they may change it. While a streamer runs, the step ahead has not
+been: the cache has stock's length, the random generator stock's state. The step stands if the streamer has changed
+neither these nor the model. Without a streamer nobody runs in between but other threads, and the model is looked at
+every few steps.
 """
 
 from contextlib import nullcontext
@@ -107,7 +108,8 @@ class TokenLoop:
         self.request, self.criteria, self.streamer = request, criteria, request.streamer
         assert store.latest is not None
         self.keep, self.positions, self.start = store.latest.keep, store.latest.positions, ids.shape[1]
-        self.first, self.ahead = Token(ids, unfinished), None
+        self.first = Token(ids, unfinished)
+        self.ahead: Token | None = None  # launched before the token in front of it was read
         self.stored = store.length  # of what counts
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
@@ -122,8 +124,6 @@ class TokenLoop:
         self.blank = torch.zeros(1, 1, dtype=torch.long)
         self.fused = True  # steps go past the model's own call
         self.trusted = 0  # steps to come in which the model need not be looked at
-
-    ahead: Token | None
 
     def run(self) -> torch.Tensor:
         device = self.first.ids.device
