@@ -28,6 +28,8 @@ def fusing(*given):
 
 accel.api.choose = fusing
 
+gc.disable()  # while modules are imported, of which nothing is garbage; pytest_collection_finish enables it
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # Without a device these do nothing but format the whole stack and keep it, at every seed, until one comes.
@@ -35,13 +37,22 @@ if not torch.cuda.is_available():
         absent.manual_seed_all = lambda seed: None
 
 
+def set_aside():
+    """Every object that is there: who collects, as benchmarks do at every figure, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_in_a_module():
+    """Half a second a collection otherwise, where a process has gone through many modules."""
+    set_aside()
+
+
 @pytest.fixture
 def few_objects():
     """To look at every object is quick: those that are there already, of libraries and other tests, are set aside."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    set_aside()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +79,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()  # what is never freed, bindings report as leaks
 
 
 @pytest.fixture
