@@ -94,6 +94,7 @@ def upsampled(channels, n, h, w):
 
 @pytest.mark.parametrize("work", [norms, sums, upsampled], ids=lambda work: work.__name__)
 @pytest.mark.parametrize("first", [(2, 64, 64), (2, 8, 8), (1, 512, 512)], ids=str)
+@pytest.mark.share(2)
 def test_images(launched, work, first):
     for channels in (320, 96):
         with warmed_up():
