@@ -36,7 +36,7 @@ def interrupted(results, after: int = 2):
 def text(tmp_path):
     """A short one."""
     file = tmp_path / "text.txt"
-    file.write_text(TEXT.read_text()[:2000])
+    file.write_text(TEXT.read_text()[:1000])
     return file
 
 

@@ -45,19 +45,23 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_importing_accel_is_light():
-    loaded, cuda = json.loads(
+def test_importing_accel_is_light_and_brings_its_errors():
+    loaded, cuda, documented, names = json.loads(
         python(
             "import json, sys, torch\n"
             "before = set(sys.modules)\n"
             "import accel\n"
             "accel.optimize\n"
+            "kinds = [getattr(accel.errors, name) for name in accel.errors.__all__]\n"
+            "documented = all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)\n"
             "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-            "print(json.dumps([sorted(new), torch.cuda.is_initialized()]))"
+            "print(json.dumps([sorted(new), torch.cuda.is_initialized(), documented, accel.errors.__all__]))"
         )
     )
     assert not set(loaded) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
     assert not cuda
+    assert documented and names == ["PatchConflict", "Refused", "SkippedSite"]
+    assert issubclass(accel.errors.SkippedSite, ValueError) and issubclass(accel.errors.PatchConflict, RuntimeError)
 
 
 def test_functions_keep_their_names_beside_modules_called_the_same():
@@ -66,14 +70,6 @@ def test_functions_keep_their_names_beside_modules_called_the_same():
     assert python(code) == "True True"
     with pytest.raises(AttributeError, match="no attribute 'optimizes'"):
         accel.optimizes  # noqa: B018
-
-
-def test_errors_can_be_caught_by_who_imports_accel_alone():
-    code = "import accel; names = accel.errors.__all__\n"
-    code += "kinds = [getattr(accel.errors, name) for name in names]\n"
-    code += "print(all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds), *names)"
-    assert python(code) == "True PatchConflict Refused SkippedSite"
-    assert issubclass(accel.errors.SkippedSite, ValueError) and issubclass(accel.errors.PatchConflict, RuntimeError)
 
 
 def test_all_that_is_public_can_be_listed_and_is_typed():
