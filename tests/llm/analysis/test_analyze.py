@@ -1,5 +1,7 @@
 """What is recognized of a language model: attention, rotation, MLP, norms, and where they stand."""
 
+import functools
+
 import pytest
 import torch
 
@@ -59,14 +61,16 @@ FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
 
 
+@functools.cache
 def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     return [spec for _, spec in formulas(make(name, dtype=dtype), {}, KINDS)]
 
 
-@pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.share(2)
 def test_attention_is_recognized(name, dtype):
     found = specs(name, dtype)[0].attention
     assert {key: getattr(found, key) for key in ATTENTION[name]} == pytest.approx(ATTENTION[name])
@@ -106,6 +110,7 @@ def test_skeletons_are_recognized(name):
 @pytest.mark.parametrize("name", ["granite", "granite-moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("times", [1, 1000], ids=["tokens-alike", "one-token-large"])
+@pytest.mark.share(2)
 def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
     """Also where one token is so large that rounding hides what the layers add to it, as first tokens often are."""
     if not available(BY_NAME[name].kind):

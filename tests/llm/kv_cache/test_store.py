@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.store import Store
+from support.everything import EVERYTHING
 from support.llm.kv_cache.row_lists import SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 
 number = st.integers(0, 2**16)
@@ -27,7 +28,7 @@ step = st.one_of(
 
 
 @pytest.mark.parametrize("stored", STORED)
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=150 if EVERYTHING else 75)
 @given(rows=st.integers(1, 4), wanted=st.sampled_from([0, 90, 500]), steps=st.lists(step, min_size=3, max_size=14))
 @pytest.mark.share(2)
 def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
