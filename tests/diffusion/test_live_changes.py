@@ -61,7 +61,7 @@ def case(request, change, live):
     return request.getfixturevalue("pipe"), end
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_path):
     pipe, end = case
     twin = copy.deepcopy(pipe)
@@ -178,6 +178,7 @@ def test_two_pipelines_with_one_unet_optimized_and_restored_by_either(pipe, live
 @pytest.mark.parametrize("order", ["hook first", "patch first"])
 @pytest.mark.parametrize("leaving", ["hook first", "patch first"])
 @pytest.mark.parametrize("place", ["", "mid_block.resnets.0", "mid_block.resnets.0.norm1"])
+@pytest.mark.share(2)
 def test_hooks_of_diffusers_and_patches_come_and_go_in_any_order(tiny, order, leaving, place):
     """Offload in groups, caches and casting by layer are such hooks."""
     from diffusers.hooks import HookRegistry, ModelHook

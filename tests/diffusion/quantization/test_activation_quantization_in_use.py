@@ -93,7 +93,7 @@ def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet_and_inputs)
 
 # docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("kind", "told"), [("int8", 48.4), ("int8-outliers", 49.3), ("fp8", 38.7)])
-@pytest.mark.share(4)
+@pytest.mark.share(5)
 def test_digits_stay_the_same(kind, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 

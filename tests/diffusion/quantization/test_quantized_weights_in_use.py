@@ -150,7 +150,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
 
 # docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
     from diffusers.image_processor import VaeImageProcessor
 

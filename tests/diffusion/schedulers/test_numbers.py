@@ -28,7 +28,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)
@@ -43,6 +43,7 @@ def test_every_option(name, case):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.share(3)
 def test_stock_is_seen_to_read(name):
     """The emulated device tells: else all of the above would hold for stock too."""
     scheduler = make(name)

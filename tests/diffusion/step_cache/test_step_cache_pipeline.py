@@ -54,7 +54,7 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
 
 
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
     scheduled(pipe, scheduler)
     oracle = Oracle(copy.deepcopy(pipe.unet), 3)
@@ -95,7 +95,7 @@ def test_a_controlnet_pipeline_equals_the_oracle(pipe):
         same(draw(steered, image=hint), draw(twin, image=hint))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")
