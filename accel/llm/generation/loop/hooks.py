@@ -147,7 +147,7 @@ class Criteria(GenerateHook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         criteria, store, request = self.stock(*args, **kwargs), self.call.store(), self.call.request
-        self.call.expect(None)
+        self.call.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
         handover = None if request is None else Handover(self.forward, store, request, criteria)
