@@ -17,6 +17,10 @@ from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
 
+# Steps from one look at the model to the next while requests run: a look takes the host about as long as all else that
+# it does for a step. Before the first step after a pause, or after all requests have ended, there is one too.
+LOOK = 16
+
 
 class Engine:
     """Runs requests of one model together, a step at a time. For one thread, without gradients.
@@ -42,6 +46,7 @@ class Engine:
         self.flights: deque[Flight] = deque()
         self.ids: set[str] = set()
         self.weights = self._weights()  # that what is stored was made with
+        self._unseen = LOOK  # steps since the model was looked at
         self._news: dict[Request, None] = {}  # in the order in which there was news of them
         self._cancelled: set[str] = set()  # children that are not there yet
 
@@ -60,6 +65,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Takes a request. One that cannot run fails, as the next `step` tells."""
+        if not self.busy:  # it may have been changed since the last step
+            self._unseen = LOOK
         reason = self._refusal(request)
         if reason is not None:
             self._fail(request, reason)
@@ -125,9 +132,14 @@ class Engine:
 
         Raises what the GPU cannot recover from.
         """
+        look = self._unseen >= LOOK
+        if look:
+            self._forget_if_changed()
+            self._unseen = 0
         plan = self._plan()
         if plan is not None:
-            self._launch(plan)
+            self._launch(plan, look)
+            self._unseen += 1
         while len(self.flights) > (plan is not None):
             self._read(self.flights.popleft())
         self._cancelled = {one for one in self._cancelled if not self._drop(one)} if self.scheduler.busy else set()
@@ -135,7 +147,6 @@ class Engine:
         return news
 
     def _plan(self) -> StepPlan | None:
-        self._forget_if_changed()
         try:
             plan = self.scheduler.plan(unread=bool(self.flights))
         except IdsWanted:
@@ -149,14 +160,13 @@ class Engine:
             self._read_all()
         return plan
 
-    def forget(self) -> None:
-        """Nothing that is stored is for requests that begin from now on: the weights may be others."""
+    def resumed(self) -> None:
+        """The model may be another than before: nothing that is stored is for requests that begin from now on."""
         self.pool.forget()
+        self._unseen = LOOK
 
     def _forget_if_changed(self) -> None:
         """What was stored with other weights is not for requests that begin."""
-        if not self.scheduler.waiting:
-            return
         with contextlib.suppress(Unfit):  # which the step will raise
             self.forward.ready()
         weights = self._weights()
@@ -169,7 +179,7 @@ class Engine:
         seen = self.forward.seen
         return None if seen is None else (seen, seen.versions())
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, look: bool) -> None:
         try:
             reason = self.forward.mode()
             if reason is not None:
@@ -179,7 +189,7 @@ class Engine:
                 assert request is not None
                 self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
             self.pages.upload(*self.pool.changes())
-            self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs))
+            self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
             self._fail_step(plan, reason_of(error, memory=True))
 

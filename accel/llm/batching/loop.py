@@ -30,7 +30,7 @@ class BatchEngine(Protocol):
     busy: whether `step` has something to do, or to tell. add: never raises for the request's fault; one that cannot run
     comes out of the next step, failed. cancel: the request is not heard of again; ids it does not know are ignored.
     step: requests with news: more tokens where they stream, or their end. fail: ends those that run, or all there are,
-    and returns them. close: gives the memory back.
+    and returns them. resumed: a pause is over, in which the model may have been changed. close: gives the memory back.
     """
 
     @property
@@ -39,6 +39,7 @@ class BatchEngine(Protocol):
     def cancel(self, request_id: str) -> None: ...
     def step(self) -> list[Request]: ...
     def fail(self, error: Exception) -> list[Request]: ...
+    def resumed(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -190,6 +191,7 @@ class EngineLoop:
                     self._changed.wait(LOOK)
                 if self._pauses and self.ending.how < Stop.NOW:
                     self._park()
+                    engine.resumed()
                 if self.ending.how >= Stop.NOW:
                     return False
                 added, cancelled = list(self._added), set(self._cancelled)

@@ -7,7 +7,7 @@ the host meanwhile.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,18 +96,22 @@ class StepRunner:
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.nobody = rows
 
-    def launch(self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool) -> Flight:
-        """Runs a step. tokens_of: all tokens of a row, for processors that want them. Raises what the forward does."""
+    def launch(
+        self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, look: bool = True
+    ) -> Flight:
+        """Runs a step. tokens_of: all tokens of a row, for processors that want them. look: whether a graph is replayed
+        only if the model is still the one it was captured from. Raises what the forward does.
+        """
         size = None if self.runner is None else StepSize.filled(plan, self.nobody)
         by_graph = size is not None
         size = StepSize.exact(plan) if size is None else size
         numbers = _Numbers(plan, size, self.nobody).on(self.device)
-        return self._draw(plan, self._logits(numbers, size, by_graph)[0], numbers, tokens_of, logprobs)
+        return self._draw(plan, self._logits(numbers, size, by_graph, look)[0], numbers, tokens_of, logprobs)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
-        return self._logits(_Numbers(plan, size, self.nobody).on(self.device), size, by_graph=False)[0]
+        return self._logits(_Numbers(plan, size, self.nobody).on(self.device), size, by_graph=False, look=True)[0]
 
     def warm_up(self, plans: Iterable[StepPlan]) -> None:
         """Compiles side by side what these steps launch on a GPU; nothing of them comes out."""
@@ -119,7 +123,7 @@ class StepRunner:
             except Exception as error:  # shows again when such a step runs
                 reason_of(error)
 
-    def _logits(self, numbers: "_Numbers", size: StepSize, by_graph: bool) -> torch.Tensor:
+    def _logits(self, numbers: "_Numbers", size: StepSize, by_graph: bool, look: bool) -> torch.Tensor:
         latest = self.last.index_select(0, numbers.taken_from)
         tokens = torch.where(numbers.tokens == LATEST, latest, numbers.tokens).unsqueeze(0)
         positions = numbers.positions.unsqueeze(0) if "position_ids" in self.forward.names else None
@@ -128,7 +132,10 @@ class StepRunner:
         eager: Callable[..., torch.Tensor] = partial(self._forward, size.decodes, size.prefills)
         if not by_graph or self.runner is None:
             return eager(*arguments)
-        return self.runner(eager, arguments, {}, ("batch", size.decodes, size.prefills))
+        variant = ("batch", size.decodes, size.prefills)
+        begun = None if look else self.runner.begin(arguments, {}, variant)
+        outputs: Any = self.runner(eager, arguments, {}, variant) if begun is None else begun.outputs
+        return outputs
 
     def _forward(
         self,

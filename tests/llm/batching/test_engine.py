@@ -111,7 +111,10 @@ class Replays:
     """In place of a runner of graphs: computes what is there, of the size that the graph has."""
 
     def __init__(self):
-        self.sizes = []
+        self.sizes, self.begun = [], 0
+
+    def begin(self, args, kwargs, variant):
+        self.begun += 1
 
     def __call__(self, eager, args, kwargs, variant):
         assert not kwargs
@@ -127,6 +130,7 @@ def test_steps_of_the_sizes_of_graphs(llama):
     engine.steps.runner = replays = Replays()
     finished(engine, asked)
     as_alone(stock, asked)
+    assert 0 < replays.begun < len(replays.sizes)  # the model is looked at now and then
     assert (512, 6, 32) in replays.sizes or (256, 6, 32) in replays.sizes
     assert {size for size in replays.sizes if not size[2]} <= {(n, n, 0) for n in (1, 2, 4, 8)}
     asked = [request(str(i), [5] * 3, 3) for i in range(40)]  # more prompts in one step than any graph takes

@@ -123,3 +123,24 @@ def test_nothing_that_was_stored_with_other_weights_is_found(pair):
     again = dataclasses.replace(one, id="b", tokens=[])
     finished(engine, [again])
     assert again.tokens == alone(stock, one.prompt, 4)
+
+
+def test_after_a_pause_nothing_is_found_that_was_stored_before(pair_of):
+    """Not every edit of weights can be noticed."""
+    model, stock = pair_of("llama")
+    engine = engine_of(model, tokens=512)
+    asked = [request(str(number), prompts_of([100], 99)[0], 4) for number in range(2)]
+    finished(engine, asked[:1])
+    engine.resumed()
+    assert stored_by(engine, asked[1:]) == 103 and asked[1].tokens == alone(stock, asked[1].prompt, 4)
+
+
+def test_the_model_is_looked_at_now_and_then(pair_of, monkeypatch):
+    model, _ = pair_of("llama")
+    engine = engine_of(model)
+    looks = []
+    monkeypatch.setattr(engine, "_forget_if_changed", lambda: looks.append(1))
+    finished(engine, [request("a", [1, 2], 40)])
+    assert len(looks) == 3
+    finished(engine, [request("b", [1, 2], 2)])
+    assert len(looks) == 4

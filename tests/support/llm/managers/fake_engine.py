@@ -109,6 +109,9 @@ class FakeEngine:
         ended, self.ended = self.ended, []
         return [*ended, *(end(request, str(error)) for request in left)]
 
+    def resumed(self) -> None:
+        """Its answers hang on no weights."""
+
     def close(self) -> None:
         self.closed += 1
 
