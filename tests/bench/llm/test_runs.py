@@ -118,6 +118,8 @@ def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(runner.IN_TURNS, "prefill", interrupted)
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    long_steps(monkeypatch)
     result = bench(tmp_path, "--context", "32", "--parts", "decode,prefill,modes,ready")
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
@@ -135,6 +137,8 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
         raise Killed
 
     monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
+    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    long_steps(monkeypatch)
     with pytest.raises(Killed):
         bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
     figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
