@@ -75,6 +75,7 @@ class Scheduler:
         self.idle = list(range(limits.rows - 1, -1, -1))
         self.failed: list[tuple[Request, str]] = []
         self.preempted = 0
+        self._opened: list[int] = []  # rows that were taken since the last plan
         self._arrivals = 0
         self._blocked: tuple[Request, int] | None = None  # who waits for pages, and how many were free then
 
@@ -95,10 +96,9 @@ class Scheduler:
         """
         while True:
             decodes = self._decodes(unread)
-            opened: list[int] = []
-            chunks = list(self._chunks(self.limits.tokens - len(decodes), opened))
+            chunks = list(self._chunks(self.limits.tokens - len(decodes)))
             if len(decodes) or chunks:
-                return self._step(decodes, chunks, opened)
+                return self._step(decodes, chunks)
             if not self.prefilling or not self._make_room(unread):
                 return None
 
@@ -118,14 +118,27 @@ class Scheduler:
         self.idle.append(row)
         return request
 
+    def put_back(self, row: int, keep: bool) -> None:
+        """The request of this row waits again, before all others; what it has got so far is read anew."""
+        request = self.close(row, keep)
+        request.status = RequestStatus.PENDING
+        self.waiting.appendleft(request)
+        self.preempted += 1
+
     def undo(self, plan: StepPlan) -> None:
         """The step just planned was not launched: what it was to store is not there, and nobody may find it.
 
-        Its prompts are to be closed.
+        Its prompts are to be closed. Requests of layers with windows wait again: what their tokens see may have been
+        given back.
         """
         self.pool.forget()
         self.stored[plan.rows] = plan.lengths
-        self.left[plan.rows[: plan.decodes]] += 1
+        decodes = plan.rows[: plan.decodes].tolist()
+        self.left[decodes] += 1
+        if self.pool.sliding.size:
+            for row in reversed(decodes):
+                if self.answers.requests[row] is not None:
+                    self.put_back(row, keep=False)
 
     def _decodes(self, unread: bool) -> np.ndarray:
         """Rows that get one more token, and have the page for it."""
@@ -142,17 +155,14 @@ class Scheduler:
             raise IdsWanted
         *others, last = self.running
         if others:
-            request = self.close(last, keep=True)
-            request.status = RequestStatus.PENDING
-            self.waiting.appendleft(request)
-            self.preempted += 1
+            self.put_back(last, keep=True)
             return True
         stored = int(self.stored[last])
         request = self.close(last, keep=False)
         self.failed.append((request, f"{stored} tokens fill all {self.pool.pages - 1} pages that there are"))
         return False
 
-    def _chunks(self, budget: int, opened: list[int]) -> Iterator[Chunk]:
+    def _chunks(self, budget: int) -> Iterator[Chunk]:
         """Of prompts, until the budget or the pages are used up."""
         for row, tokens in list(self.prefilling.items()):
             end = self._end(row, len(tokens), budget)
@@ -164,7 +174,6 @@ class Scheduler:
             new = self._open()
             if new is None:
                 return
-            opened.append(new)
             tokens = self.prefilling[new]
             end = self._end(new, len(tokens), budget)
             if end <= self.stored[new]:
@@ -211,6 +220,7 @@ class Scheduler:
         self._take(row, request)
         self.stored[row] = found
         self.prefilling[row] = tokens
+        self._opened.append(row)
         return row
 
     def _take(self, row: int, request: Request) -> None:
@@ -228,7 +238,7 @@ class Scheduler:
         """Tokens that its answer may come to."""
         return self.limits.context - len(request.prompt) + 1
 
-    def _step(self, decodes: np.ndarray, chunks: list[Chunk], opened: list[int]) -> StepPlan:
+    def _step(self, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
         rows = _behind(decodes, [chunk.row for chunk in chunks])
         lengths = _behind(self.stored[decodes], [chunk.start for chunk in chunks])
         news = _behind(np.ones_like(decodes), [len(chunk.tokens) for chunk in chunks])
@@ -241,13 +251,15 @@ class Scheduler:
             if chunk.last:
                 request.status = RequestStatus.DECODING
                 children = list(self._children(chunk.row, request, int(self.stored[chunk.row]), copies))
-                opened += children
+                self._opened += children
                 drawn += [chunk.row, *children]
                 sources += [place] * (1 + len(children))
         self.stored[decodes] += 1
         self.left[decodes] -= 1
         self.pool.slide_all(rows, lengths + news)
         takers = np.array(drawn, np.int64)
+        opened = [row for row in dict.fromkeys(self._opened) if self.answers.requests[row] is not None]
+        self._opened.clear()
         return StepPlan(
             rows, lengths, news, len(decodes), tokens, np.array(sources, np.int64), takers, self.serial[takers],
             copies, opened,

@@ -178,3 +178,29 @@ def test_nothing_is_left_when_it_is_closed(llama):
     assert [one.id for one in engine.fail(RuntimeError("stopped"))] == ["a"] and not engine.busy
     engine.close()
     assert not hasattr(engine, "pages")
+
+
+def test_windows_after_an_error_in_a_step(pair, monkeypatch):
+    """What their tokens see may have been given back for the step that did not run: it is computed again."""
+    model, stock = pair("mistral", sliding_window=20)
+    asked = [request("a", prompts_of([60], 99)[0], 60)]
+    engine = engine_of(model, tokens=512, context=512)
+    launch, calls = engine.steps.launch, []
+
+    def failing(plan, *rest):
+        calls.append(plan)
+        if len(plan.rows) > plan.decodes and len(calls) > 1:
+            raise ValueError("bad luck")
+        return launch(plan, *rest)
+
+    monkeypatch.setattr(engine.steps, "launch", failing)
+    engine.add(asked[0])
+    for _ in range(23):  # its window has passed a page by then
+        engine.step()
+    late = request("c", [4, 5], 4)
+    engine.add(late)
+    engine.step()
+    assert "bad luck" in late.error and engine.scheduler.preempted == 1
+    monkeypatch.setattr(engine.steps, "launch", launch)
+    finished(engine)
+    assert asked[0].tokens == alone(stock, asked[0].prompt, 60)
