@@ -196,11 +196,11 @@ class Engine:
     def _fail_step(self, plan: StepPlan, reason: str) -> None:
         """Prompts of the step fail, which made it the step it is; where it had none, all that were in it."""
         self._read_all()
-        self.scheduler.undo(plan)
         begun = [*plan.rows[plan.decodes :].tolist(), *plan.opened]
         for row in dict.fromkeys(begun or plan.rows.tolist()):
             if self.answers.requests[row] is not None:
                 self._fail(self._leave(row, keep=False), reason)
+        self.scheduler.undo(plan)
 
     def _tokens(self, row: int) -> list[int]:
         """Prompt and answer, as far as they are known."""

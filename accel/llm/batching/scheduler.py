@@ -128,7 +128,7 @@ class Scheduler:
     def undo(self, plan: StepPlan) -> None:
         """The step just planned was not launched: what it was to store is not there, and nobody may find it.
 
-        Its prompts are to be closed. Requests of layers with windows wait again: what their tokens see may have been
+        After its prompts are closed. Requests of layers with windows wait again: what their tokens see may have been
         given back.
         """
         self.pool.forget()

@@ -56,10 +56,10 @@ def test_logits_that_are_no_numbers(llama, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), ValueError("bad luck")])
-@pytest.mark.parametrize("late", [False, True])
-def test_an_error_in_a_step(llama, monkeypatch, error, late):
+@pytest.mark.parametrize(("late", "name"), [(False, "llama"), (True, "llama"), (True, "mistral")])
+def test_an_error_in_a_step(pair_of, monkeypatch, error, late, name):
     """Who begins in that step fails; late: a step in which nobody does, and all in it fail."""
-    model, stock = llama
+    model, stock = pair_of(name)
     asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
     engine = engine_of(model, tokens=512)
     launch, calls = engine.steps.launch, []
