@@ -228,6 +228,8 @@ CASES = (
     ragged_case("ragged-partial", [(21, 1), (50, 1)], 4, 1, 32, rotary=16, idle=1, fill=1, small=True),
     ragged_case("ragged-mixed", [(37, 1), (60, 1), (0, 23), (16, 9), (5, 1)], 4, 2, 32, rotary=32, small=True),
     ragged_case("ragged-mixed-idle", [(9, 1), (0, 40)], 2, 1, 32, rotary=32, idle=3, fill=9, softcap=5.0, small=True),
+    ragged_case("ragged-many-decodes", [*[(i % 7, 1) for i in range(20)], (0, 9), (3, 12)], 4, 1, 16, rotary=16,
+                small=True),
     ragged_case("ragged-prefill", [(0, 17), (33, 30)], 14, 2, 16, rotary=16, qk_norm=True, window=20, small=True),
     ragged_case("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4, small=True),
     ragged_case("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0, small=True),
