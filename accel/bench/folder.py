@@ -17,7 +17,7 @@ from torch import nn
 import accel
 from accel import saved
 from accel.bench.cases import SEED, shapes
-from accel.bench.machine import commit, machine, now
+from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
 from accel.bench.runner import WrongResult
 from accel.bench.timing import Timing, burst, seconds
@@ -102,10 +102,7 @@ def bench_folder(
     result = {
         "case": re.sub(r"[^A-Za-z0-9.]+", "-", folder.resolve().name).strip("-"),
         "about": subject.about,
-        "date": now(),
-        "commit": commit(),
-        "machine": machine(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        **provenance(device, dtype),
     }
     try:
         return result | _stock_accel_stock(subject, device, budget_s, stage)

@@ -61,5 +61,11 @@ def commit() -> str | None:
     return head + ("-dirty" if _output(["git", "status", "--porcelain", "--untracked-files=no"], root) else "")
 
 
+def provenance(device: torch.device, dtype: torch.dtype) -> dict:
+    """What every result says of where it comes from."""
+    facts = {"date": now(), "commit": commit(), "machine": machine(device)}
+    return facts | {"dtype": str(dtype).removeprefix("torch.")}
+
+
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -15,7 +15,7 @@ import accel
 from accel.bench import accuracy
 from accel.bench import quantized as quantized
 from accel.bench.cases import Case, shapes
-from accel.bench.machine import commit, machine, now
+from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
 from accel.bench.ready import time_to_ready
 from accel.bench.timing import compare_times, seconds
@@ -118,10 +118,7 @@ def run(
     result: dict[str, Any] = {
         "case": "-".join(filter(None, (case.name, weights, activations and f"activations-{activations}"))),
         "about": case.about,
-        "date": now(),
-        "commit": commit(),
-        "machine": machine(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        **provenance(device, dtype),
     }
     stage(STAGES[0])
     result["ready"] = time_to_ready(case, device, dtype) if ready and weights is None else {}

@@ -16,7 +16,7 @@ from accel.bench.llm.interleaved import Clock
 from accel.bench.llm.models import beside, build
 from accel.bench.llm.runner import BenchRequest
 from accel.bench.llm.workloads import WORKLOADS, Workload
-from accel.bench.machine import commit, machine, now
+from accel.bench.machine import provenance
 from accel.bench.memory import release
 from accel.bench.runner import WrongResult
 from accel.bench.timing import seconds
@@ -94,10 +94,7 @@ def bench_batches(
     about = {
         "case": f"batch-{name}",
         "about": f"generate_batch() of {name}, {'random' if request.model in CONFIGS else 'saved'} weights",
-        "date": now(),
-        "commit": commit(),
-        "machine": machine(device),
-        "dtype": str(request.dtype).removeprefix("torch."),
+        **provenance(device, request.dtype),
         "attention": model.config._attn_implementation,
     }
     going = BatchResult(about, Clock(request.seconds), keep)

@@ -19,7 +19,7 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.interleaved import Clock, TimedCase, Variant, interleaved
 from accel.bench.llm.models import assistant, beside, build
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
-from accel.bench.machine import commit, machine, now
+from accel.bench.machine import provenance
 from accel.bench.memory import release
 from accel.bench.runner import WrongResult, fresh_inductor_cache
 from accel.bench.timing import seconds
@@ -132,10 +132,7 @@ def bench_language_model(
     going.about = {
         "case": f"{'quantized' if request.variants else 'llm'}-{request.name}",
         "about": f"generate() of {request.name}, {'random weights' if request.model in CONFIGS else 'saved weights'}",
-        "date": now(),
-        "commit": commit(),
-        "machine": machine(device),
-        "dtype": str(request.dtype).removeprefix("torch."),
+        **provenance(device, request.dtype),
     }
     try:
         _in_process(request, going, model, stage)

@@ -83,8 +83,8 @@ class StepSize(NamedTuple):
 class StepRunner:
     """Runs planned steps of one model over one pool of pages.
 
-    runner: of CUDA graphs, None for none. last: (rows + 1,) int64, the
-    id drawn last for each row; the last place is nobody's.
+    runner: of CUDA graphs, None for none. last: (rows + 1,) int64, the id drawn last for each row; the last place is
+    nobody's.
     """
 
     def __init__(

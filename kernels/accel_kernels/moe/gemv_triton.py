@@ -10,6 +10,14 @@ import triton.language as tl
 from accel_kernels.moe.gating_triton import apply_gating
 
 
+@triton.jit
+def expert_of(index_ptr, choice, experts):
+    """The expert of a choice, and whether there is one of that number; the first where there is not."""
+    expert = tl.load(index_ptr + choice)
+    there = (expert >= 0) & (expert < experts)
+    return tl.where(there, expert, 0), there
+
+
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_up_kernel(
     x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
@@ -17,9 +25,7 @@ def expert_rows_up_kernel(
     INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
-    expert = tl.load(index_ptr + choice)
-    there = (expert >= 0) & (expert < experts)
-    expert = tl.where(there, expert, 0)
+    expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < inner
     k_idx = tl.arange(0, BLOCK_K)
@@ -52,9 +58,7 @@ def expert_columns_up_kernel(
     INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
-    expert = tl.load(index_ptr + choice)
-    there = (expert >= 0) & (expert < experts)
-    expert = tl.where(there, expert, 0)
+    expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < inner
     k_idx = tl.arange(0, BLOCK_K)
@@ -105,10 +109,8 @@ def expert_rows_down_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     shift = tl.zeros((BLOCK_N,), tl.float32)
     for choice in range(token * chosen, token * chosen + chosen):
-        expert = tl.load(index_ptr + choice)
-        there = (expert >= 0) & (expert < experts)
+        expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        expert = tl.where(there, expert, 0)
         row = w_ptr + (expert * hidden + n_row)[:, None] * K
         for start in tl.static_range(0, K, BLOCK_K):
             at = start + k_idx
@@ -132,10 +134,8 @@ def expert_columns_down_kernel(
     acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     shift = tl.zeros((BLOCK_N,), tl.float32)
     for choice in range(token * chosen, token * chosen + chosen):
-        expert = tl.load(index_ptr + choice)
-        there = (expert >= 0) & (expert < experts)
+        expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        expert = tl.where(there, expert, 0)
         for start in range(0, K, BLOCK_K):
             at = start + k_idx
             h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32) * share

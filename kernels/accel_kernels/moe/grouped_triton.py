@@ -54,9 +54,7 @@ def grouped_up_kernel(
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
-    row_mask = row_idx < end
+    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     token = tl.load(order_ptr + row_idx, mask=row_mask, other=0) // chosen
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < inner
@@ -118,9 +116,7 @@ def grouped_down_kernel(
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
-    row_mask = row_idx < end
+    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < hidden
     k_idx = tl.arange(0, DEPTH)
@@ -140,6 +136,14 @@ def grouped_down_kernel(
     pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
+    """Places in `order` of a tile's pairs, (ROWS,), and which of them are of its expert."""
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
+    return row_idx, row_idx < end
 
 
 @triton.jit

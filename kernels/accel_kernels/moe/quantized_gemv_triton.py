@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.moe.gating_triton import apply_gating
+from accel_kernels.moe.gemv_triton import expert_of
 
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
@@ -16,9 +17,7 @@ def quantized_rows_up_kernel(
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
-    expert = tl.load(index_ptr + choice)
-    there = (expert >= 0) & (expert < experts)
-    expert = tl.where(there, expert, 0)
+    expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_row = tl.minimum(n_idx, inner - 1)
     gate_row, up_row = n_row, inner + n_row
@@ -52,10 +51,9 @@ def quantized_rows_down_kernel(
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
     for choice in range(token * chosen, token * chosen + chosen):
-        expert = tl.load(index_ptr + choice)
-        there = (expert >= 0) & (expert < experts)
+        expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        row = tl.where(there, expert, 0) * hidden + tl.minimum(n_idx, hidden - 1)
+        row = expert * hidden + tl.minimum(n_idx, hidden - 1)
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for start in range(0, K // UNIT, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.moe.gating_triton import apply_gating
+from accel_kernels.moe.grouped_triton import rows_of_tile
 
 
 @triton.jit(do_not_specialize=("chosen",))
@@ -22,9 +23,7 @@ def quantized_grouped_up_kernel(
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
-    row_mask = row_idx < end
+    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     token = tl.load(order_ptr + row_idx, mask=row_mask, other=0) // chosen
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < inner
@@ -61,9 +60,7 @@ def quantized_grouped_down_kernel(
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
-    row_mask = row_idx < end
+    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < hidden
     w_row = expert.to(tl.int64) * hidden + tl.minimum(n_idx, hidden - 1)
