@@ -20,6 +20,7 @@ from accel_kernels import (
     paged_attention,
     quantized_linear,
     rms_norm,
+    route,
     upsample_convolve,
 )
 from accel_kernels.attention.backends import AttentionChooser
@@ -54,6 +55,7 @@ class Kernels:
     fused_linear: Any = fused_linear
     quantized_linear: Any = quantized_linear
     rms_norm: Any = rms_norm
+    route: Any = route
     upsample_convolve: Any = upsample_convolve
 
     def plain(self) -> "Kernels":

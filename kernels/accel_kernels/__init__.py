@@ -22,6 +22,7 @@ from accel_kernels.image.image_sum import image_concat, image_sum
 from accel_kernels.image.upsample import upsample
 from accel_kernels.image.upsample_convolve import upsample_convolve
 from accel_kernels.moe.experts import experts
+from accel_kernels.moe.route import Routing, route
 from accel_kernels.norm.group_norm import group_norm
 from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
@@ -48,6 +49,7 @@ OPS = (
     quantize_rows,
     quantized_linear,
     rms_norm,
+    route,
     sample,
     softmax,
     upsample,
@@ -62,6 +64,7 @@ __all__ = [
     "Op",
     "Quantized",
     "QuantizedRows",
+    "Routing",
     "SamplingTable",
     "attention",
     "dequantize",
@@ -80,6 +83,7 @@ __all__ = [
     "quantize_rows",
     "quantized_linear",
     "rms_norm",
+    "route",
     "sample",
     "softmax",
     "upsample",

@@ -15,7 +15,8 @@ from support.everything import EVERYTHING
 
 pytest.importorskip("triton")
 
-NUMBERS = ("quantize_rows", "sample")  # what they give is no rounding of what they are given: tests of their own
+# What they give is no rounding of what they are given: tests of their own.
+NUMBERS = ("quantize_rows", "route", "sample")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -1,0 +1,111 @@
+"""From logits to choices and shares: a program a token, its experts in the registers of as few warps as hold them.
+
+The largest is found k times over. A number and its place make one integer of 64 bits, so that one maximum finds both,
+the lower place first of equals. An expert keeps when it was chosen, and stores itself there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.launch import power_of_two
+from accel_kernels.warmup import launch
+
+HELD = 512  # experts to a warp
+NEVER = tl.constexpr(-(2**63))  # below the order of every number
+
+
+@triton.jit
+def in_order(x, place):
+    """Integers in the order of x, fp32: NaN above all, zeros equal, and of equals the lower place above."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(x != x, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """`value`, (GROUPS, SIZE), and `outside` in groups that are not among the best."""
+    order = tl.where(there, in_order(value, tl.broadcast_to(j_idx[None, :], (GROUPS, SIZE))), NEVER)
+    total = tl.zeros((GROUPS,), tl.float32)
+    for _ in range(best):
+        hit = (order == tl.max(order, axis=1)[:, None]) & there
+        total += tl.sum(tl.where(hit, value, 0.0), axis=1)
+        order = tl.where(hit, NEVER, order)
+    of_groups = tl.where(g_idx < groups, in_order(total, g_idx), NEVER)
+    keep = tl.zeros((GROUPS,), tl.int32)
+    for _ in range(kept):
+        hit = of_groups == tl.max(of_groups, axis=0)
+        keep = tl.where(hit, 1, keep)
+        of_groups = tl.where(hit, NEVER, of_groups)
+    return tl.where(keep[:, None] > 0, value, outside)
+
+
+@triton.jit(do_not_specialize=("stride", "experts", "chosen", "groups", "kept", "best"))
+def route_kernel(
+    logits_ptr, bias_ptr, index_ptr, share_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor, scale,
+    SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
+    token = tl.program_id(0).to(tl.int64)
+    size = experts // groups
+    g_idx, j_idx = tl.arange(0, GROUPS), tl.arange(0, SIZE)
+    there = (g_idx < groups)[:, None] & (j_idx < size)[None, :]
+    expert = g_idx[:, None] * size + j_idx[None, :]
+    logits = tl.load(logits_ptr + token * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
+    score = logits
+    if SCORE == "softmax":
+        top = tl.max(tl.max(logits, axis=1), axis=0)
+        weight = tl.where(there, tl.exp(logits - top), 0.0)
+        score = weight / tl.sum(tl.sum(weight, axis=1), axis=0)
+    if SCORE == "sigmoid":
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    if ROUNDED:
+        score = score.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    value = logits
+    if bias_ptr is not None:
+        value = score + tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)
+    if GROUPS > 1:
+        if bias_ptr is None:
+            value = score
+        value = keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS, SIZE)
+
+    order = tl.where(there, in_order(value, expert), NEVER)
+    rank = tl.full((GROUPS, SIZE), -1, tl.int32)
+    for i in range(chosen):
+        hit = order == tl.max(tl.max(order, axis=1), axis=0)
+        rank = tl.where(hit, i, rank)
+        order = tl.where(hit, NEVER, order)
+    taken = rank >= 0
+
+    if SHARE == "softmax":
+        top = tl.max(tl.max(tl.where(taken, logits, -float("inf")), axis=1), axis=0)
+        share = tl.where(taken, tl.exp(logits - top), 0.0)
+        share = share / tl.sum(tl.sum(share, axis=1), axis=0)
+    else:
+        share = score
+    if SHARE == "sum":
+        total = tl.sum(tl.sum(tl.where(taken, score, 0.0), axis=1), axis=0) + eps
+        share = share / tl.where(total < floor, floor, total)
+    share *= scale
+    at = token * chosen + rank
+    tl.store(index_ptr + at, expert.to(tl.int64), mask=taken)
+    tl.store(share_ptr + at, share.to(share_ptr.dtype.element_ty), mask=taken)
+
+
+def route(logits, routing, bias=None, dtype=None):
+    """Same arguments and result as the reference."""
+    tokens, experts = logits.shape
+    index = torch.empty((tokens, routing.chosen), device=logits.device, dtype=torch.int64)
+    shares = torch.empty_like(index, dtype=dtype or logits.dtype)
+    groups = power_of_two(routing.groups)
+    size = power_of_two(experts // routing.groups)
+    # The kernel is not specialized on numbers: settings of one kind of router share one.
+    numbers = map(float, (routing.outside, routing.eps, routing.floor, routing.scale))
+    launch(
+        route_kernel, (tokens,), logits, bias, index, shares, logits.stride(0), experts, routing.chosen, routing.groups,
+        routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups, size,
+        num_warps=max(1, groups * size // HELD),
+    )  # fmt: skip
+    return index, shares
