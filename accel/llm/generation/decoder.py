@@ -238,7 +238,7 @@ class DecoderForward(FastForward):
         prompts = None if start else self.prompts
         bucket = None if prompts is None else prompts.bucket(self.module, tokens, positions, keep)
         store.reserve(rows, start + (bucket or new))
-        if mask is not None and start == 0 and new > 1 and bool(mask.all()):
+        if mask is not None and start == 0 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
         store.set_padding_mask(mask)
         eager, metadata = partial(self.eager, store, start == 0), store.metadata

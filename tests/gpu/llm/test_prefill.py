@@ -91,7 +91,9 @@ def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypat
         assert all(map(torch.equal, one, found[2]))
 
 
-CASES = [case for op in OPS if op.name == "paged_attention" for case in op.cases if "prefill" in case.name]
+# Prompts without a past: those of a batch have one.
+CASES = [case for op in OPS if op.name == "paged_attention" for case in op.cases
+         if "prefill" in case.name and "ragged" not in case.name]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
