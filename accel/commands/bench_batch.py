@@ -26,7 +26,10 @@ def bench_batch(
         int | None, typer.Option(min=8, help="shorten workloads to so many tokens a request, as for a small model")
     ] = None,
     stock_seconds: Annotated[
-        float, typer.Option(min=0.1, help="about how long stock may take at each workload; it gets fewer requests then")
+        float,
+        typer.Option(
+            min=0.1, help="about how long stock may take at each workload; it gets fewer requests and new tokens"
+        ),
     ] = 20.0,
     seconds: Annotated[float, typer.Option(min=0.1, help="after so many, nothing new is begun")] = 500.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 CHECKED = (8, 24)  # requests and tokens of an answer that are checked
 ROUNDS = 3  # of each workload by accel; what stock does in one call is enough
+LONGEST = 20.0  # seconds after which no further round of a workload is begun, beyond the first after its first call
+STOCK_TOKENS = 36_000  # of prompts that stock is given at once: a hundred requests and more, of short ones
+FEW = (1, 5)  # new tokens of calls that tell how long a step of stock takes
 SMALL = Workload("small", 8, 20, 60, 8)
 ON_CPU = {"num_blocks": 64, "max_batch_tokens": 256}
 CALLS = 20  # of the small one, in which memory must not grow
@@ -36,7 +39,7 @@ CALLS = 20  # of the small one, in which memory must not grow
 @dataclass(frozen=True)
 class BatchRequest:
     """What to measure. workloads: names; stock_seconds: about how long stock may take at each, which is then given
-    fewer requests; lossy: (weights, kv_cache) to measure beside, or None.
+    fewer requests and new tokens; lossy: (weights, kv_cache) to measure beside, or None.
     """
 
     model: str
@@ -71,7 +74,9 @@ class BatchResult:
         return self.about | {"rows": self.rows, "failed": self.failed, "skipped": self.skipped, "took_s": took}
 
     def add(self, row: dict) -> None:
-        self.rows.append(row)
+        """Of a workload, once there is something in it, and whenever there is more."""
+        if all(row is not one for one in self.rows):
+            self.rows.append(row)
         self.keep(self.result)
 
     def fail(self, case: str, error: Exception) -> None:
@@ -113,9 +118,12 @@ def bench_batches(
                 variants[one.name], going.about["quantized"] = one.model, lost
             except Exception as error:  # one that cannot be made must not cost the others' figures
                 going.fail("quantizing", error)
-        for workload in request.chosen:
-            stage(workload.name)
-            _measure(request, going, workload, variants)
+        rows: dict[str, dict[str, Any]] = {workload.name: dict(workload.about) for workload in request.chosen}
+        lossy = [name for name in variants if name not in ("stock", "accel")]
+        for names in (["stock", "accel"], *([name] for name in lossy)):
+            for workload in request.chosen:  # the lossy ones last: should time run out, the others are there
+                stage(f"{workload.name}: {' and '.join(names)}")
+                _measure(request, going, workload, {name: variants[name] for name in names}, rows[workload.name])
         stage("memory and set-up")
         for label, one in variants.items():
             if label != "stock":
@@ -168,37 +176,41 @@ def _checked(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
     return {"worst_margin": worst, "margin_allowed": allowed}
 
 
-def _measure(request: BatchRequest, going: BatchResult, workload: Workload, variants: dict[str, Any]) -> None:
-    """One row: stock once, with as many requests as it does in its time; accel's first call, and the median of more."""
-    row: dict[str, Any] = dict(workload.about)
+def _measure(
+    request: BatchRequest, going: BatchResult, workload: Workload, variants: dict[str, Any], row: dict[str, Any]
+) -> None:
+    """Into a row: stock once, as much as it does in its time; accel's first call, and the median of more."""
     for name, model in variants.items():
         if going.clock.left() <= 0:
             going.skipped.append(f"{workload.name}: {name}")
             continue
         try:
             row[name] = _stock(request, workload, model) if name == "stock" else _timed(request, workload, model)
+            going.add(row)
         except Exception as error:  # what one way of running it raises, the others have figures of their own
             going.fail(f"{workload.name}: {name}", error)
         release(request.device)
-    if any(name in row for name in variants):
-        going.add(row)
 
 
 def _stock(request: BatchRequest, workload: Workload, model: Any) -> dict:
-    """Tokens a second of as many of the first requests as fit the time, by how long a few of them took."""
-    few = workload.first(max(4, workload.requests // 16))
-    taken = _seconds(few, model, request.device)
-    # Of many at a time stock does more tokens a second than of few: up to as much longer as there are more.
-    fit = int(few.requests * request.stock_seconds / taken * 2)
-    whole = workload.first(max(few.requests, fit))
+    """Tokens a second of so many of the first requests at once that stock reads in seconds, and as many new tokens of
+    each as fit the time, by how long a few of them took.
+    """
+    mean = (workload.shortest + workload.longest) / 2
+    whole = workload.first(max(4, int(STOCK_TOKENS / mean)))
+    few = [_seconds(whole.answering(new), model, request.device) for new in FEW]
+    step = max((few[1] - few[0]) / (FEW[1] - FEW[0]), 1e-4)
+    whole = whole.answering(max(FEW[1], int((request.stock_seconds - few[0]) / step)))
     taken = _seconds(whole, model, request.device)
-    return _figures(whole, [taken]) | {"requests": whole.requests}
+    return _figures(whole, [taken]) | {"requests": whole.requests, "new tokens": whole.new}
 
 
 def _timed(request: BatchRequest, workload: Workload, model: Any) -> dict:
     if request.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(request.device)
-    times = [_seconds(workload, model, request.device) for _ in range(1 + ROUNDS)]
+    times = [_seconds(workload, model, request.device)]
+    while len(times) < 2 or (len(times) <= ROUNDS and sum(times[1:]) < LONGEST):
+        times.append(_seconds(workload, model, request.device))
     peak = round(torch.cuda.max_memory_allocated(request.device) / 2**20) if request.device.type == "cuda" else None
     return _figures(workload, times[1:]) | {"first_s": round(times[0], 3), "peak_mb": peak}
 

@@ -34,6 +34,10 @@ class Workload:
         """The same of fewer requests."""
         return replace(self, requests=min(requests, self.requests))
 
+    def answering(self, new: int) -> "Workload":
+        """The same with no more than so many new tokens each."""
+        return replace(self, new=min(new, self.new))
+
     def prompts(self, model: "PreTrainedModel") -> list[list[int]]:
         """Random token ids; those of the first requests do not depend on how many there are."""
         vocabulary = model.config.get_text_config().vocab_size
@@ -56,7 +60,7 @@ WORKLOADS = (
     Workload("different lengths", 128, 32, 512, 128),
     Workload("questions", 1319, 94, 94, 256),  # as many and as long as those of gsm8k's test
     Workload("rollouts", 32, 256, 256, 1024),
-    Workload("long", 256, 1024, 1024, 1024),
     Workload("nothing shared", 256, 1000, 1000, 64),
     Workload("shared prompt", 256, 1000, 1000, 64, shared=900),
+    Workload("long", 256, 1024, 1024, 1024),
 )

@@ -95,8 +95,8 @@ class LinearChooser(Choices):
         else:
             flat = x.view(-1, x.shape[-1])
             added = None if residual is None else residual.view(-1, residual.shape[-1])
-            forms = [None if t is None else Form.of(t) for t in (flat, weight, bias, added)]
-            self.decide(key, partial(self._trial, key, *forms), TORCH)
+            others = [None if t is None else Form.of(t) for t in (bias, added)]
+            self.decide(key, partial(self._trial, key, Form.of(flat), Form.of(weight), *others), TORCH)
 
     def _run(self, product, rank, x, weight, bias, residual):
         y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)

@@ -228,12 +228,10 @@ def test_a_slot_loaded_too_early_is_seen(monkeypatch):
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_tiles_of_many_rows(format):
     """The sums fill at most half of the registers, and the rings leave room for what is written by parts."""
-    for tile in wgmma_tile.BROAD_TILES[format]:
-        assert tile.x_rows * tile.rows <= 128 * 32 * tile.warps
-        numbers = tile.x_stages * tile.x_rows * permute_activations.box_columns(format) * 2
-        assert tile.stages * tile.rows * 128 + numbers + tile.rows // 2 * 64 * 4 <= 232448 - 1024
-    chosen = [wgmma_tile.broad_tile(128, n, 32, format, False, 132).rows for n in (4096, 28672)]
-    assert chosen == ([128, 128] if format == "int4" else [128, 256])  # few tiles, each summed up by several
+    tile = wgmma_tile.BROAD_TILES[format]
+    assert tile.x_rows * tile.rows <= 128 * 32 * tile.warps
+    numbers = tile.x_stages * tile.x_rows * permute_activations.box_columns(format) * 2
+    assert tile.stages * tile.rows * 128 + numbers + tile.rows // 2 * 64 * 4 <= 232448 - 1024
 
 
 def test_refusals():
@@ -273,7 +271,7 @@ for kind, rows, gate, group, zeros, dtype in (
     (INT4, 200, True, 128, False, torch.bfloat16),
 ):
     format = FORMATS[kind]
-    tile = BROAD_TILES[format][0] if rows > 64 else wgmma_tile(rows, format, gate)
+    tile = BROAD_TILES[format] if rows > 64 else wgmma_tile(rows, format, gate)
     with absent_gpu(90) as launches:
         weight, up = (quantize_weight(torch.randn(4096, 4096).to(dtype), kind, group, zeros) for _ in range(2))
         x = torch.randn(rows, 4096).to(dtype)

@@ -19,12 +19,11 @@ from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
 from accel_kernels.gemm.quantized.gemv_triton import quantized_gemv_kernel
 from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile, many_rows, many_rows_tile
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny_mma
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny_kernel
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
-from accel_kernels.gemm.quantized.tile_triton import WgmmaTile, broad_tile, wgmma_tile
+from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, WgmmaTile, wgmma_tile
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.op import capability, multiprocessors
@@ -54,10 +53,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         gemv_mma(x, weight, norm, epilogue, diagonal, y)
         return y
     if isinstance(shape, WgmmaTile) or (shape is None and by_warpgroups(x, weight, up, format)):
-        if shape is None and rows > MOST_ROWS:
-            boxes = triton.cdiv(k, box_columns(format))
-            shape = broad_tile(rows, n, boxes, format, gate, multiprocessors(x.device))
-        shape = shape or wgmma_tile(rows, format, gate)
+        shape = shape or (BROAD_TILES[format] if rows > MOST_ROWS else wgmma_tile(rows, format, gate))
         skinny_wgmma(x, weight, norm, epilogue, format, shape, y)
         return y
     if isinstance(shape, ManyRowsTile) or (shape is None and rows > MOST_ROWS):

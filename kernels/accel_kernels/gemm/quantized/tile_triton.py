@@ -49,24 +49,13 @@ def wgmma_tile(rows: int, format: str, gate: bool) -> WgmmaTile:
 
 
 # For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time: with more
-# a weight would be unpacked less often, but of few rows more would be multiplied in vain, and one kernel serves all.
+# a weight would be unpacked less often, but of few rows more would be multiplied in vain, and one kernel serves all; of
+# 256 rows, 256 at a time gain 4 % for one product in fp8 and cost 9 to 23 % elsewhere (benchmarks/many_rows.py, H200).
 BROAD_TILES = {
-    "int4": (WgmmaTile(128, 8, 4, 2, 1, 128),),
-    "int8": (WgmmaTile(256, 8, 3, 2, 1, 128), WgmmaTile(128, 8, 4, 3, 1, 128)),
-    "fp8": (WgmmaTile(256, 8, 3, 2, 1, 128), WgmmaTile(128, 8, 4, 3, 1, 128)),
+    "int4": WgmmaTile(128, 8, 4, 2, 1, 128),
+    "int8": WgmmaTile(128, 8, 4, 3, 1, 128),
+    "fp8": WgmmaTile(128, 8, 4, 3, 1, 128),
 }
-
-
-@functools.cache
-def broad_tile(rows: int, n: int, boxes: int, format: str, gate: bool, processors: int) -> WgmmaTile:
-    """For more than 64 rows, by the sums that also say how many steps a program has; n: rows of the weight."""
-
-    def microseconds(tile: WgmmaTile) -> float:
-        tiles, abreast = -(-n // (tile.rows // 2 if gate else tile.rows)), max(1, processors // -(-rows // tile.x_rows))
-        share = steps_of_a_program(tile, tile.x_rows, format, tiles, boxes, abreast)
-        return _microseconds(share, tile, tile.x_rows, format, boxes)
-
-    return min(BROAD_TILES[format], key=microseconds)
 
 
 @functools.cache
