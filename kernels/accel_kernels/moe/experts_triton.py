@@ -17,6 +17,7 @@ import torch
 import triton
 
 from accel_kernels.attention.paged.split_kv import upcast
+from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS
@@ -61,7 +62,8 @@ def _one_by_one(x, index, shares, weights, columns=None):
     up = (weights.gate_up_bias, h, chosen, many, inner)
     down = (weights.down_bias, y, chosen, many, hidden)
     rows = (triton.cdiv(inner, ROWS), tokens * chosen), (triton.cdiv(hidden, ROWS), tokens)
-    gating, more = _gating(weights), {"BLOCK_N": ROWS, "num_warps": WARPS}
+    pdl = _dependent(x)
+    gating, more = _gating(weights), {"BLOCK_N": ROWS, "num_warps": WARPS, **pdl}
     if isinstance(weights.down, Quantized):
         for kernel, grid, given, stack, rest, how in (
             (quantized_rows_up_kernel, rows[0], (x, index), weights.gate_up, up, gating),
@@ -82,6 +84,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
         launch(
             expert_columns_up_kernel, (triton.cdiv(inner, across), tokens * chosen), x, index, weights.gate_up, *up,
             K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
+            **pdl,
         )  # fmt: skip
     if by_rows[1]:
         launch(
@@ -92,7 +95,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
         across = columns or _across(hidden, tokens, x.device)
         launch(
             expert_columns_down_kernel, (triton.cdiv(hidden, across), tokens), h, index, shares, weights.down, *down,
-            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS,
+            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
         )  # fmt: skip
     return y
 
@@ -106,10 +109,11 @@ def _across(outputs: int, many: int, device: torch.device) -> int:
 def _grouped(x, index, shares, weights, tile: Tile):
     (tokens, chosen), inner, hidden = index.shape, weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts
-    numbers = pairs // tile.rows + many
+    numbers, pdl = pairs // tile.rows + many, _dependent(x)
     order, starts, tiles = (torch.empty(n, device=x.device, dtype=torch.int32) for n in (pairs, many + 1, numbers))
     launch(
         group_kernel, (many,), index, order, starts, tiles, pairs, many, ROWS=tile.rows, BLOCK=PAIRS, num_warps=4,
+        **pdl,
     )  # fmt: skip
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
@@ -117,8 +121,8 @@ def _grouped(x, index, shares, weights, tile: Tile):
     grids = [(numbers, triton.cdiv(inner, tile.inner)), (numbers, triton.cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
     up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
-    more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **_gating(weights)}
-    last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps")}
+    more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
+    last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps", *pdl)}
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
     depth = tile.depth * 2 // x.itemsize
     if isinstance(weights.down, Quantized):
@@ -144,9 +148,15 @@ def _grouped(x, index, shares, weights, tile: Tile):
     block = min(CHANNELS, power_of_two(hidden))
     launch(
         shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
-        BLOCK=block, num_warps=4,
+        BLOCK=block, num_warps=4, **pdl,
     )  # fmt: skip
     return y
+
+
+def _dependent(x) -> dict:
+    """For kernels that may start before the one in front has ended."""
+    pdl = programmatic(x.device)
+    return {"PDL": bool(pdl), **pdl}
 
 
 def _gating(weights) -> dict:

@@ -2,6 +2,8 @@
 
 Every choice reads its expert's weights for itself. Those stored by rows are multiplied a few rows at a time, and added
 up along them; those stored transposed a few columns at a time, and added up across.
+
+On who may start early, see `grouped_triton.py`.
 """
 
 import triton
@@ -22,9 +24,12 @@ def expert_of(index_ptr, choice, experts):
 def expert_rows_up_kernel(
     x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
     K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < inner
@@ -55,9 +60,12 @@ def expert_rows_up_kernel(
 def expert_columns_up_kernel(
     x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
     K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < inner
@@ -99,7 +107,7 @@ def expert_columns_up_kernel(
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_down_kernel(
     h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,6 +116,9 @@ def expert_rows_down_kernel(
     n_row = tl.minimum(n_idx, hidden - 1)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     shift = tl.zeros((BLOCK_N,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for choice in range(token * chosen, token * chosen + chosen):
         expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
@@ -125,7 +136,7 @@ def expert_rows_down_kernel(
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_columns_down_kernel(
     h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -133,6 +144,9 @@ def expert_columns_down_kernel(
     k_idx = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     shift = tl.zeros((BLOCK_N,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for choice in range(token * chosen, token * chosen + chosen):
         expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)

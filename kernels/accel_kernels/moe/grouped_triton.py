@@ -5,6 +5,10 @@ in the order of the tokens. `grouped_up_kernel` and `grouped_down_kernel` multip
 expert by tiles of its weights. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls
 give equal bits. Sums are in fp32, what lies between two kernels is in the dtype of x.
 
+Each may start before the one in front has ended, and lets the next one start only once it has waited itself. What is
+older than the kernel in front is then complete, and read before the wait: choices, and what `group_kernel` has written,
+by all but `grouped_up_kernel`.
+
 The tiles of expert e have the numbers from starts[e] // ROWS + e on: that leaves room for all of its pairs, and is
 known without the other experts' counts. So there are pairs // ROWS + experts numbers, which the host knows; a number
 without pairs has expert -1 in `tiles`, and its programs leave at once.
@@ -17,12 +21,18 @@ from accel_kernels.moe.gating_triton import apply_gating
 
 
 @triton.jit(do_not_specialize=("pairs", "experts"))
-def group_kernel(index_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def group_kernel(
+    index_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """One expert a program. order: (pairs,) int32; starts: (experts + 1,) int32; tiles: int32, see above."""
     expert = tl.program_id(0)
     idx = tl.arange(0, BLOCK)
     below = tl.zeros((BLOCK,), tl.int32)
     own = tl.zeros((BLOCK,), tl.int32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in range(0, pairs, BLOCK):
         found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
         below += ((found >= 0) & (found < expert)).to(tl.int32)
@@ -48,9 +58,12 @@ def grouped_up_kernel(
     x_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
     K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
@@ -110,11 +123,13 @@ def grouped_up_kernel(
 def grouped_down_kernel(
     h_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
     K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -123,7 +138,11 @@ def grouped_down_kernel(
     expert = expert.to(tl.int64)
     h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]
     w_place = stack_places(w_ptr, expert, n_idx, k_idx, hidden, K, TRANSPOSED)
+    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for step in range(0, K, DEPTH):
         k_mask = k_idx < K - step
         h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
@@ -133,7 +152,6 @@ def grouped_down_kernel(
         y = tl.dot(h, w, y, input_precision="ieee")
     if bias_ptr is not None:
         y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -174,12 +192,17 @@ def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
-def shared_sum_kernel(pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, BLOCK: tl.constexpr):
+def shared_sum_kernel(
+    pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Shares times what the experts gave, one token a program. A pair of no expert has nothing in `pairs`."""
     token = tl.program_id(0).to(tl.int64)
     n_idx = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n_mask = n_idx < hidden
     y = tl.zeros((BLOCK,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for choice in range(token * chosen, token * chosen + chosen):
         expert = tl.load(index_ptr + choice)
         there = (expert >= 0) & (expert < experts)

@@ -15,8 +15,12 @@ def quantized_rows_up_kernel(
     x_ptr, index_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, h_ptr, chosen, experts, inner,
     K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, there = expert_of(index_ptr, choice, experts)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_row = tl.minimum(n_idx, inner - 1)
@@ -46,10 +50,14 @@ def quantized_rows_up_kernel(
 def quantized_rows_down_kernel(
     h_ptr, index_ptr, share_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for choice in range(token * chosen, token * chosen + chosen):
         expert, there = expert_of(index_ptr, choice, experts)
         share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)

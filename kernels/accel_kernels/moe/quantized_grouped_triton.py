@@ -17,9 +17,12 @@ def quantized_grouped_up_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
     K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
@@ -54,18 +57,24 @@ def quantized_grouped_up_kernel(
 def quantized_grouped_down_kernel(
     h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < hidden
     w_row = expert.to(tl.int64) * hidden + tl.minimum(n_idx, hidden - 1)
     h_row = h_ptr + row_idx.to(tl.int64) * K
+    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for step in range(0, K, DEPTH):
         h = inputs_at(h_row, row_mask, step, K, DEPTH, UPCAST)
         y = add_quantized(y, h, w_ptr, scale_ptr, zero_ptr, w_row, step, K, UNIT, SCALES, DEPTH)
@@ -73,7 +82,6 @@ def quantized_grouped_down_kernel(
         y *= tl.load(scale_ptr + w_row).to(tl.float32)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + w_row).to(tl.float32)[None, :]
-    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
