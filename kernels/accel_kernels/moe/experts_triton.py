@@ -35,6 +35,7 @@ from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
+ALONG, STEP, STEPS = 256, 8192, 4  # of its second product: inputs and bytes to a step, steps under way
 BLOCK = 8192  # weights of a transposed one, likewise
 ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
 PAIRS = 1024  # that are sorted at a time
@@ -87,9 +88,10 @@ def _one_by_one(x, index, shares, weights, columns=None):
             **pdl,
         )  # fmt: skip
     if by_rows[1]:
+        shape = _down_shape(chosen, inner, x.itemsize)
         launch(
-            expert_rows_down_kernel, rows[1], h, index, shares, weights.down, *down, K=inner,
-            BLOCK_K=min(COLUMNS, power_of_two(inner)), **more,
+            expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
+            weights.down, *down, K=inner, **shape, **pdl,
         )  # fmt: skip
     else:
         across = columns or _across(hidden, tokens, x.device)
@@ -98,6 +100,17 @@ def _one_by_one(x, index, shares, weights, columns=None):
             K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
         )  # fmt: skip
     return y
+
+
+def _down_shape(chosen: int, inner: int, size: int) -> dict[str, int]:
+    """Of the second GEMV by rows: all of a token's choices, and as many outputs as make a step; a warp to a row.
+
+    size: bytes of a weight.
+    """
+    choices, block = power_of_two(chosen), min(ALONG, power_of_two(inner))
+    outputs = max(1, STEP // (size * choices * block))
+    steps = min(STEPS, triton.cdiv(inner, block))
+    return {"CHOICES": choices, "BLOCK_N": outputs, "BLOCK_K": block, "STEPS": steps, "num_warps": WARPS}
 
 
 def _across(outputs: int, many: int, device: torch.device) -> int:

@@ -107,30 +107,42 @@ def expert_columns_up_kernel(
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_down_kernel(
     h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """All of a token's choices at once, so that no choice's weights wait for another's.
+
+    CHOICES: a power of two that holds them. STEPS: unrolled, so that their weights are loaded ahead.
+    """
     token = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n_idx < hidden
-    k_idx = tl.arange(0, BLOCK_K)
     n_row = tl.minimum(n_idx, hidden - 1)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    shift = tl.zeros((BLOCK_N,), tl.float32)
+    c_idx = tl.arange(0, CHOICES)
+    choice = token * chosen + c_idx
+    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1)
+    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0).to(tl.float32)
+    there = (expert >= 0) & (expert < experts)
+    row = tl.where(there, expert, 0)[None, :] * hidden + n_row[:, None]  # (outputs, choices), as all below
+    place = w_ptr + row[:, :, None] * K
+    k_idx = tl.arange(0, BLOCK_K)
+    w = tl.load(place + k_idx[None, None, :], mask=there[None, :, None] & (k_idx < K)[None, None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for choice in range(token * chosen, token * chosen + chosen):
-        expert, there = expert_of(index_ptr, choice, experts)
-        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        row = w_ptr + (expert * hidden + n_row)[:, None] * K
-        for start in tl.static_range(0, K, BLOCK_K):
-            at = start + k_idx
-            h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32) * share
-            acc += tl.load(row + at[None, :], mask=(at < K)[None, :], other=0.0).to(tl.float32) * h[None, :]
-        if bias_ptr is not None:
-            shift += tl.load(bias_ptr + expert * hidden + n_row).to(tl.float32) * share
-    y = tl.sum(acc, axis=1) + shift
-    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    acc = tl.zeros((BLOCK_N, CHOICES, BLOCK_K), tl.float32)
+    for start in range(0, K, STEPS * BLOCK_K):
+        for step in tl.static_range(STEPS):
+            at = start + step * BLOCK_K + k_idx
+            mask = there[:, None] & (at < K)[None, :]
+            h = tl.load(h_ptr + choice[:, None] * K + at[None, :], mask=mask, other=0.0).to(tl.float32)
+            acc += w.to(tl.float32) * h[None, :, :]
+            at += BLOCK_K
+            w = tl.load(place + at[None, None, :], mask=there[None, :, None] & (at < K)[None, None, :], other=0.0)
+    y = tl.sum(acc, axis=2)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row).to(tl.float32)
+    y = tl.sum(tl.where(there[None, :], y * share[None, :], 0.0), axis=1)
+    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
 
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
