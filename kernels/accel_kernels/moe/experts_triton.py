@@ -38,8 +38,8 @@ ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and
 ALONG, STEP, STEPS = 256, 8192, 4  # of its second product: inputs and bytes to a step, steps under way
 BLOCK = 8192  # weights of a transposed one, likewise
 ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
-PAIRS = 1024  # that are sorted at a time
-CHANNELS = 1024  # that are added up by a program
+SORTED = ((128, 1), (1024, 4), (4096, 16))  # pairs at a time, by so many warps
+CHANNELS = 512  # that are added up by a program
 LEAST = 16  # inputs of one product of tensor cores
 
 
@@ -124,10 +124,11 @@ def _grouped(x, index, shares, weights, tile: Tile):
     pairs, many = index.numel(), weights.experts
     numbers, pdl = pairs // tile.rows + many, _dependent(x)
     order, starts, tiles = (torch.empty(n, device=x.device, dtype=torch.int32) for n in (pairs, many + 1, numbers))
-    launch(
-        group_kernel, (many,), index, order, starts, tiles, pairs, many, ROWS=tile.rows, BLOCK=PAIRS, num_warps=4,
-        **pdl,
-    )  # fmt: skip
+    for block, warps, once in _sorted_by(pairs):
+        launch(
+            group_kernel, (many,), index, order, starts, tiles, pairs, many, tile.rows, ONCE=once, BLOCK=block,
+            num_warps=warps, **pdl,
+        )  # fmt: skip
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
     y = torch.empty_like(x)
@@ -161,9 +162,15 @@ def _grouped(x, index, shares, weights, tile: Tile):
     block = min(CHANNELS, power_of_two(hidden))
     launch(
         shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
-        BLOCK=block, num_warps=4, **pdl,
+        CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **pdl,
     )  # fmt: skip
     return y
+
+
+def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:
+    """Pairs at a time and warps of `group_kernel`, and whether that is all; in a warmup for any number of pairs."""
+    every, last = [(*way, True) for way in SORTED], (*SORTED[-1], False)
+    return [*every, last] if warming_up() else [next((way for way in every if pairs <= way[0]), last)]
 
 
 def _dependent(x) -> dict:

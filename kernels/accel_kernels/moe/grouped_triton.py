@@ -20,37 +20,46 @@ import triton.language as tl
 from accel_kernels.moe.gating_triton import apply_gating
 
 
-@triton.jit(do_not_specialize=("pairs", "experts"))
+@triton.jit(do_not_specialize=("pairs", "experts", "rows"))
 def group_kernel(
-    index_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    index_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, experts, rows, ONCE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert a program. order: (pairs,) int32; starts: (experts + 1,) int32; tiles: int32, see above."""
+    """One expert a program. order: (pairs,) int32; starts: (experts + 1,) int32; tiles: int32, see above.
+
+    rows: pairs to a tile. ONCE: there are at most BLOCK pairs, which are then read once.
+    """
     expert = tl.program_id(0)
     idx = tl.arange(0, BLOCK)
-    below = tl.zeros((BLOCK,), tl.int32)
-    own = tl.zeros((BLOCK,), tl.int32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for start in range(0, pairs, BLOCK):
-        found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
-        below += ((found >= 0) & (found < expert)).to(tl.int32)
-        own += (found == expert).to(tl.int32)
-    first, count = tl.sum(below, axis=0), tl.sum(own, axis=0)
-    tl.store(starts_ptr + expert, first)
-    place = first
-    for start in range(0, pairs, BLOCK):
-        found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
+    if ONCE:
+        found = tl.load(index_ptr + idx, mask=idx < pairs, other=-1)
         mine = (found == expert).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(mine, axis=0) - 1, start + idx, mask=mine != 0)
-        place += tl.sum(mine, axis=0)
-    begin, end = first // ROWS + expert, (first + count) // ROWS + expert + 1
+        first, count = tl.sum(((found >= 0) & (found < expert)).to(tl.int32), axis=0), tl.sum(mine, axis=0)
+        tl.store(order_ptr + first + tl.cumsum(mine, axis=0) - 1, idx, mask=mine != 0)
+    else:
+        below = tl.zeros((BLOCK,), tl.int32)
+        own = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, pairs, BLOCK):
+            found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
+            below += ((found >= 0) & (found < expert)).to(tl.int32)
+            own += (found == expert).to(tl.int32)
+        first, count = tl.sum(below, axis=0), tl.sum(own, axis=0)
+        place = first
+        for start in range(0, pairs, BLOCK):
+            found = tl.load(index_ptr + start + idx, mask=start + idx < pairs, other=-1)
+            mine = (found == expert).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(mine, axis=0) - 1, start + idx, mask=mine != 0)
+            place += tl.sum(mine, axis=0)
+    tl.store(starts_ptr + expert, first)
+    begin, end = first // rows + expert, (first + count) // rows + expert + 1
     if expert == experts - 1:
         tl.store(starts_ptr + experts, first + count)
-        end = pairs // ROWS + experts  # pairs of no expert take no place
+        end = pairs // rows + experts  # pairs of no expert take no place
     for tile in range(begin, end):
-        tl.store(tiles_ptr + tile, tl.where((tile - begin) * ROWS < count, expert, -1))
+        tl.store(tiles_ptr + tile, tl.where((tile - begin) * rows < count, expert, -1))
 
 
 @triton.jit(do_not_specialize=("chosen",))
@@ -193,20 +202,26 @@ def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def shared_sum_kernel(
-    pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Shares times what the experts gave, one token a program. A pair of no expert has nothing in `pairs`."""
+    pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Shares times what the experts gave, one token a program, all choices at once. CHOICES: a power of two.
+
+    A pair of no expert has nothing in `pairs`.
+    """
     token = tl.program_id(0).to(tl.int64)
     n_idx = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n_mask = n_idx < hidden
-    y = tl.zeros((BLOCK,), tl.float32)
+    c_idx = tl.arange(0, CHOICES)
+    choice = token * chosen + c_idx
+    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1)
+    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0).to(tl.float32)
+    there = (expert >= 0) & (expert < experts)
+    share = tl.where(there, share, 0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for choice in range(token * chosen, token * chosen + chosen):
-        expert = tl.load(index_ptr + choice)
-        there = (expert >= 0) & (expert < experts)
-        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        given = tl.load(pairs_ptr + choice * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-        y += tl.where(there, share * given, 0.0)
+    place = pairs_ptr + choice[:, None] * hidden + n_idx[None, :]
+    given = tl.load(place, mask=there[:, None] & n_mask[None, :], other=0.0).to(tl.float32)
+    y = tl.sum(share[:, None] * given, axis=0)
     tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)

@@ -22,7 +22,7 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     return args
 
 
-@pytest.mark.parametrize(("pairs", "many", "rows"), [(2500, 7, 16), (33, 40, 32), (64, 2, 64)])
+@pytest.mark.parametrize(("pairs", "many", "rows"), [(2500, 7, 16), (33, 40, 32), (128, 2, 64), (129, 3, 16)])
 @pytest.mark.parametrize("kind", ["random", "one", "missing"])
 def test_every_pair_has_one_place(pairs, many, rows, kind):
     index = torch.randint(many, (pairs,), generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,8 @@ def test_every_pair_has_one_place(pairs, many, rows, kind):
         index[::3], index[1::5] = many, -1
     numbers = pairs // rows + many
     order, starts, tiles = (torch.full((n,), -7, dtype=torch.int32) for n in (pairs, many + 1, numbers))
-    group_kernel[(many,)](index, order, starts, tiles, pairs, many, ROWS=rows, BLOCK=1024, PDL=False)
+    block = 128 if pairs < 1000 else 1024
+    group_kernel[(many,)](index, order, starts, tiles, pairs, many, rows, ONCE=pairs <= block, BLOCK=block, PDL=False)
     there = (index >= 0) & (index < many)
     counts = torch.bincount(index[there], minlength=many)
     assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
