@@ -127,8 +127,9 @@ def quantize(
     device: where layers are worked on, one after the other, while the model stays where it is, such as a model on the
     CPU that is larger than the GPU's memory; None: where it is.
 
-    It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model again to
-    have them. `accel.optimize(model)` then runs it fast.
+    Experts of a mixture keep their dtype, since no file holds them in fewer bits; `accel.optimize(weights=...)` rounds
+    them. It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model
+    again to have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
     """
@@ -186,7 +187,7 @@ def restore(obj: T) -> T:
     lost = sum(not row["reversible"] for plan in plans for row in plan.weights)
     if lost:
         warnings.warn(
-            f"accel.restore: {lost} linear layers stay quantized, their original weights were not kept "
+            f"accel.restore: {lost} weights stay quantized, their originals were not kept "
             "(keep_original=False); load the model again to have them",
             stacklevel=2,
         )

@@ -6,6 +6,7 @@
 Experts of published sizes in bf16, tokens that choose at random. `limit_us`: the weights of the experts that were
 chosen, read once at 4.2 TB/s, or the products at 700 TFLOP/s, whichever takes longer. --wide tries tiles beyond the
 named ones. --numbers has the weights rounded to int8, int4 (by 128 inputs) or fp8; stock then has what these stand for.
+"written 128" writes these out in bf16 in every call, and multiplies by the tile of 128 rows then.
 A way that disagrees with stock, or does not fit the card, is told and not timed.
 """
 
@@ -20,7 +21,7 @@ import triton
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
-from accel_kernels.moe.tiles import GEMV, TILES, Tile
+from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -117,7 +118,8 @@ def rows_of(name: str, tokens: tuple[int, ...], wide: bool, number: str | None =
             "ways": {},
         }
         row["stock_us"] = microseconds(lambda x=x, i=index, s=shares: grouped_mm_experts_forward(stock, x, i, s))
-        ways = {way: way for way in (*([GEMV] if count <= 64 else []), *TILES)} | (WIDE if wide else {})
+        names = (*([GEMV] if count <= 64 else []), *TILES, *(() if number is None else WRITTEN))
+        ways = {way: way for way in names} | (WIDE if wide else {})
         for way, tile in ways.items():
             run = lambda x=x, i=index, s=shares, tile=tile: experts.triton(x, i, s, weights, tile=tile)  # noqa: E731
             try:
@@ -127,7 +129,8 @@ def rows_of(name: str, tokens: tuple[int, ...], wide: bool, number: str | None =
                 continue
             row["ways"][way] = microseconds(run) if off < 0.03 else f"off by {off:.1e}"
         timed = {way: us for way, us in row["ways"].items() if isinstance(us, float)}
-        row["likely"], row["best"] = likely_way(count, chosen, many), min(timed, key=timed.__getitem__, default=None)
+        row["likely"] = likely_way(count, chosen, many, number is not None)
+        row["best"] = min(timed, key=timed.__getitem__, default=None)
         found.append(row)
         told = ", ".join(f"{way} {us:.1f}" for way, us in sorted(timed.items(), key=lambda one: one[1])[:6])
         odd = {way: why for way, why in row["ways"].items() if isinstance(why, str)}

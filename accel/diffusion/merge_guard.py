@@ -11,7 +11,7 @@ MERGING = ("fuse_lora", "fuse_qkv_projections")  # methods that make new weights
 
 
 class MergeGuard:
-    """A patch: the model's methods that stand for as long as its linears are quantized. See `QuantizedLinearPatch`."""
+    """A patch: the model's methods that stand for as long as its linears are quantized. See `QuantizedModulePatch`."""
 
     def __init__(self, model: nn.Module):
         methods = {SAVE: DenoiserSaveOverride(model)} | {

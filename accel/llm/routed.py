@@ -18,6 +18,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.runtime.experts import ExpertsForward
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
+from accel.quantization.experts import QuantizedExperts
 from accel.tolerances import FAR, FLOOR, SUM_UNITS
 from accel.verification.metrics import Quality
 from accel.verification.model_record import ModelRecord, ModelRecorder
@@ -51,6 +52,8 @@ def routed(plan: Plan) -> dict[str, nn.Module]:
 
 def _stacked(module: nn.Module) -> bool:
     """Whether it holds a matrix for every expert, of at least two kinds."""
+    if type(module) is QuantizedExperts:
+        return True
     stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
     return len(stacks) > 1 and len({p.shape[0] for p in stacks}) == 1
 
@@ -96,8 +99,9 @@ class Layers:
             self.layers[path] = Layer(record.module, record.inputs, record.outputs)
             x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
             for patch in fused:
-                if f"{paths[patch.owner]}.".startswith(f"{path}."):
-                    self.experts[paths[patch.owner]] = _each(patch.owner, x)
+                place = paths.get(patch.owner)  # none of quantized ones, while the originals are there
+                if place is not None and f"{place}.".startswith(f"{path}."):
+                    self.experts[place] = _each(patch.owner, patch.value.formula.weights(patch.owner).experts, x)
 
     def judge(self, seed: int) -> dict[str, Quality]:
         """The worst of each kind, once the model is optimized again."""
@@ -106,8 +110,7 @@ class Layers:
         return {name: _worst(found) for name, found in judged.items() if found}
 
 
-def _each(module: nn.Module, x: torch.Tensor) -> Experts:
-    experts = next(p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3)
+def _each(module: nn.Module, experts: int, x: torch.Tensor) -> Experts:
     index = torch.arange(experts, device=x.device)[:, None]
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)

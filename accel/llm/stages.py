@@ -1,5 +1,7 @@
 """What comes before the rules for a language model: import, round, analyze, quantize. No stage changes the model."""
 
+from functools import partial
+
 from accel_kernels.warmup import prepare
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,6 +13,7 @@ from accel.llm.generation.pace import pace
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
 from accel.llm.runtime.attention_kinds import KINDS
+from accel.llm.runtime.experts import find_formula
 from accel.options import STATIC, calibrate
 from accel.patching.context import Context
 from accel.planning.plan import Plan
@@ -84,7 +87,9 @@ def quantize(model: nn.Module, context: Context) -> Staged:
     if weights is None:
         return Staged()
     # A model that was not understood runs stock code over its quantized linears: that is tried.
-    found = LanguageModelQuantization(model, weights, context.options, tried=context.of(Analysis).reason is not None)
+    find = partial(find_formula, context=context, kernels=(context.kernels.plain(),))
+    tried = context.of(Analysis).reason is not None
+    found = LanguageModelQuantization(model, weights, context.options, find, tried)
 
     def tell() -> Told:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]

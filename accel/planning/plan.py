@@ -24,7 +24,7 @@ from accel.planning.matching import match
 from accel.planning.parts import WeakList
 from accel.planning.stages import Row, Stage
 from accel.quantization.module import dequantizing
-from accel.quantization.patch import QuantizedLinearPatch
+from accel.quantization.patch import QuantizedModulePatch
 
 PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 
@@ -120,7 +120,7 @@ class Plan:
     @contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, the model is stock but for its quantized linears, which multiply by torch's own products."""
-        with self.only(QuantizedLinearPatch):
+        with self.only(QuantizedModulePatch):
             yield
 
     @contextmanager

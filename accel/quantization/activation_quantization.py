@@ -9,7 +9,7 @@ from accel.errors import PatchConflict, SkippedSite
 from accel.options import Options
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.patch import QuantizedLinearPatch
+from accel.quantization.patch import QuantizedModulePatch
 from accel.quantization.scheme import Scheme
 
 RULE = "activations"  # what the report calls it
@@ -23,7 +23,7 @@ class Rounding:
     forbids it.
     """
 
-    def __init__(self, options: Options, made: QuantizedLinearPatch | None = None):
+    def __init__(self, options: Options, made: QuantizedModulePatch | None = None):
         self.options, self.made = options, made
         self.pairs: list[tuple[QuantizedLinear, Scheme, Scheme]] = []  # with the scheme before, and now
         self.rows: list[tuple[str, str, str]] = []
@@ -52,7 +52,8 @@ class Rounding:
 
     def apply(self) -> None:
         if self.made is not None:
-            made = [quantized for _, quantized in self.made.pairs if quantized.scheme.activations is not None]
+            linears = (quantized for _, quantized in self.made.pairs if isinstance(quantized, QuantizedLinear))
+            made = [quantized for quantized in linears if quantized.scheme.activations is not None]
             self.pairs += [(one, replace(one.scheme, activations=None), one.scheme) for one in made]
             self.made = None
         for module, _, scheme in self.pairs:

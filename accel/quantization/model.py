@@ -10,9 +10,10 @@ from torch import nn
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.patching.patch import Change
+from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.patch import QuantizedLinearPatch, held_elsewhere
+from accel.quantization.patch import QuantizedModule, QuantizedModulePatch, held_elsewhere
 from accel.quantization.rounding import round_to_nearest, sqnr_db
 from accel.quantization.scheme import Scheme
 
@@ -24,8 +25,9 @@ class Quantization:
     quantized, see `Report.weights`. warnings: that nothing is quantized, where the model holds no weight of that scheme
     either.
 
-    weights: a value of `Options.weights`. chosen: the linears by path; skipped: why others are not. guard: see
-    `QuantizedLinearPatch`. Raises ValueError for a site that is left alone where `strict` forbids it.
+    weights: a value of `Options.weights`. chosen: the linears by path; experts: those of mixtures by path; skipped: why
+    others are not. guard: see `QuantizedModulePatch`. Raises ValueError for a site that is left alone where `strict`
+    forbids it.
     """
 
     def __init__(
@@ -36,26 +38,39 @@ class Quantization:
         chosen: Mapping[str, Dense],
         skipped: Mapping[str, str],
         guard: Change | None = None,
+        experts: Mapping[str, ExpertStacks] = {},
     ):
         self.options, self.weights = options, weights
         self.scheme = replace(Scheme.parse(weights), activations=options.activations)
-        self.chosen = chosen
+        self.chosen, self.experts = chosen, experts
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
         self.warnings: list[str] = []
         self.skip(skipped)
-        if not chosen and not _holds(model, Scheme.parse(weights)):
+        if not self.modules and not _holds(model, Scheme.parse(weights)):
             self.warn(skipped)
-        self.swap = QuantizedLinearPatch(model, options.keep_original, guard, self.run)
-        self.tied = held_elsewhere(model, chosen.values())
+        self.swap = QuantizedModulePatch(model, options.keep_original, guard, self.run)
+        self.tied = held_elsewhere(model, self.modules.values())
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """All that is quantized, by path."""
+        return dict(self.chosen) | {path: stacks.module for path, stacks in self.experts.items()}
 
     def run(self) -> None:
-        """What `swap` does first: exchanges the linears. Raises ValueError for NaN or Inf in one, naming the module."""
-        if not self.chosen:
+        """What `swap` does first: exchanges the modules. Raises ValueError for NaN or Inf in one, naming it."""
+        if not self.modules:
             return
-        paths = {id(module): path for path, module in self.chosen.items()}
+        paths = {id(module): path for path, module in self.modules.items()}
+
+        def made(module: nn.Module) -> QuantizedModule:
+            path = paths[id(module)]
+            if path in self.experts:
+                return self._quantized_experts(path, self.experts[path])
+            return self._quantized(path, self.chosen[path])
+
         with torch.inference_mode(False), torch.no_grad():
-            self.swap.put(self.chosen.values(), lambda module: self._quantized(paths[id(module)], module))
+            self.swap.put(self.modules.values(), made)
 
     def skip(self, reasons: Mapping[str, str]) -> None:
         for path, reason in reasons.items():
@@ -79,26 +94,40 @@ class Quantization:
     def _quantized(self, path: str, module: Dense) -> QuantizedLinear:
         transposed, scheme = self.transposed(module), self.scheme_of(path)
         weight = module.weight.t() if transposed else module.weight
+        quantized, note = self._rounded(path, weight, module.weight, scheme)
+        self._tell(path, scheme, note)
+        return QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+
+    def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
+        scheme, found, notes = replace(self.scheme, activations=None), {}, []
+        for name in stacks.names:
+            stack = stacks.module.get_parameter(name)
+            found[name], note = self._rounded(f"{path}.{name}", stacks.matrices(name), stack, scheme)
+            notes.append(note)
+        self._tell(path, scheme, *notes)
+        return QuantizedExperts(stacks, found, scheme)
+
+    def _rounded(self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme) -> tuple[Quantized, str]:
+        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory."""
         try:
             quantized = round_to_nearest(weight, scheme)
         except ValueError as error:
             raise Refused(f"weights={self.weights!r}: {path}: {error}") from None
-        other, kept = self.tied.get(id(module.weight)), self.options.keep_original
-        self.records.append(
-            quantization_record(path, scheme, weight, quantized, other, sqnr_db(weight, quantized), kept)
-        )
-        notes = [str(scheme)]
-        if other is not None:
-            notes.append(f"{quantized.nbytes / 1e6:,.2f} MB more, since {other} keeps the weight that it shares")
-        if not kept:
-            notes.append("not reversible, its original is not kept")
-        self.rows.append((path, "patched", "; ".join(notes)))
-        return QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+        other, kept = self.tied.get(id(stored)), self.options.keep_original
+        ratio = sqnr_db(weight, quantized)
+        self.records.append(quantization_record(path, scheme, weight, quantized, other, ratio, kept))
+        if other is None:
+            return quantized, ""
+        return quantized, f"{quantized.nbytes / 1e6:,.2f} MB more, since {other} keeps the weight that it shares"
+
+    def _tell(self, path: str, scheme: Scheme, *notes: str) -> None:
+        lost = "" if self.options.keep_original else "not reversible, its original is not kept"
+        self.rows.append((path, "patched", "; ".join(filter(None, (str(scheme), *notes, lost)))))
 
 
 def _holds(model: nn.Module, scheme: Scheme) -> bool:
-    """Whether some linears are of this scheme already."""
-    held = (module.scheme for module in model.modules() if type(module) is QuantizedLinear)
+    """Whether some linears or experts are of this scheme already."""
+    held = (module.scheme for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedExperts))
     return any(replace(one, activations=None) == scheme for one in held)
 
 

@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = quantized.shape
         self.number = quantized.data.dtype
-        for name, tensor in zip(quantized._fields, (_stored(quantized.data), *quantized[1:]), strict=True):
+        for name, tensor in zip(quantized._fields, (stored(quantized.data), *quantized[1:]), strict=True):
             self.register_buffer(name, tensor)
         self.register_buffer(SCALE, input_scale)
         self.register_buffer(COLUMNS, input_columns)
@@ -117,18 +117,10 @@ class QuantizedLinear(nn.Linear):
         self._fix()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedLinear":
-        held = [tensor for tensor in self._buffers.values() if tensor is not None]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
-            if result.dtype == tensor.dtype or not any(tensor is one for one in held):
-                return result
-            return tensor.to(result.device)
-
         if self.columns is not None:
             self.columns = KnownColumns(*map(fn, self.columns))
-        return super()._apply(moved, recurse)
+        return super()._apply(uncast(self, fn), recurse)
 
     def extra_repr(self) -> str:
         scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
@@ -143,8 +135,22 @@ def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
     return linear.weight, linear.bias
 
 
-def _stored(data: torch.Tensor) -> torch.Tensor:
+def stored(data: torch.Tensor) -> torch.Tensor:
+    """Numbers as a buffer holds them: float8 as bytes, since torch does not pickle float8."""
     return data.view(torch.uint8) if data.is_floating_point() else data
+
+
+def uncast(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """fn for `_apply`, such that the module's own buffers are moved by it, but never cast to another dtype."""
+    held = [tensor for tensor in module._buffers.values() if tensor is not None]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        result = fn(tensor)
+        if result.dtype == tensor.dtype or not any(tensor is one for one in held):
+            return result
+        return tensor.to(result.device)
+
+    return moved
 
 
 def _autocast(x: torch.Tensor) -> bool:

@@ -1,53 +1,56 @@
-"""Quantized linears put in the place of a model's own, and taken out again."""
+"""Quantized modules put in the place of a model's own, and taken out again."""
 
 from collections.abc import Callable, Container, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.patching.fast_forward import FastForward
 from accel.patching.patch import Change, set_data
 from accel.patching.structure import stock_method
-from accel.quantization.linears import Dense
+from accel.quantization.experts import QuantizedExperts
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.parking import Parking
 
+QuantizedModule: TypeAlias = QuantizedLinear | QuantizedExperts
 
-class QuantizedLinearPatch:
-    """A patch: (original, quantized) linears of one model, exchanged.
+
+class QuantizedModulePatch:
+    """A patch: (original, quantized) linears and experts of one model, exchanged.
 
     The weights of the originals wait on the CPU, so that the device holds either those or the quantized ones. They come
     back bit for bit, the same Parameters, to the device where the model then is. keep: without it `settle` drops them,
-    and `undo` leaves the quantized ones in place. guard: a patch that is there as long as quantized linears are.
-    first: makes the quantized linears and calls `put`, when the patch is applied for the first time.
+    and `undo` leaves the quantized ones in place. guard: a patch that is there as long as quantized modules are.
+    first: makes the quantized modules and calls `put`, when the patch is applied for the first time.
     """
 
     def __init__(
         self, root: nn.Module, keep: bool, guard: Change | None = None, first: Callable[[], None] | None = None
     ):
         self.root, self.keep, self.first = root, keep, first
-        self.pairs: list[tuple[Any, QuantizedLinear]] = []  # what stood there, and what does now
+        self.pairs: list[tuple[Any, QuantizedModule]] = []  # what stood there, and what does now
         self.there = self.final = False
         self.guard = guard
 
-    def put(self, originals: Iterable[Dense], make: Callable[[Dense], QuantizedLinear]) -> None:
+    def put(self, originals: Iterable[nn.Module], make: Callable[[Any], QuantizedModule]) -> None:
         """Exchanges the originals one by one for make(original): never more than a few weights twice on the device."""
         originals = list(originals)
         self.there = True
         if self.guard is not None:
             self.guard.apply()
         places, shared = _places(self.root, originals), held_elsewhere(self.root, originals)
-        last = {id(original.weight): original for original in originals}
+        last = {id(weight): original for original in originals for weight in matrices(original)}
         with Parking() as parking:
             for original in originals:
                 quantized = make(original)
                 _share_hooks(original, quantized)
                 self.pairs.append((original, quantized))
                 _set(places[id(original)], quantized)
-                weight = original.weight
-                if last[id(weight)] is original and _parks(weight, shared):
-                    parking.park(weight)
+                for weight in matrices(original):
+                    if last[id(weight)] is original and _parks(weight, shared):
+                        parking.park(weight)
 
     def apply(self) -> None:
         """Puts them in place; once more after `undo`, the same ones."""
@@ -59,7 +62,8 @@ class QuantizedLinearPatch:
             if first is not None:
                 first()
             else:
-                self.put(waiting, lambda one: _moved(waiting[one], one.weight.device, one.weight.dtype))
+                weights = {one: matrices(one)[0] for one in waiting}
+                self.put(waiting, lambda one: _moved(waiting[one], weights[one].device, weights[one].dtype))
         except BaseException:
             self.undo()
             self.pairs, self.first = before, first
@@ -76,7 +80,8 @@ class QuantizedLinearPatch:
             self.pairs, self.final = [], True
 
     def check(self) -> None:
-        """Raises PatchConflict where someone replaced the forward of a quantized linear, as offloading does.
+        """Raises PatchConflict where someone replaced the forward of a quantized module, as offloading does. A fast
+        forward has a patch of its own.
 
         Wherever they are by now, in an adapter or out of it, they are found.
         """
@@ -86,10 +91,11 @@ class QuantizedLinearPatch:
             self.guard.check()
         for _, quantized in self.pairs:
             forward = vars(quantized).get("forward")
-            if "_hf_hook" in vars(quantized) or (forward is not None and not stock_method(quantized, forward)):
+            plain = forward is None or isinstance(forward, FastForward) or stock_method(quantized, forward)
+            if "_hf_hook" in vars(quantized) or not plain:
                 by = repr(vars(quantized).get("_hf_hook", forward))
                 raise PatchConflict(
-                    f"QuantizedLinear.forward was replaced after accel.optimize by {by}; "
+                    f"{type(quantized).__name__}.forward was replaced after accel.optimize by {by}; "
                     "undo that change first (accelerate's hooks: remove_hook_from_submodules), then call accel.restore"
                 )
 
@@ -101,15 +107,27 @@ class QuantizedLinearPatch:
         places = _places(self.root, [quantized for _, quantized in self.pairs])
         with Parking() as parking:
             for original, quantized in reversed(self.pairs):
-                device, dtype = quantized.data.device, quantized.dtype
+                device, dtype = next(quantized.buffers(recurse=False)).device, quantized.dtype
                 _set(places[id(quantized)], original)
                 _leave(quantized, parking)
-                if (original.weight.device, original.weight.dtype) != (device, dtype):
-                    set_data(original.weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
-                bias = original.bias
-                if bias is not None and bias.untyped_storage().nbytes() != bias.nbytes:  # beside others, see stack_rows
-                    set_data(bias, torch.clone)
+                if isinstance(quantized, QuantizedExperts):
+                    vars(original).update(quantized.settings())
+                weights = matrices(original)
+                for weight in weights:
+                    if (weight.device, weight.dtype) != (device, dtype):
+                        set_data(weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
+                for bias in original.parameters(recurse=False):
+                    beside = bias.untyped_storage().nbytes() != bias.nbytes  # others, see stack_rows
+                    if beside and not any(bias is weight for weight in weights):
+                        set_data(bias, torch.clone)
         self.there = False
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Those parameters of an original that are quantized: of most dimensions, as the stacks of experts."""
+    found = list(module.parameters(recurse=False))
+    most = max(parameter.dim() for parameter in found)
+    return [parameter for parameter in found if parameter.dim() == most]
 
 
 def exchange(root: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -156,7 +174,7 @@ def _parks(weight: torch.Tensor, shared: Container[int]) -> bool:
     return weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference()
 
 
-def _leave(module: QuantizedLinear, parking: Parking) -> None:
+def _leave(module: QuantizedModule, parking: Parking) -> None:
     """Its numbers go to the CPU; the bias, which is the original's too, stays."""
     for name, tensor in module._buffers.items():
         if tensor is not None and tensor.device.type != "cpu":
@@ -166,7 +184,7 @@ def _leave(module: QuantizedLinear, parking: Parking) -> None:
                 parking.park(tensor)
 
 
-def _moved(module: QuantizedLinear, device: torch.device, dtype: torch.dtype) -> QuantizedLinear:
+def _moved(module: QuantizedModule, device: torch.device, dtype: torch.dtype) -> QuantizedModule:
     """Its numbers on another device; the bias, which is the original's too, stays."""
     module.dtype = dtype
     with torch.inference_mode(False), torch.no_grad():

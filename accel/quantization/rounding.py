@@ -21,10 +21,11 @@ SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the we
 def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Quantized:
     """weight: (N, K) of a floating dtype, in any strides. Every element is at most half a step of its scale away.
 
+    Of a stack (E, N, K) all rows, those of one matrix behind another's: (E N, K).
     Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for float16.
     Raises ValueError for NaN or Inf, or for a K that does not fit the scheme.
     """
-    reason = scheme.refuses(weight.shape[1])
+    reason = scheme.refuses(weight.shape[-1])
     if reason is not None:
         raise ValueError(reason)
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
@@ -36,7 +37,10 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Quantized:
 
 
 def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
-    """Signal to quantization noise: 10 log10(sum w^2 / sum (w - w')^2); inf where nothing was rounded."""
+    """Signal to quantization noise: 10 log10(sum w^2 / sum (w - w')^2); inf where nothing was rounded.
+
+    weight: as of `round_to_nearest`.
+    """
     signal = noise = 0.0
     start = 0
     for rows in _blocks(weight):
@@ -50,7 +54,8 @@ def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from weight.detach().split(max(1, AT_ONCE // weight.shape[1]))
+    for matrix in weight.detach() if weight.dim() == 3 else (weight.detach(),):
+        yield from matrix.split(max(1, AT_ONCE // weight.shape[-1]))
 
 
 def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | None:

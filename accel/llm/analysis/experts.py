@@ -1,6 +1,5 @@
 """How a module of stacked experts may compute: the formulas that fit what it holds, simplest first, for a probe."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -11,6 +10,7 @@ from accel_kernels.moe.weights import ExpertWeights, Gating
 from torch import nn
 
 from accel.llm.analysis.mlp import activation_name
+from accel.quantization.experts import ExpertStacks, QuantizedExperts, stock_parameters
 
 SEEN = 8.0  # how large gates and ups are made at least where a bend far from zero is looked for
 BEYOND = 4.0  # in times of the largest number that the module holds, which may be where they are clamped
@@ -32,37 +32,47 @@ class ExpertFormula:
     def weights(self, module: nn.Module) -> ExpertWeights:
         """As the module holds them now."""
         own: dict[str, Any] = module._parameters
-        gate_up, down = (own[name].transpose(1, 2) if self.transposed else own[name] for name in self.stacks)
+        gate_up: Any
+        if isinstance(module, QuantizedExperts):
+            gate_up, down = map(module.stack, self.stacks)
+        else:
+            gate_up, down = (own[name].transpose(1, 2) if self.transposed else own[name] for name in self.stacks)
         return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(own[name] for name in self.biases))
 
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module has two stacks of matrices, and takes tokens, choices and shares."""
-    shapes = [value.shape for value in module._parameters.values() if value is not None]
-    stacks = [shape[0] for shape in shapes if len(shape) == 3]
-    return len(stacks) == 2 and len(set(stacks)) == 1 and len(arguments(module)) == 3
+    stacks = [shape[0] for shape in _shapes(module).values() if len(shape) == 3]
+    return len(stacks) == 2 and len(set(stacks)) == 1 and len(stock_parameters(module)) == 3
 
 
-def arguments(module: nn.Module) -> tuple[str, ...]:
-    """Names of what its forward takes."""
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that it holds, as of stacks that are quantized now, by name."""
+    if isinstance(module, QuantizedExperts):
+        return module.shapes
+    return {name: tuple(value.shape) for name, value in module._parameters.items() if value is not None}
 
 
 def expert_formulas(module: nn.Module) -> Iterator[ExpertFormula]:
     """All that fit the shapes, the activation and the numbers that the module holds."""
-    own = {name: value for name, value in module._parameters.items() if value is not None}
-    stacks, others = ([name for name, value in own.items() if (value.dim() == 3) is three] for three in (True, False))
+    own = _shapes(module)
+    stacks, others = ([name for name, shape in own.items() if (len(shape) == 3) is three] for three in (True, False))
     gatings = list(_gatings(module))
     for (first, second), biases in product(permutations(stacks), permutations(others)):
-        experts, *sizes = own[second].shape
+        experts, *sizes = own[second]
         for transposed in (False, True):
             inner, hidden = sizes if transposed else reversed(sizes)
             wide = (experts, hidden, 2 * inner) if transposed else (experts, 2 * inner, hidden)
-            shapes = [tuple(own[name].shape) for name in biases]
-            if own[first].shape != wide or shapes not in ([], [(experts, 2 * inner), (experts, hidden)]):
+            shapes = [own[name] for name in biases]
+            if own[first] != wide or shapes not in ([], [(experts, 2 * inner), (experts, hidden)]):
                 continue
             for interleaved, gating in product((False, True), gatings):
                 yield ExpertFormula((first, second), biases, transposed, interleaved, gating)
+
+
+def expert_stacks(module: nn.Module, formula: ExpertFormula) -> ExpertStacks:
+    """What of a module that computes by this formula may be quantized."""
+    return ExpertStacks(module, formula.stacks, formula.transposed)
 
 
 def numbers(module: nn.Module) -> list[float]:
@@ -92,5 +102,6 @@ def amplified(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> tor
     target = BEYOND * max([SEEN, *numbers(module)])
     if target**2 > torch.finfo(x.dtype).max / BEYOND:  # gate and up are multiplied
         return None
-    first = (x.float() @ weights.gate_up[0].detach().float().t()).square().mean().sqrt()
+    gate_up, _ = weights.matrices(0, x.dtype)
+    first = (x.float() @ gate_up.detach().float().t()).square().mean().sqrt()
     return x * float(target / first.clamp_min(1e-6))

@@ -12,7 +12,7 @@ from accel.llm.analysis.norm import NormSpec, norm_spec
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord, Record, Value
 from accel.patching.settings import settings
-from accel.quantization.module import QuantizedLinear
+from accel.quantization.experts import holds_numbers
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _normlike(call: Call) -> bool:
     """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
     if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
         return False
-    if type(call.module) is QuantizedLinear:
+    if holds_numbers(call.module):
         return False
     parameters = list(call.module.parameters())
     return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)

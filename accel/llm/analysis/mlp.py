@@ -12,7 +12,7 @@ from accel.llm.analysis.compare import agree
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.settings import settings
-from accel.quantization.module import QuantizedLinear
+from accel.quantization.experts import holds_numbers
 from accel.tolerances import ACTIVATION
 
 
@@ -71,7 +71,7 @@ def _ancestors(layer: LayerRecord) -> set[nn.Module]:
 
 
 def _matrices(module: nn.Module) -> bool:
-    return any(p.dim() >= 2 for p in module.parameters()) or any(type(m) is QuantizedLinear for m in module.modules())
+    return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
 
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, MlpCalls] | None:

@@ -21,6 +21,7 @@ from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same
 from accel.patching.structure import foreign_hooks
+from accel.quantization.experts import stock_class
 
 ATTENTION = "_attn_implementation"
 CHOICES = {EXPERTS, EXPERTS.removesuffix("_internal")}  # among functions of equal results, or of the user's
@@ -46,7 +47,8 @@ class ModelRelied:
         self.experts = foreign_experts(self.configurations)
         names = [getattr(config, ATTENTION, None) for config in self.configurations]
         chosen = {one for name in names if name is not None for one in (name, name.removeprefix(PAGED))}
-        self.code = CalledCode(map(type, model.modules()), chosen)  # now: before the first call it may be another
+        # Now: before the first call it may be another.
+        self.code = CalledCode(map(stock_class, model.modules()), chosen)
         found = ((path, model.get_submodule(path)) for path in sorted(shown))
         self.shown = {path: (type(one), replaced_forward(one) is None) for path, one in found if not _takes_one(one)}
 

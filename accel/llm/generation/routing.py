@@ -8,6 +8,7 @@ and their shares, whatever its own routers say.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def routed_modules(forward: DecoderForward) -> list[nn.Module]:
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Where choices may be handed over: what has weights inside of those, and of layers that are not understood.
+    """Where choices may be handed over: what has weights, as numbers or not, inside of those, and of layers that are
+    not understood.
 
     Nothing is among them whose work a fused forward does.
     """
@@ -46,7 +48,7 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)
     inside = (module for whole in wholes for module in whole.modules() if module is not whole)
-    return [module for module in inside if next(module.parameters(), None) is not None]
+    return [module for module in inside if any(True for _ in chain(module.parameters(), module.buffers()))]
 
 
 @contextmanager

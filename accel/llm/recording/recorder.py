@@ -29,7 +29,7 @@ from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
-from accel.quantization.module import QuantizedLinear
+from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
 ROWS = 2
@@ -98,7 +98,7 @@ def resting(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
-    changing = [module for module in modules if type(module) is not QuantizedLinear]  # whose buffers are its weight
+    changing = [module for module in modules if not holds_numbers(module)]  # whose buffers are their weights
     buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in changing]
     device, _ = placement(model)
     try:

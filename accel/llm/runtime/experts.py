@@ -1,11 +1,12 @@
 """The experts of a mixture: one pass over what the router chose instead of a loop, for any number of tokens."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.llm.analysis.experts import ExpertFormula, amplified, arguments, expert_formulas, holds_experts
+from accel.llm.analysis.experts import ExpertFormula, amplified, expert_formulas, holds_experts
 from accel.llm.recording.implementation import foreign_experts
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -15,6 +16,7 @@ from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights
+from accel.quantization.experts import QuantizedExperts, stock_parameters
 
 PROBED = 3  # tokens
 
@@ -24,7 +26,7 @@ class ExpertsForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, formula: ExpertFormula) -> None:
         super().__init__(module, path, kernels, ledger)
-        self.formula, self.names = formula, arguments(module)
+        self.formula, self.names = formula, stock_parameters(module)
         self.parameters = tuple(module._parameters)
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
@@ -40,7 +42,8 @@ class ExpertsForward(FastForward):
         return self.kernels.experts.supports(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
 
     def parts(self) -> Parts:
-        return Parts((self.module, *self.module.children()))
+        own = (self.module.original_class(),) if isinstance(self.module, QuantizedExperts) else ()
+        return Parts((self.module, *self.module.children()), own)
 
     def remember(self) -> None:
         """Any class will do, as each token is computed by itself."""
@@ -63,34 +66,44 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
     module = site.module
     if not holds_experts(module):
         return None
-    if meta_weights(module):
-        return Skip("weights not loaded")
-    reason = None
-    for formula in expert_formulas(module):
-        found = _disagreement(module, formula, context)
-        if found is None:
-            forward = ExpertsForward(module, site.path, context.kernels, context.ledger, formula)
-            return Match(forward)
-        reason = reason or found
-    return Skip(reason or "experts stored or activated in a way of their own")
+    found = find_formula(module, context, (context.kernels.plain(), context.kernels))
+    if isinstance(found, str):
+        return Skip(found)
+    return Match(ExpertsForward(module, site.path, context.kernels, context.ledger, found))
 
 
-def _disagreement(module: nn.Module, formula: ExpertFormula, context: Context) -> str | None:
-    """Why experts compute something else than this formula: on small inputs, or where a clamp would show.
-
-    By the operations that are to run, once their formula is found by plain ones.
+def find_formula(module: nn.Module, context: Context, kernels: Iterable[Kernels]) -> ExpertFormula | str:
+    """By what experts compute, or why that is not known. kernels: operations by which the formula is to agree with the
+    module: plain ones first, by which it is found, then those that are to run, if any.
     """
+    if meta_weights(module):
+        return "weights not loaded"
+    reason, kernels = None, tuple(kernels)
+    for formula in expert_formulas(module):
+        found = _disagreement(module, formula, context, kernels)
+        if found is None:
+            return formula
+        reason = reason or found
+    return reason or "experts stored or activated in a way of their own"
+
+
+def _disagreement(
+    module: nn.Module, formula: ExpertFormula, context: Context, tried: tuple[Kernels, ...]
+) -> str | None:
+    """Why experts compute something else than this formula: on small inputs, or where a clamp would show."""
     x = example(module, PROBED, formula.weights(module).hidden)
+    how: tuple = ()
+    if isinstance(module, QuantizedExperts):
+        x, how = x.to(module.dtype), (module.kind, module.scheme, module.dtype)
     index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % formula.weights(module).experts
     shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
     large = amplified(x, formula, module)
     if large is None:
         return "a number among its settings is too large for its dtype to be tried as a limit"
-    for plain in (True, False):
-        kernels = context.kernels.plain() if plain else context.kernels
+    for place, kernels in enumerate(tried):
         candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
         for size, given in (("small", x), ("large", large)):
-            variant = (formula, size, plain)
+            variant = (formula, size, place, *how)
             reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant)
             if reason is not None:
                 return reason

@@ -9,7 +9,7 @@ from accel_kernels.autotune import Choices, Place, race
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS, experts
-from accel_kernels.moe.tiles import GEMV, TILES, likely_tile
+from accel_kernels.moe.tiles import GEMV, MAY_WRITE, TILES, WRITES, WRITTEN, likely_tile, mean_pairs
 from accel_kernels.moe.weights import ExpertWeights
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.trials import collecting
@@ -18,18 +18,25 @@ from accel_kernels.warmup import warming_up
 LEAST_GAIN = 0.03  # of the time; closer ones are noise
 
 
-def likely_way(tokens: int, chosen: int, many: int) -> str:
-    """What runs where nothing was measured: the name of a tile, or GEMV."""
+def likely_way(tokens: int, chosen: int, many: int, quantized: bool = False) -> str:
+    """What runs where nothing was measured: the name of a tile or of WRITTEN, or GEMV."""
+    if quantized and mean_pairs(tokens * chosen, many) > WRITES:
+        return list(WRITTEN)[-1]
     return GEMV if tokens <= MOST_TOKENS else likely_tile(tokens * chosen, many)
 
 
-def possible_ways(tokens: int, chosen: int, many: int) -> list[str]:
-    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself too."""
-    names, likely = list(TILES), likely_way(tokens, chosen, many)
+def possible_ways(tokens: int, chosen: int, many: int, quantized: bool = False) -> list[str]:
+    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself too; for
+    many of an expert in fewer bits, that it is written out first.
+    """
+    names, likely = list(TILES), likely_way(tokens, chosen, many, quantized)
     if likely == GEMV:
         return [GEMV, likely_tile(tokens * chosen, many)]
-    place = names.index(likely)
-    return [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
+    place = names.index(WRITTEN.get(likely, likely))
+    found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
+    if quantized and mean_pairs(tokens * chosen, many) > MAY_WRITE:
+        found += [names[place], *WRITTEN]
+    return list(dict.fromkeys(found))
 
 
 class ExpertsChooser(Choices):
@@ -47,15 +54,15 @@ class ExpertsChooser(Choices):
         return experts.triton(x, index, shares, weights, tile=self.choose(x, index, weights))
 
     def choose(self, x: torch.Tensor, index: torch.Tensor, weights: ExpertWeights) -> str:
-        """The name of a tile, or GEMV, for these tokens."""
+        """The name of a tile or of WRITTEN, or GEMV, for these tokens."""
         (tokens, chosen), many = index.shape, weights.experts
         stack = weights.gate_up
         stored = "rows" if weights.by_rows[0] else "columns"
-        if isinstance(stack, Quantized):
-            stored = str(stack.data.dtype)[6:]
+        if quantized := isinstance(stack, Quantized):
+            stored = f"{str(stack.data.dtype)[6:]}x{stack.scales.shape[1]}{'' if stack.zeros is None else ' zeros'}"
         kind = f"{str(x.dtype)[6:]} {stored}{' interleaved' if weights.interleaved else ''}"
         key = f"{power_of_two(tokens)}x{chosen}x{many}x{weights.inner}x{weights.hidden} {kind}"
-        choice, likely = self.choices.get(key), likely_way(tokens, chosen, many)
+        choice, likely = self.choices.get(key), likely_way(tokens, chosen, many, quantized)
         if choice is not None:
             return choice
         if torch.cuda.is_current_stream_capturing() or not collecting():
@@ -71,7 +78,8 @@ class ExpertsChooser(Choices):
         self, key: str, dtype: torch.dtype, tokens: int, chosen: int, weights: ExpertWeights
     ) -> Iterator[str | None]:
         """A step runs one way for the first time, or lets all race."""
-        names, device = possible_ways(tokens, chosen, weights.experts), weights.down.data.device
+        quantized, device = isinstance(weights.down, Quantized), weights.down.data.device
+        names = possible_ways(tokens, chosen, weights.experts, quantized)
         stored = self.stored(key)
         if stored in names:
             self.learn(key, stored)

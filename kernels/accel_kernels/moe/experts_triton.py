@@ -18,9 +18,10 @@ import triton
 
 from accel_kernels.attention.paged.split_kv import upcast
 from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
-from accel_kernels.moe.experts import MOST_TOKENS
+from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.gemv_triton import (
     expert_columns_down_kernel,
     expert_columns_up_kernel,
@@ -30,7 +31,7 @@ from accel_kernels.moe.gemv_triton import (
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.quantized_gemv_triton import quantized_rows_down_kernel, quantized_rows_up_kernel
 from accel_kernels.moe.quantized_grouped_triton import quantized_grouped_down_kernel, quantized_grouped_up_kernel
-from accel_kernels.moe.tiles import GEMV, TILES, Tile, likely_tile
+from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
 from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch, warming_up
 
@@ -44,16 +45,36 @@ LEAST = 16  # inputs of one product of tensor cores
 
 
 def experts(x, index, shares, weights, *, tile=None):
-    """Same arguments and result as the reference. tile: a name of TILES or GEMV, or a Tile; else chosen by size."""
+    """Same arguments and result as the reference. tile: a name of TILES or WRITTEN, GEMV, or a Tile; else by size."""
     if warming_up():  # what other numbers of tokens will take
         for name in TILES:
             _grouped(x, index, shares, weights, TILES[name])
+        if isinstance(weights.down, Quantized):
+            written = _written(_first_expert(weights), x.dtype)
+            for name in WRITTEN.values():
+                _grouped(x, index, shares, written, TILES[name])
         return [_one_by_one(x, index, shares, weights, across) for across in ACROSS][-1]
     if tile is None:
-        tile = GEMV if len(x) <= MOST_TOKENS else likely_tile(index.numel(), weights.experts)
+        tile = likely_way(*index.shape, weights.experts, isinstance(weights.down, Quantized))
     if tile == GEMV:
         return _one_by_one(x, index, shares, weights)
+    if tile in WRITTEN:
+        return _grouped(x, index, shares, _written(weights, x.dtype), TILES[WRITTEN[tile]])
     return _grouped(x, index, shares, weights, TILES[tile] if isinstance(tile, str) else tile)
+
+
+def _written(weights, dtype):
+    """Experts in fewer bits as stacks in dtype."""
+    shapes = (2 * weights.inner, weights.hidden), (weights.hidden, weights.inner)
+    stacks = [dequantize.triton(one, dtype).view(-1, *shape) for one, shape in zip(weights[:2], shapes, strict=True)]
+    return weights._replace(gate_up=stacks[0], down=stacks[1])
+
+
+def _first_expert(weights):
+    """The stacks of one of them, as kernels are compiled for: the same for any number."""
+    return weights._replace(
+        gate_up=weights.gate_up.rows(0, 2 * weights.inner), down=weights.down.rows(0, weights.hidden)
+    )
 
 
 def _one_by_one(x, index, shares, weights, columns=None):

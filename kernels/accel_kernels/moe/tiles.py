@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
+
 GEMV = "gemv"  # in place of a tile's name: every choice by itself
+# In place of it too: experts in fewer bits are written out in the dtype of the tokens first, for a tile of plain ones.
+WRITTEN = {f"written {name}": name for name in ("64", "128")}
+# Mean pairs of an expert, from where that may be faster, and from where it is expected to be: it moves five times the
+# bytes of 8-bit numbers, which products of so many rows take longer than, while every tile of rows converts anew.
+MAY_WRITE, WRITES = 64, MOST_QUANTIZED_ROWS
 
 
 class Tile(NamedTuple):
@@ -30,7 +37,12 @@ TILES = {
 }
 
 
+def mean_pairs(pairs: int, experts: int) -> float:
+    """Of an expert that is chosen at all, about."""
+    return pairs / max(1, min(pairs, experts))
+
+
 def likely_tile(pairs: int, experts: int) -> str:
     """The name of the tile that should be best: one that most experts fill no second time."""
-    mean = pairs / max(1, min(pairs, experts))
+    mean = mean_pairs(pairs, experts)
     return next((name for name, most in (("16", 12), ("32", 24), ("64", 96)) if mean <= most), "128")

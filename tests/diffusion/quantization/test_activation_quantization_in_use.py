@@ -20,7 +20,7 @@ def test_on_and_off_where_the_originals_were_not_kept(unet_and_inputs):
     plain = accel.optimize(copy.deepcopy(model), weights="int8", graphs=False)
     accel.optimize(model, keep_original=False, **INT8)
     with_rows = run(model, inputs)
-    with pytest.warns(UserWarning, match="linear layers stay quantized"):
+    with pytest.warns(UserWarning, match="weights stay quantized"):
         accel.restore(model)
     assert {module.activations for module in held_by(model)} == {None}
     accel.optimize(model)

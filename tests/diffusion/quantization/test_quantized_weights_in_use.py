@@ -37,7 +37,7 @@ def test_without_the_originals(tiny, unet, tmp_path):
     assert quality.passed and "original weights were not kept" in quality.note
     wanted = run(rounded(stock, model), inputs)
     close(run(model, inputs), wanted)
-    with pytest.warns(UserWarning, match="linear layers stay quantized"):
+    with pytest.warns(UserWarning, match="weights stay quantized"):
         accel.restore(model)
     close(run(model, inputs), wanted)
     accel.optimize(model)  # they are the model's own now, and fused as such

@@ -5,7 +5,7 @@ import torch
 from accel_kernels.moe import chooser as module
 from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
-from accel_kernels.moe.tiles import GEMV, TILES
+from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN
 from accel_kernels.trials import Trials
 
 
@@ -45,6 +45,16 @@ def test_every_tile_gives_the_same(name, dtype):
     for tile in (*TILES, GEMV):
         error = float((experts.triton(*args, tile=tile).double() - wanted).abs().max())
         assert error <= 2 * own + 4e-6 * float(wanted.abs().max()), tile
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int8-zeros", "int4-zeros", "grouped-int4-rows", "fp8"])
+def test_written_out_first_gives_the_same(name, dtype):
+    args = given(name, dtype)
+    wanted = experts.reference(*args)
+    for tile in (*TILES, *WRITTEN, GEMV):
+        error = float((experts.triton(*args, tile=tile) - wanted).abs().max())
+        assert error <= 0.02 * float(wanted.abs().max()), tile
 
 
 def wide(weights):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accel_kernels.moe import chooser as module
-from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
+from accel_kernels.moe.chooser import ExpertsChooser, likely_way, possible_ways
 from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.tiles import GEMV
 from accel_kernels.trials import Trials
@@ -76,6 +76,22 @@ def test_what_is_worth_timing():
     assert possible_ways(32, 8, 128) == ["16", "32"]
     assert possible_ways(512, 8, 128) == ["64", "32", "128"]
     assert possible_ways(4096, 8, 128) == ["128", "64"]
+
+
+def test_experts_in_fewer_bits_may_be_written_out_where_many_tokens_choose_each():
+    assert possible_ways(1024, 8, 128, True) == possible_ways(1024, 8, 128) == ["64", "32", "128"]
+    assert possible_ways(1025, 8, 128, True) == ["64", "32", "128", "written 64", "written 128"]
+    assert possible_ways(4096, 8, 128, True) == ["128", "64", "written 64", "written 128"]
+    assert possible_ways(8193, 8, 128, True) == ["written 128", "64", "128", "written 64"]
+    assert [likely_way(tokens, 2, 8, True) for tokens in (1, 17, 2048, 2049)] == [GEMV, "16", "128", "written 128"]
+
+
+def test_numbers_of_other_kinds_are_chosen_for_by_themselves(timed):
+    timed.times = {GEMV: 1.0, "16": 2.0}
+    chooser = ExpertsChooser()
+    for name in ("int4", "int4-zeros", "int8", "several"):
+        measured(chooser, *given(name))
+    assert len(chooser.choices) == 4 and len({chooser.place(key).kind for key in chooser.choices}) == 4
 
 
 def test_on_a_cpu_it_is_the_op():

@@ -56,6 +56,8 @@ def test_every_pair_has_one_place(pairs, many, rows, kind):
         ("gpt-oss", "16"),
         ("several", "32"),
         *itertools.product(("several", "gpt-oss"), ("64", "128")),
+        ("int8-zeros", "written 64"),
+        ("int4-zeros", "written 64"),
     ],
 )
 def test_every_tile_gives_the_same(name, tile, monkeypatch):

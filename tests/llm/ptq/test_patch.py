@@ -173,7 +173,7 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
     same(generate(model, ids, mask), generate(reference, ids, mask))
     quality = accel.verify(model)
     assert quality.passed and quality.lossy is None and "originals were not kept" in quality.note
-    with pytest.warns(UserWarning, match="14 linear layers stay quantized"):
+    with pytest.warns(UserWarning, match="14 weights stay quantized"):
         accel.restore(model)
     assert len(held_by(model)) == 14 and accel.report(model).sites == []
     same(generate(model, ids, mask), generate(reference, ids, mask))

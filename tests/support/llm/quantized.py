@@ -2,13 +2,31 @@
 
 import copy
 
+import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from support.llm.families import make, padded
+from accel.quantization.experts import QuantizedExperts
+from support.llm.families import BY_NAME, available, make, padded
 
+# Layers with experts, and what differs from the table of families.
+MIXTURES = {
+    "mixtral": (2, {}),
+    "qwen2-moe": (2, {"moe_intermediate_size": 64}),  # beside an expert that all share
+    "qwen2-moe-some-dense": (1, {"moe_intermediate_size": 64}),
+    "qwen3-moe": (2, {"moe_intermediate_size": 64}),
+    "olmoe": (2, {}),
+    "granite-moe": (2, {}),
+    "phi-moe": (2, {}),
+    "glm4-moe": (1, {"moe_intermediate_size": 64}),
+    "deepseek-v3": (1, {"moe_intermediate_size": 64}),  # beside a shared expert, in layers that stay stock
+    "qwen3-next": (2, {"moe_intermediate_size": 64}),
+    "gpt-oss": (2, {}),  # transposed, gates and ups in turn, biases
+}
+STACKS = ("gate_up_proj", "down_proj")
 HEADS = ("int8-head", "int4-g32-head", "fp8-head", "int8-asym-head", "int4-g32-asym-head")
 
 
@@ -25,25 +43,57 @@ def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **opt
     return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
 
 
+def weight_of(model, path: str) -> torch.Tensor:
+    """The parameter that a row of `Report.weights` tells of, by its path: a linear's weight, or a stack of experts."""
+    try:
+        return model.get_submodule(path).weight
+    except AttributeError:
+        return model.get_parameter(path)
+
+
 def sites(model) -> dict[str, tuple[str, str]]:
     """What the report says of weights: status and reason by path."""
     return {path: (status, why) for path, rule, status, why in accel.report(model).sites if rule == "weights"}
 
 
 def rounded(stock, ours, dtype: torch.dtype | None = None):
-    """A copy of stock, in dtype where one is given, whose linears have the weights that ours hold."""
+    """A copy of stock, in dtype where one is given, whose linears and experts have the weights that ours hold."""
     twin = copy.deepcopy(stock)
     if dtype is not None:
         twin.to(dtype)
     for row in accel.report(ours).weights:
+        path, _, name = row["path"].rpartition(".")
+        if isinstance(experts := ours.get_submodule(path), QuantizedExperts):
+            stack = twin.get_submodule(path).get_parameter(name)
+            stack.data = experts.written(name, experts.stack(name), stack.dtype).contiguous()
+            continue
         theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantized
         held = held.dequantized(theirs.weight.dtype)
         if (
             theirs is getattr(twin, "get_output_embeddings", lambda: None)()
         ):  # the words it may share a weight with stay as they are
-            theirs.weight = torch.nn.Parameter(theirs.weight.detach())
+            theirs.weight = nn.Parameter(theirs.weight.detach())
         theirs.weight.data = (held.t() if type(theirs).__name__ == "Conv1D" else held).contiguous()
     return twin
+
+
+def mixture(name: str, dtype: torch.dtype = torch.float32):
+    """A stock model."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {name}")
+    return make(name, dtype, **MIXTURES[name][1])
+
+
+def quantized_pair(name: str, weights: str = "int8", dtype: torch.dtype = torch.float32):
+    """(optimized with these weights, stock over what they stand for)."""
+    before = mixture(name, dtype)
+    ours = accel.optimize(copy.deepcopy(before), weights=weights)
+    return ours, rounded(before, ours)
+
+
+def of_experts(model) -> dict[str, nn.Module]:
+    """Modules that hold stacks of experts, quantized or not, by path."""
+    return {path: module for path, module in model.named_modules() if path.endswith(".experts")}
 
 
 def by_token(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -93,7 +143,7 @@ class Bytes(TorchDispatchMode):
     and what operations give. A file that is loaded is no operation's.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None):
+    def __init__(self, model: nn.Module | None = None):
         super().__init__()
         self.alive = {}
         held = [] if model is None else [*model.parameters(), *model.buffers()]

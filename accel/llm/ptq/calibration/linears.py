@@ -15,6 +15,8 @@ from accel.quantization.linears import Dense, inside, unfit
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
+STACK = "a stack of matrices, as of experts: only those that accel.optimize(weights=...) can fuse are rounded"
+
 
 def linears(model: PreTrainedModel, scheme: Scheme) -> tuple[dict[str, Dense], dict[str, str]]:
     """By path: the linear layers inside the decoder layers to be quantized, and the reason why others are not.
@@ -52,7 +54,7 @@ def _chosen(modules: Iterable[tuple[str, nn.Module]], scheme: Scheme) -> tuple[d
         if not isinstance(module, nn.Linear | Conv1D):
             stacks = not isinstance(module, _ConvNd) and any(p.dim() > 2 for p in module.parameters(recurse=False))
             if stacks:  # of modules of other kinds nothing need be said
-                skipped[where] = "a stack of matrices, as of experts: only linear layers are quantized"
+                skipped[where] = STACK
         elif (reason := _refuses(module, scheme)) is None:
             chosen[where] = module
         else:

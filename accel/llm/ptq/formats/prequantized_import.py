@@ -13,13 +13,13 @@ from accel.llm.ptq.formats.saving import guard
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.patch import QuantizedLinearPatch, exchange
+from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
 
 KINDS = (CompressedTensors, Gptq, Awq, Bitsandbytes8)
 
 
-class PrequantizedImport(QuantizedLinearPatch):
+class PrequantizedImport(QuantizedModulePatch):
     """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
 
     rows: (path, status, reason) of every quantized linear that was found. A hook by which compressed-tensors would
@@ -94,6 +94,7 @@ class PrequantizedImport(QuantizedLinearPatch):
         exchange(self.root, [(new, prequantized.module) for prequantized, new in self.pairs])
         while self.pairs:
             prequantized, new = self.pairs[-1]
+            assert isinstance(new, QuantizedLinear)
             prequantized.refill(new.quantized, None if new.dtype == self.dtype else new.dtype)
             self.pairs.pop()
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+from accel_kernels import Quantized
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -13,6 +14,7 @@ from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
+from accel.quantization.experts import QuantizedExperts
 from accel.quantization.linears import BASE
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
@@ -21,6 +23,7 @@ SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
 PARTS = ("data", "scales", "zeros", SCALE, COLUMNS)
+STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=...) rounds them again"
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
 
@@ -28,8 +31,8 @@ class SaveOverride:
     """Stands in `vars(model)["save_pretrained"]` while linears are quantized; takes what the model's own takes.
 
     Writes safetensors and a config.json that stock transformers and other engines load (see `compressed`). A linear
-    whose own class holds its weight (in, out), as GPT-2's, has no place in that layout: its weight is written as the
-    numbers stand for, in the model's dtype, which a warning says.
+    whose own class holds its weight (in, out), as GPT-2's, has no place in that layout, nor have stacks of experts:
+    these weights are written as the numbers stand for, in the model's dtype, which a warning says.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -39,16 +42,18 @@ class SaveOverride:
         model = self.model
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
-        held = _held(model, names)
-        if getattr(model, "_hf_peft_config_loaded", False) or (state_dict is not None and not held):
+        held, mixtures = _held(model, names), _mixtures(model, names)
+        given = state_dict is not None and not (held or mixtures)
+        if getattr(model, "_hf_peft_config_loaded", False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
             return
-        if inside := [path for path in held if BASE in path.split(".")]:
+        if inside := [path for path in (*held, *mixtures) if BASE in path.split(".")]:
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
         heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
         written, schemes = _written(names, held, heads)
+        written |= _stacks(written, mixtures)
         # A copy that shares all but its configuration: the user's keeps what it says.
         twin = copy.copy(model)
         for name in (SAVE, "hf_quantizer"):
@@ -82,6 +87,33 @@ def _held(model: PreTrainedModel, names: dict) -> dict[str, QuantizedLinear]:
     """Quantized linears by every path they have among the names."""
     modules = model.named_modules(remove_duplicate=False)
     return {p: m for p, m in modules if type(m) is QuantizedLinear and f"{p}.scales" in names}
+
+
+def _mixtures(model: PreTrainedModel, names: dict) -> dict[str, QuantizedExperts]:
+    """Quantized experts, likewise."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {p: m for p, m in modules if type(m) is QuantizedExperts and f"{p}.{next(iter(m.numbers))}_scales" in names}
+
+
+def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExperts]) -> dict[str, torch.Tensor]:
+    """The stacks of experts, on the CPU: on a GPU there may be no room for them. Their numbers are taken out."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in mixtures.items():
+        for name in module.numbers:
+            parts = (written.pop(f"{path}.{name}_{field}", None) for field in Quantized._fields)
+            stack = module.written(name, module.read(name, *parts), module.dtype).contiguous()
+            found[f"{path}.{name}"] = stack.cpu()
+    if found:
+        _warn(STACKED, "stacks of experts", list(found))
+    return found
+
+
+def _warn(reason: str, kind: str, paths: list[str]) -> None:
+    warnings.warn(
+        f"{len(paths)} {kind}, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: {reason}; "
+        "their values are the quantized ones",
+        stacklevel=4,
+    )
 
 
 def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> tuple[dict[str, torch.Tensor], dict]:
@@ -119,11 +151,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
             stacklevel=4,
         )
     for reason, paths in whole.items():
-        warnings.warn(
-            f"{len(paths)} linear layers, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: "
-            f"{reason}; their values are the quantized ones",
-            stacklevel=4,
-        )
+        _warn(reason, "linear layers", paths)
     return written, schemes
 
 
@@ -135,6 +163,6 @@ def ignored(model: PreTrainedModel, schemes: dict) -> list[str]:
             continue
         if isinstance(module, nn.Linear | Conv1D):
             found.append(path)
-        elif path and any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+        elif path and (type(module) is QuantizedExperts or any(p.dim() == 3 for p in module.parameters(recurse=False))):
             found.append(rf"{PATTERN}.*\.{path.rpartition('.')[2]}(\.|$)")
     return list(dict.fromkeys(found))

@@ -11,7 +11,7 @@ from accel_kernels.warmup import launch
 BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("n",))
 def dequantize_kernel(
     w_ptr, s_ptr, z_ptr, y_ptr, n, words,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,

@@ -1,0 +1,59 @@
+"""Which experts of a model's mixtures are quantized, and why not the others."""
+
+from collections.abc import Callable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.recorder import decoder_layers
+from accel.patching.structure import meta_weights, tampered
+from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
+from accel.quantization.linears import BASE, inside
+from accel.quantization.scheme import Scheme
+
+ADAPTED = "an adapter is put around its stacks"
+Find = Callable[[nn.Module], ExpertFormula | str]
+
+
+def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[str, ExpertStacks], dict[str, str]]:
+    """By path: the experts inside the decoder layers to be quantized, and the reason why others are not.
+
+    find: by what a module of experts computes, or why that is not known. Only experts that run fast are quantized:
+    stock code would write all of them out in every call.
+    """
+    try:
+        path, _ = decoder_layers(model)
+    except NotUnderstood:
+        path = ""
+    chosen: dict[str, ExpertStacks] = {}
+    skipped: dict[str, str] = {}
+    for where, module in inside(model.get_submodule(path), path, set()):
+        if not holds_experts(module):
+            continue
+        found = _refuses(where, module) or find(module)
+        if isinstance(found, ExpertFormula):
+            stacks = expert_stacks(module, found)
+            refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]
+            if not refused:
+                chosen[where] = stacks
+                continue
+            found = refused[0]
+        skipped[where] = found
+    return chosen, skipped
+
+
+def _refuses(path: str, module: nn.Module) -> str | None:
+    """Why a module of experts is left alone, whatever it computes."""
+    if isinstance(module, QuantizedExperts):
+        return f"is {module.scheme} already"
+    if path.rpartition(".")[2] == BASE:
+        return ADAPTED
+    if reason := tampered(module):
+        return reason
+    held = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if meta_weights(module) or not all(type(one) is nn.Parameter and one.is_floating_point() for one in held):
+        return "its stacks are not loaded, or of a type of their own"
+    taken = [name for name in OWN if hasattr(module, name)]
+    return f"it has an attribute {taken[0]} of its own" if taken else None

@@ -1,0 +1,118 @@
+"""Experts of a mixture that hold their stacks of matrices in fewer bits."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from accel_kernels import Quantized
+from torch import nn
+
+from accel.quantization.module import QuantizedLinear, stored, uncast
+from accel.quantization.scheme import Scheme
+
+
+class ExpertStacks(NamedTuple):
+    """A module of experts, and the names of its two stacks of matrices. transposed: both are (E, inputs, outputs)."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    transposed: bool
+
+    def matrices(self, name: str) -> torch.Tensor:
+        """A stack as (E, outputs, inputs), a view where it is transposed."""
+        stack = self.module._parameters[name]
+        assert stack is not None
+        return stack.transpose(1, 2) if self.transposed else stack
+
+    def inputs(self, name: str) -> int:
+        """Of each matrix of a stack."""
+        return self.matrices(name).shape[-1]
+
+
+class QuantizedExperts(nn.Module):
+    """Experts whose two stacks are `Quantized`, in the place of a module of the class `kind`, whose settings it has.
+
+    The parts of a stack are buffers, "gate_up_proj_data" for one: moved with the module, never cast to another dtype,
+    in the state_dict; float8 as bytes. Biases and activation are the original's own. dtype: of the stacks that were
+    quantized, changed by `.to(dtype)`. Called, it runs the code of `kind` over stacks written out for this call, in the
+    dtype of the tokens; so gradients flow to tokens, shares and biases, and whatever is set on it counts. What is fast
+    reads the numbers instead, see `stack`.
+    """
+
+    def __init__(self, original: ExpertStacks, stacks: Mapping[str, Quantized], scheme: Scheme):
+        super().__init__()
+        module, own = original.module, vars(self).keys()
+        vars(self).update({name: value for name, value in vars(module).items() if name not in own})
+        self._modules = module._modules
+        self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
+        self.dtype = original.matrices(original.names[0]).dtype
+        self.numbers = {name: quantized.data.dtype for name, quantized in stacks.items()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+        for name, quantized in stacks.items():
+            for field, tensor in zip(quantized._fields, (stored(quantized.data), *quantized[1:]), strict=True):
+                self.register_buffer(f"{name}_{field}", tensor)
+        for name, parameter in module._parameters.items():
+            if name not in stacks:
+                self.register_parameter(name, parameter)
+
+    def stack(self, name: str) -> Quantized:
+        """The rows of all matrices of this stack, (E outputs, inputs)."""
+        return self.read(name, *(self._buffers[f"{name}_{field}"] for field in Quantized._fields))
+
+    def read(self, name: str, data: Any, scales: Any, zeros: Any) -> Quantized:
+        """The stack that buffers like its own are."""
+        number = self.numbers[name]
+        return Quantized(data if data.dtype == number else data.view(number), scales, zeros)
+
+    def written(self, name: str, quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """A stack as the original holds it, (E, outputs, inputs) or transposed, its values rounded to dtype."""
+        matrices = quantized.dequantized(dtype).unflatten(0, (self.shapes[name][0], -1))
+        return matrices.transpose(1, 2) if self.transposed else matrices
+
+    def original_class(self) -> nn.Module:
+        """An empty module of the class whose code runs."""
+        module = self.kind.__new__(self.kind)
+        nn.Module.__init__(module)
+        return module.eval()
+
+    def settings(self) -> dict[str, Any]:
+        """What was set on it since, and before on the original: all but what every module has, and its own."""
+        own = {*vars(self.original_class()), *OWN, "forward"}
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's: tokens (T, H), choices (T, k) and shares (T, k)."""
+        given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+        dtype = next(one.dtype for one in given if one.is_floating_point())
+        stock = self.kind.__new__(self.kind)  # whose attributes are this module's, with stacks beside them
+        vars(stock).update(vars(self))
+        for name in self.numbers:
+            vars(stock)[name] = self.written(name, self.stack(name), dtype)
+        return self.kind.forward(stock, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedExperts":
+        device = next(self.buffers(recurse=False)).device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
+        return super()._apply(uncast(self, fn), recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind.__name__}, {self.scheme}"
+
+
+OWN = ("kind", "transposed", "scheme", "dtype", "numbers", "shapes")  # attributes that originals do not have
+
+
+def holds_numbers(module: nn.Module) -> bool:
+    """Whether its buffers are its weight: a linear or experts in fewer bits."""
+    return type(module) in (QuantizedLinear, QuantizedExperts)
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class whose code a module stands for: of quantized experts the original's."""
+    return module.kind if isinstance(module, QuantizedExperts) else type(module)
+
+
+def stock_parameters(module: nn.Module) -> tuple[str, ...]:
+    """Names of what the forward of that class takes."""
+    return tuple(inspect.signature(stock_class(module).forward).parameters)[1:]

@@ -1,0 +1,229 @@
+"""Experts in fewer bits: every family's are, they compute what stock does over the same values, and come back as
+they were.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import accel
+from accel.errors import PatchConflict
+from accel.llm.runtime.experts import ExpertsForward
+from accel.quantization.experts import QuantizedExperts
+from support.llm.families import BY_NAME, padded, prompt
+from support.llm.outputs import generate, ran_fast, same
+from support.llm.quantized import (
+    MIXTURES,
+    STACKS,
+    logits,
+    mixture,
+    of_experts,
+    quantized_pair,
+    rounded,
+    sites,
+    weight_of,
+)
+
+SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
+quantized = functools.cache(quantized_pair)  # not to be changed
+
+
+@pytest.mark.parametrize(("name", "weights"), [(name, SCHEMES[n % 5]) for n, name in enumerate(MIXTURES)])
+def test_every_family(name, weights):
+    ours, twin = quantized(name, weights)
+    found = of_experts(ours)
+    assert len(found) == MIXTURES[name][0] and {type(one) for one in found.values()} == {QuantizedExperts}
+    assert {type(vars(one)["forward"]) for one in found.values()} == {ExpertsForward}
+    rows, told = {row["path"]: row for row in accel.report(ours).weights}, sites(ours)
+    for path, module in found.items():
+        original = twin.get_submodule(path)
+        assert told[path] == ("patched", str(module.scheme)) and module.kind is type(original)
+        assert dict(module.named_parameters()).keys() == dict(original.named_parameters()).keys() - {*STACKS}
+        for stack in STACKS:
+            row, exact = rows[f"{path}.{stack}"], getattr(original, stack)
+            assert row["bytes_before"] == exact.nbytes and row["reversible"]
+            held = [tensor for part, tensor in module.named_buffers() if part.startswith(f"{stack}_")]
+            assert row["bytes_after"] == sum(tensor.nbytes for tensor in held) < 0.35 * exact.nbytes  # of float32
+    for tokens in (3, 40):
+        ids = prompt(1, tokens)
+        torch.testing.assert_close(ours(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-4)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(twin, ids, mask))
+    assert not accel.report(ours).fallbacks
+    if BY_NAME[name].expected == "fast":
+        ran_fast(ours)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_noise_is_what_the_report_says(name):
+    ours, twin = quantized(name, "int8")
+    before = mixture(name)
+    for row in accel.report(ours).weights:
+        exact, held = (weight_of(model, row["path"]).double() for model in (before, twin))
+        ratio = 10 * torch.log10(exact.square().sum() / (held - exact).square().sum())
+        assert row["sqnr_db"] == pytest.approx(ratio.item(), rel=1e-3) and row["sqnr_db"] > 40
+
+
+@pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("gpt-oss", "fp8")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.share(2)
+def test_in_16_bits_as_near_as_stock_over_the_same_values(name, weights, dtype):
+    """Each expert by itself: a router may choose otherwise by rounding."""
+    ours, twin = quantized(name, weights, dtype)
+    x, index = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8)[:, None] % 4
+    for path, module in of_experts(ours).items():
+        original = twin.get_submodule(path)
+        given = (index, torch.ones(8, 1, dtype=dtype))
+        exact = copy.deepcopy(original).float()
+        wanted = exact(x.float(), given[0], given[1].float())
+        own, mine = ((one(x, *given).float() - wanted).norm() for one in (original, module))
+        assert mine <= 1.5 * own
+        assert module.dtype == dtype and not accel.report(ours).fallbacks
+
+
+def test_restore_is_exact(tiny):
+    model, twin = mixture("gpt-oss"), mixture("gpt-oss")
+    before = tiny.snapshot(model)
+    for _ in range(2):
+        accel.optimize(model, weights="int4-g32-asym")
+        generate(model, *padded())
+        accel.restore(model)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert torch.equal(logits(model)["logits"], logits(twin)["logits"])
+
+
+def test_what_was_set_meanwhile_stays():
+    before = mixture("gpt-oss")
+    ours = accel.optimize(copy.deepcopy(before), weights="int8")
+    twin = rounded(before, ours)
+    for model in (ours, twin, before):
+        model.model.layers[0].mlp.experts.limit = 0.25
+    same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
+    assert "limit" in str(accel.report(ours).fallbacks)
+    accel.restore(ours)
+    assert torch.equal(ours(prompt()).logits, before(prompt()).logits)
+
+
+def test_another_activation_counts():
+    before = mixture("mixtral")
+    ours = accel.optimize(copy.deepcopy(before), weights="int8")
+    twin = rounded(before, ours)
+    for model in (ours, twin, before):
+        model.model.layers[0].mlp.experts.act_fn = nn.GELU()
+    same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
+    assert accel.report(ours).fallbacks
+    accel.restore(ours)
+    assert torch.equal(ours(prompt()).logits, before(prompt()).logits)
+
+
+def test_other_code_of_the_class_is_noticed(monkeypatch):
+    before = mixture("gpt-oss")
+    ours = accel.optimize(copy.deepcopy(before), weights="int8")
+    twin, kind = rounded(before, ours), type(before.model.layers[0].mlp.experts)
+    wanted = ours(prompt()).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_apply_gate", lambda self, y: y[..., ::2].contiguous())
+        same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
+        assert not torch.allclose(ours(prompt()).logits, wanted)
+    assert torch.equal(ours(prompt()).logits, wanted)
+
+
+def test_an_implementation_of_the_users_is_called(monkeypatch):
+    before = mixture("mixtral")
+    ours = accel.optimize(copy.deepcopy(before), weights="int8")
+    twin = rounded(before, ours)
+    calls = []
+
+    def theirs(self, x, index, shares):
+        calls.append((type(self), self.gate_up_proj.shape, self.num_experts))
+        return 2 * ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, x, index, shares)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "theirs", theirs)
+    for model in (ours, twin):
+        model.set_experts_implementation("theirs")
+    same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
+    kind = type(before.model.layers[0].mlp.experts)
+    assert calls == [(kind, before.model.layers[0].mlp.experts.gate_up_proj.shape, 4)] * 4
+
+
+# -- stock code over the numbers: training, autocast, the compiler -----------------------------------------------------
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_gradients_are_those_over_the_same_values(name):
+    ours, twin = quantized(name, "int8")
+    found = []
+    for model in (ours, twin):
+        experts = next(iter(of_experts(model).values()))
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        shares = torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = experts(x, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]), shares)
+        biases = [one for stack, one in experts.named_parameters() if stack not in STACKS]
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, shares, *biases))))
+    assert len(found[0]) == (5 if name == "gpt-oss" else 3)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_training_and_autocast_run_stock_code():
+    ours, twin = (copy.deepcopy(model) for model in quantized("qwen3-moe", "int8"))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ours(prompt()).logits, twin(prompt()).logits, rtol=0.02, atol=0.02)
+    assert "autocast is on" in str(accel.report(ours).fallbacks)
+    for model in (ours, twin):
+        model.train()
+    same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
+    assert "training mode" in str(accel.report(ours).fallbacks)
+
+
+def test_the_compiler_takes_it_whole():
+    ours, twin = quantized("mixtral", "int8")
+    module, original = (next(iter(of_experts(model).values())) for model in (ours, twin))
+    given = torch.randn(4, 64), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]), torch.rand(4, 2)
+    with torch.no_grad():
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*given), original(*given))
+
+
+# -- without the originals ---------------------------------------------------------------------------------------------
+
+
+def test_without_the_originals_they_stay_and_are_fast_again():
+    before = mixture("gpt-oss")
+    model = accel.optimize(copy.deepcopy(before), weights="int8", keep_original=False)
+    assert "not reversible" in sites(model)["model.layers.0.mlp.experts"][1]
+    twin = rounded(before, model)
+    with pytest.warns(UserWarning, match="12 weights stay quantized"):
+        accel.restore(model)
+    ids, mask = padded()
+    same(generate(model, ids, mask), generate(twin, ids, mask))
+    accel.optimize(model)
+    same(generate(model, ids, mask), generate(twin, ids, mask))
+    ran_fast(model)
+    assert {type(vars(one)["forward"]) for one in of_experts(model).values()} == {ExpertsForward}
+    with pytest.warns(UserWarning, match="nothing to quantize as 'fp8'"):
+        accel.optimize(model, weights="fp8")
+    assert sites(model)["model.layers.1.mlp.experts"] == ("skipped", "is int8 by row already")
+
+
+def test_verify_judges_them():
+    quality = accel.verify(accel.optimize(mixture("gpt-oss", torch.bfloat16), weights="int4-g32"))
+    assert quality.passed and quality.parts["each expert"].passed, str(quality)
+
+
+def test_restore_refuses_where_a_forward_was_put_on_top():
+    model = accel.optimize(mixture("mixtral"), weights="int8")
+    experts = next(iter(of_experts(model).values()))
+    fast = vars(experts)["forward"]
+    experts.forward = lambda *given: 2 * fast(*given)
+    with pytest.raises(PatchConflict, match=r"QuantizedExperts.forward was replaced after accel.optimize"):
+        accel.restore(model)
+    vars(experts)["forward"] = fast
+    accel.restore(model)
+    assert torch.equal(logits(model)["logits"], logits(mixture("mixtral"))["logits"])
