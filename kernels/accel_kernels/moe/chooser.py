@@ -16,6 +16,7 @@ from accel_kernels.trials import collecting
 from accel_kernels.warmup import warming_up
 
 LEAST_GAIN = 0.03  # of the time; closer ones are noise
+MOST_TIMED = 16  # tokens that are also timed one by one; no expert has more pairs than the smallest tile
 
 
 def likely_way(tokens: int, chosen: int, many: int, quantized: bool = False) -> str:
@@ -26,16 +27,17 @@ def likely_way(tokens: int, chosen: int, many: int, quantized: bool = False) -> 
 
 
 def possible_ways(tokens: int, chosen: int, many: int, quantized: bool = False) -> list[str]:
-    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself too; for
+    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself; for
     many of an expert in fewer bits, that it is written out first.
     """
     names, likely = list(TILES), likely_way(tokens, chosen, many, quantized)
-    if likely == GEMV:
-        return [GEMV, likely_tile(tokens * chosen, many)]
-    place = names.index(WRITTEN.get(likely, likely))
-    found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
+    if tokens <= MOST_TIMED:
+        found = [likely, GEMV, likely_tile(tokens * chosen, many)]
+    else:
+        place = names.index(WRITTEN.get(likely, likely))
+        found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
     if quantized and mean_pairs(tokens * chosen, many) > MAY_WRITE:
-        found += [names[place], *WRITTEN]
+        found += [likely_tile(tokens * chosen, many), *WRITTEN]
     return list(dict.fromkeys(found))
 
 

@@ -72,7 +72,8 @@ def test_few_tokens_may_be_grouped_too(timed):
 
 
 def test_what_is_worth_timing():
-    assert possible_ways(1, 8, 128) == [GEMV, "16"]
+    assert possible_ways(1, 8, 128) == possible_ways(3, 8, 128) == [GEMV, "16"]
+    assert possible_ways(4, 8, 128) == possible_ways(16, 8, 128) == ["16", GEMV]
     assert possible_ways(32, 8, 128) == ["16", "32"]
     assert possible_ways(512, 8, 128) == ["64", "32", "128"]
     assert possible_ways(4096, 8, 128) == ["128", "64"]
