@@ -65,7 +65,8 @@ def main() -> None:
             logits = torch.randn(rows, VOCABULARY, device="cuda").mul(3).bfloat16()
             table, at = table_of(rows, *settings), torch.arange(rows, device="cuda")
             filters = settings[1] > 0 or settings[2] < 1.0
-            ours = microseconds(lambda t=logits, s=table, r=at, f=filters: sample(t, s, r, filters=f))
+            told = {"filters": filters, "nucleus": filters and not settings[1]}
+            ours = microseconds(lambda t=logits, s=table, r=at, k=told: sample(t, s, r, **k))
             theirs = triton.testing.do_bench(lambda t=logits, s=settings: stock(t, *s), rep=40, return_mode="median")
             moved = logits.numel() * logits.element_size()
             found.append(

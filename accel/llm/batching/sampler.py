@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from accel.errors import fatal
 from accel.llm.batching.sampling import Sampling
 
-FILTERED, PENALIZED, HOSTED = 1, 2, 4  # flags of a row
+FILTERED, NUCLEUS, PENALIZED, HOSTED = 1, 2, 4, 8  # flags of a row
 WIDE, NARROW = 2, 5  # numbers of 64 and of 32 bits that a row has in the table
 ALIGNED = 4  # rows that are made at once, so that every part of the table begins at a multiple of 16 bytes
 NONE = -1
@@ -60,8 +60,8 @@ class Sampler:
         narrow[1] = sampling.top_k
         self._changed[row] = np.concatenate([wide, narrow])
         self._samplings[row] = sampling
-        hosted = sampling.host is not None
-        self._flags[row] = FILTERED * sampling.filtered | PENALIZED * penalized | HOSTED * hosted
+        filters, hosted = FILTERED * sampling.filtered | NUCLEUS * sampling.nucleus, sampling.host is not None
+        self._flags[row] = filters | PENALIZED * penalized | HOSTED * hosted
         self._errors.pop(row, None)
 
     def clear(self, row: int) -> None:
@@ -70,12 +70,12 @@ class Sampler:
         self._errors.pop(row, None)
         self._seen.pop(row, None)
 
-    def variant(self, rows: np.ndarray) -> tuple[bool, bool]:
-        """Whether any of these requests has filters, and whether any has a penalty: by which `draw` runs different
-        kernels. rows: (N,), -1 for nobody.
+    def variant(self, rows: np.ndarray) -> tuple[bool, bool, bool]:
+        """Whether any of these requests has filters, any has top-p or min-p without top-k, and any has a penalty: by
+        which `draw` runs different kernels. rows: (N,), -1 for nobody.
         """
         flags = int(np.bitwise_or.reduce(self._flags[rows], initial=0))
-        return bool(flags & FILTERED), bool(flags & PENALIZED)
+        return bool(flags & FILTERED), bool(flags & NUCLEUS), bool(flags & PENALIZED)
 
     def waits(self, rows: np.ndarray) -> bool:
         """Whether any of these requests has processors on the host, which must know all its tokens before `draw`."""
@@ -146,9 +146,9 @@ class Sampler:
         self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, logprobs: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log probabilities; these are the ids again where nobody asked for them."""
-        filters, penalties = self.variant(host_rows)
+        filters, nucleus, penalties = self.variant(host_rows)
         table = self._table if penalties else self._table._replace(seen=None)
-        found = sample(logits, table, rows, filters=filters, logprobs=logprobs)
+        found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
         return found if logprobs else (found, found)
 
     def _process(self, row: int, scores: torch.Tensor, tokens: Sequence[int]) -> None:
@@ -171,9 +171,9 @@ class Sampler:
         """
         nobody = torch.full((1,), NONE, dtype=torch.int64, device=self.device)
         seen = torch.zeros(1, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
-        for filters in (False, True):
+        for filters, nucleus in ((False, False), (True, False), (True, True)):
             for one in (None, seen):
-                sample(logits[:1], self._table._replace(seen=one), nobody, filters=filters)
+                sample(logits[:1], self._table._replace(seen=one), nobody, filters=filters, nucleus=nucleus)
 
     def error(self, row: int) -> Exception:
         """Why this row's request got -1 for an id."""

@@ -56,6 +56,11 @@ class Sampling(NamedTuple):
         """Whether top-k, top-p or min-p leave something out."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    @property
+    def nucleus(self) -> bool:
+        """Whether top-p or min-p do so without top-k, for which `sample` has kernels of its own."""
+        return self.filtered and self.top_k == 0
+
     def fork(self, number: int) -> "Sampling":
         """The same for another answer to the same prompt: a seed and processors of its own. Before the first token,
         since processors may keep what they have seen.

@@ -1,32 +1,33 @@
-"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by the Gumbel-max trick.
+"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by the inverse of the
+distribution function.
 
 Meaning and order are those of transformers' processors: repetition penalty (Keskar et al. 2019), temperature, top-k
-(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Gumbel-max: the place with the largest
-score plus Gumbel noise has the distribution softmax(scores); so there is no sum and no search for the draw itself.
+(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). The draw: one uniform number u by seed and
+count; the place at which the running sum of exp(scores) passes u times the whole sum.
 """
 
 import torch
 
 from accel_kernels.op import Case, Op, dtype_reason
-from accel_kernels.sampling.noise import noise_of
+from accel_kernels.sampling.philox import uniform
 from accel_kernels.sampling.table import WORD, SamplingTable, seen_words
 
 NONE = -1  # the id where nothing was drawn
-MOST_NUMBERS = 1 << 20  # that the reference draws at once
 MOST_VOCABULARY = 1 << 19  # whose groups one program can hold in registers
 
 
-def reference(logits, table, rows, *, filters, logprobs=False):
+def reference(logits, table, rows, *, filters, nucleus=True, logprobs=False):
     """logits: (N, V) of floats, computed in fp32; table: a `SamplingTable` of R requests; rows: (N,) int32 or int64.
 
     Row i of the logits is of request rows[i], each of which stands there once; -1 means that nothing is drawn.
-    filters: whether any of these requests has top-k, top-p or min-p; without it they are not looked at.
+    filters: whether any of these requests has top-k, top-p or min-p; without it they are not looked at. nucleus: whether
+    any has top-p or min-p without top-k; without it these are not looked at but beside top-k, and launches are fewer.
 
     Returns ids (N,) int64, or with logprobs (ids, (N,) fp32): log_softmax of the processed scores at the id. An id is
     -1, and its logprob NaN, where the row is -1, its logits have a NaN, or none of them is above -inf. Greedy takes
-    the first of the largest. +inf is larger than all others, the first of them is taken. Of equal scores at the edge
-    of top-k all stay; of those at the edge of top-p as many as are needed, the last places first, as a stable sort
-    has them.
+    the first of the largest. +inf is larger than all others, the first of them is taken with a
+    log probability of 0, whatever the filters. Of equal scores at the edge of top-k all stay; of those at the edge of top-p as many as are needed, the last places first, as
+    a stable sort has them.
 
     Changed in place, for requests that got an id: `table.drawn` grows by one, `table.seen` has the id.
     """
@@ -36,28 +37,36 @@ def reference(logits, table, rows, *, filters, logprobs=False):
         scores = _penalized(scores, table.seen[at], table.penalty[at, None])
     temperature = table.temperature[at, None]
     scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1.0), scores)
-    top = scores.amax(-1, keepdim=True)
+    top, first = scores.amax(-1, keepdim=True), scores.argmax(-1)
     alive = alive & (top[:, 0] > -torch.inf)  # amax hands NaN on
+    sampled = (temperature > 0) & (top < torch.inf)
     if filters:
-        on = temperature > 0
+        on = sampled if nucleus else sampled & (table.top_k[at, None] > 0)
         scores = _filtered(scores, top, on, *(t[at, None] for t in (table.top_k, table.top_p, table.min_p)))
-    noisy = scores.clone()
-    for i in (alive & (temperature[:, 0] > 0)).nonzero().flatten().split(max(1, MOST_NUMBERS // logits.shape[1])):
-        noisy[i] += noise_of(table.seeds[at[i]], table.drawn[at[i]], logits.shape[1])
-    ids = torch.where(alive, noisy.argmax(-1), NONE)
+    numbers = uniform(table.seeds[at], table.drawn[at])
+    for i in (alive & sampled[:, 0]).nonzero().flatten():
+        first[i] = _drawn(weights_of(scores[i], top[i]), numbers[i])
+    ids = torch.where(alive, first, NONE)
     table.drawn.index_add_(0, at, alive.to(torch.int64))
     if table.seen is not None:
         _add_seen(table.seen, at, ids)
     if not logprobs:
         return ids
     found = scores.gather(1, ids.clamp(min=0)[:, None]) - top
-    found = torch.where(found.isnan(), 0.0, found) - weights_of(scores, top).sum(-1, keepdim=True).log()
+    found = torch.where(top < torch.inf, found - weights_of(scores, top).sum(-1, keepdim=True).log(), 0.0)
     return ids, torch.where(alive, found[:, 0], torch.nan)
 
 
 def weights_of(scores: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """exp(scores - top); 1 at the top even where that is infinite."""
-    return torch.where(scores == top, 1.0, torch.exp(scores - top))
+    """exp(scores - top). NaN where the top is infinite, of which no draw is made."""
+    return torch.exp(scores - top)
+
+
+def _drawn(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The first place at which the running sum of the weights (V,) passes this share of the whole."""
+    running = weights.double().cumsum(0)
+    beyond = torch.searchsorted(running, number * running[-1], right=True)
+    return torch.minimum(beyond, torch.searchsorted(running, running[-1]))  # no place without weight by rounding
 
 
 def _penalized(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -91,7 +100,7 @@ def _add_seen(seen: torch.Tensor, at: torch.Tensor, ids: torch.Tensor) -> None:
     seen.view(-1).index_add_(0, at * seen.shape[1] + word, torch.where(missing, bit, 0).to(torch.int32))
 
 
-def supports(logits, table, rows, *, filters, logprobs=False) -> str | None:
+def supports(logits, table, rows, *, filters, nucleus=True, logprobs=False) -> str | None:
     reason = dtype_reason(logits, table.temperature)
     if reason is not None:
         return reason

@@ -1,15 +1,16 @@
-"""One token a row: programs share a row's vocabulary, read it once, and the row's best places are put together.
+"""One token a row: programs share a row's vocabulary, read it once, and the row's token is drawn from what they sum.
 
 A row is cut into pieces of one size whatever the number of rows, and sums are taken by piece, so that a row gives the
 same token and the same log probability in any company. How many pieces a program takes depends on the rows: few rows
 are spread over the GPU, many take fewer and longer programs.
 
-Without filters it is one launch: a piece leaves its largest score, noise included, and the last program of a row, by a
-count, takes the largest of these. With filters a second, small launch has a program a row. A piece then leaves the
-largest score of each GROUP of places. The k-th largest of these is no larger than the k-th largest score, so only the
-groups that reach it, about k of them, can hold what top-k keeps; top-p is bounded in the same way by their weights. See
-filters_triton.py for the rest. That kernel keeps a row's candidates in its registers and so needs many of them, which
-would leave room for one program to a multiprocessor if it were a part of the first.
+A piece leaves its largest logit and the sum of its weights. One uniform number then chooses a piece by these, and the
+place among the weights of that piece, which is read again; where no chance is wanted, the first that is the largest.
+Without filters it is one launch: the last program of a row, by a count, draws. With filters a small launch at the end
+has a program a row, as that needs many registers, which would leave room for few of the first programs at once.
+
+Rows with top-k: a piece leaves the largest logit of each GROUP of places, see top_k_triton.py for the rest. Rows with
+top-p or min-p alone: see nucleus_triton.py, whose turns are launches between the two.
 """
 
 import torch
@@ -18,59 +19,85 @@ import triton.language as tl
 
 from accel_kernels.launch import power_of_two
 from accel_kernels.op import multiprocessors
-from accel_kernels.sampling.filters_triton import draw_filtered, score_at, weight_of
-from accel_kernels.sampling.noise_triton import noise_from
+from accel_kernels.sampling.draw_triton import (
+    NOWHERE, base_of, draw_from, first_beyond, logits_at, penalized, places_of, row_sums, scale_of, weight_of,
+)  # fmt: skip
+from accel_kernels.sampling.nucleus_triton import BUCKETS, is_nucleus, kept_masses, kept_of, narrow_kernel
+from accel_kernels.sampling.philox_triton import uniform_of
 from accel_kernels.sampling.table import seen_words
+from accel_kernels.sampling.top_k_triton import draw_top_k
 from accel_kernels.warmup import launch
 
-PIECE, WARPS = 4096, 8
+PIECE, WARPS, FINISH_WARPS = 4096, 4, 8
 GROUP = 32
-FILL = 8  # programs to a multiprocessor, where there are so many pieces: four run at once
-STATS = 3  # of a piece: the largest score, the sum of weights beside it, the largest score with noise
-NOWHERE = tl.constexpr(2**31 - 1)
+FILL = 4  # programs to a multiprocessor, where there are so many pieces: as many as run at once
+SHIFTS = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32 that the logits' type does not have
+TURNS = {16: 4, 13: 5, 0: 8}  # by the shift: each finds four bits of those left
 
 
 @triton.jit
-def is_filtered(table, row, temperature):
-    some = (tl.load(table.top_k + row) > 0) | (tl.load(table.top_p + row) < 1.0) | (tl.load(table.min_p + row) > 0.0)
-    return some & (temperature > 0)
+def draw_any(
+    logits_ptr, table, row, words, vocabulary, uniform, tops, top, scale, certain, masses, stay, edge, min_p,
+    NUCLEUS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The place drawn, of pieces of these masses. certain: the first of the largest is taken. stay, edge, min_p: as in
+    nucleus_triton.py."""
+    p_idx = tl.arange(0, PIECES)
+    masses = masses.to(tl.float64)
+    piece, rest = first_beyond(masses, uniform * tl.sum(masses, axis=0), PIECES)
+    piece = tl.where(certain, tl.min(tl.where(tops == top, p_idx, PIECES), axis=0), piece)
+    place = places_of(piece, PIECE, GROUP)
+    x = logits_at(logits_ptr, table, row, words, place, place < vocabulary)
+    weights = weight_of(x, base_of(top), scale)
+    if NUCLEUS:
+        keep = kept_of(x, weights, top, edge, tl.sum(tl.where(p_idx == piece, stay, 0.0), axis=0), min_p)
+        weights = tl.where(keep, weights, 0.0)
+    line, column = draw_from(weights, rest, PIECE // GROUP, GROUP)
+    first = tl.min(tl.where(x == top, place, NOWHERE))
+    return tl.where(certain, first, piece * PIECE + line * GROUP + column)
 
 
 @triton.jit
 def finish_row(
-    logits_ptr, table, row, ids_ptr, logprobs_ptr, stats_ptr, places_ptr, groups_ptr, list_ptr, vocabulary, pieces,
-    words, FILTERS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    STATS: tl.constexpr,
+    logits_ptr, table, row, ids_ptr, logprobs_ptr, stats_ptr, groups_ptr, list_ptr, bracket_ptr, sums_ptr, vocabulary,
+    pieces, words, SHIFT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Puts the pieces of one row together; pointers are those of the row, but for the table's."""
+    """Puts the pieces of one row together; pointers are those of the row, but for the table's. groups_ptr: None where
+    no filter is looked at; bracket_ptr: None where top-p and min-p are looked at beside top-k only."""
     temperature = tl.load(table.temperature + row)
     seed, drawn = tl.load(table.seeds + row), tl.load(table.drawn + row)
-    filtered = False
-    if FILTERS:
-        filtered = is_filtered(table, row, temperature)
-    p_idx = tl.arange(0, PIECES)
-    there = p_idx < pieces
-    tops = tl.load(stats_ptr + p_idx * STATS, mask=there, other=-float("inf"), cache_modifier=".cg")
-    top = tl.max(tl.where(tops == tops, tops, -float("inf")), axis=0)
-    broken = tl.max((tops != tops).to(tl.int32), axis=0) > 0
-    chosen, total = tl.full((), -1, tl.int32), tl.full((), 1.0, tl.float32)
-    if (top > -float("inf")) & (broken == 0):
-        if logprobs_ptr is not None or (FILTERS and filtered):
-            sums = tl.load(stats_ptr + p_idx * STATS + 1, mask=there, other=0.0, cache_modifier=".cg")
-            total = tl.sum(sums * weight_of(tops, top), axis=0)
-        if FILTERS and filtered:
-            chosen, total = draw_filtered(
-                logits_ptr, table, row, temperature, words, vocabulary, seed, drawn, top, total, groups_ptr, list_ptr,
+    scale, uniform = scale_of(temperature), uniform_of(seed, drawn)
+    tops, top, masses = row_sums(stats_ptr, pieces, scale, PIECES)
+    total = tl.sum(masses, axis=0)
+    chosen, kept = tl.full((), -1, tl.int32), tl.where(top == float("inf"), 1.0, total)
+    certain, few = (temperature <= 0.0) | (top == float("inf")), False
+    if groups_ptr is not None:
+        few = (tl.load(table.top_k + row) > 0) & (certain == 0)
+    if (top > -float("inf")) & (total == total):
+        if groups_ptr is not None and few:
+            chosen, kept = draw_top_k(
+                logits_ptr, table, row, words, vocabulary, uniform, top, scale, groups_ptr, list_ptr,
                 pieces * (PIECE // GROUP), GROUPS, GROUP, PIECE // GROUP,
             )  # fmt: skip
         else:
-            values = tl.load(stats_ptr + p_idx * STATS + 2, mask=there, other=-float("inf"), cache_modifier=".cg")
-            places = tl.load(places_ptr + p_idx, mask=there, other=NOWHERE, cache_modifier=".cg")
-            chosen = tl.min(tl.where(values == tl.max(values, axis=0), places, NOWHERE), axis=0)
+            stay, edge, min_p = tl.zeros((PIECES,), tl.float32), -float("inf"), 0.0
+            if bracket_ptr is not None:
+                if is_nucleus(table, row, temperature) & (certain == 0):
+                    masses, stay, edge = kept_masses(
+                        table, row, base_of(top), top, scale, tl.load(table.top_p + row) * total, bracket_ptr, sums_ptr,
+                        pieces, SHIFT, PIECES, BUCKETS,
+                    )  # fmt: skip
+                    kept, min_p = tl.sum(masses, axis=0), tl.load(table.min_p + row)
+            chosen = draw_any(
+                logits_ptr, table, row, words, vocabulary, uniform, tops, top, scale, certain, masses, stay, edge,
+                min_p, bracket_ptr is not None, PIECE, PIECES, GROUP,
+            )  # fmt: skip
     tl.store(ids_ptr, chosen.to(tl.int64))
     if logprobs_ptr is not None:
-        score = score_at(logits_ptr, table, row, temperature, words, chosen, chosen >= 0)
-        logprob = tl.where(score == top, 0.0, score - top) - tl.log(total)
+        x = logits_at(logits_ptr, table, row, words, chosen, chosen >= 0)
+        below = (x - top) / tl.where(temperature > 0, temperature, 1.0)
+        logprob = tl.where(x == top, 0.0, below) - tl.log(kept)
         tl.store(logprobs_ptr, tl.where(chosen < 0, float("nan"), logprob))
     if chosen >= 0:
         tl.store(table.drawn + row, drawn + 1)
@@ -81,47 +108,44 @@ def finish_row(
 
 @triton.jit(do_not_specialize=("splits",))
 def pieces_kernel(
-    logits_ptr, table, rows_ptr, ids_ptr, logprobs_ptr, stats_ptr, places_ptr, groups_ptr, stride, vocabulary, pieces,
-    words, splits, FILTERS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
-    STATS: tl.constexpr,
+    logits_ptr, table, rows_ptr, ids_ptr, logprobs_ptr, stats_ptr, groups_ptr, stride, vocabulary, pieces, words,
+    splits, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """splits: programs to a row. logprobs_ptr: None where they are not asked for. groups_ptr: None without FILTERS."""
+    """splits: programs to a row. logprobs_ptr: None where they are not asked for. groups_ptr: None without filters."""
     i = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row >= 0:
         temperature = tl.load(table.temperature + row)
-        seed, drawn = tl.load(table.seeds + row), tl.load(table.drawn + row)
-        filtered = False
-        if FILTERS:
-            filtered = is_filtered(table, row, temperature)
-        for piece in range(pieces * split // splits, pieces * (split + 1) // splits):
-            place = piece * PIECE + tl.arange(0, PIECE)
-            x = score_at(logits_ptr + i * stride, table, row, temperature, words, place, place < vocabulary)
-            top = tl.max(tl.where(x == x, x, -float("inf")), axis=0)
-            broken = tl.max((x != x).to(tl.int32), axis=0) > 0
-            stat_ptr = stats_ptr + (i * pieces + piece) * STATS
-            tl.store(stat_ptr, tl.where(broken, float("nan"), top))
-            if logprobs_ptr is not None or (FILTERS and filtered):
-                tl.store(stat_ptr + 1, tl.sum(weight_of(x, top), axis=0))
-            if FILTERS and filtered:
+        scale = scale_of(temperature)
+        few = False
+        if groups_ptr is not None:
+            few = (tl.load(table.top_k + row) > 0) & (temperature > 0)
+        first, last = pieces * split // splits, pieces * (split + 1) // splits
+        place = places_of(first, PIECE, GROUP)
+        following = tl.load(logits_ptr + i * stride + place, mask=place < vocabulary, other=-float("inf"))
+        for piece in range(first, last):
+            here = following.to(tl.float32)
+            place = places_of(piece + 1, PIECE, GROUP)  # on its way while this piece is summed
+            mask = (place < vocabulary) & (place < last * PIECE)
+            following = tl.load(logits_ptr + i * stride + place, mask=mask, other=-float("inf"))
+            place = places_of(piece, PIECE, GROUP)
+            x = penalized(here, table, row, words, place, place < vocabulary)
+            top = tl.max(x)
+            stat_ptr = stats_ptr + (i * pieces + piece) * 2
+            tl.store(stat_ptr, top)
+            tl.store(stat_ptr + 1, tl.sum(weight_of(x, base_of(top), scale)))
+            if groups_ptr is not None and few:
                 g_idx = (i * pieces + piece) * (PIECE // GROUP) + tl.arange(0, PIECE // GROUP)
-                tl.store(groups_ptr + g_idx, tl.max(tl.reshape(x, (PIECE // GROUP, GROUP)), axis=1))
-            else:
-                if temperature > 0:
-                    x += noise_from(seed, drawn, piece * PIECE, PIECE)
-                best = tl.max(x, axis=0)
-                tl.store(stat_ptr + 2, best)
-                tl.store(places_ptr + i * pieces + piece, tl.min(tl.where(x == best, place, NOWHERE), axis=0))
-        if not FILTERS:
+                tl.store(groups_ptr + g_idx, tl.max(x, axis=1))
+        if groups_ptr is None:
             tl.debug_barrier()
             if tl.atomic_add(table.tickets + row, 1, sem="acq_rel") == splits - 1:
                 tl.atomic_xchg(table.tickets + row, 0)
                 finish_row(
                     logits_ptr + i * stride, table, row, ids_ptr + i,
-                    None if logprobs_ptr is None else logprobs_ptr + i, stats_ptr + i * pieces * STATS,
-                    places_ptr + i * pieces, None, None, vocabulary, pieces, words, False, PIECE, PIECES, GROUP, 1,
-                    STATS,
+                    None if logprobs_ptr is None else logprobs_ptr + i, stats_ptr + i * pieces * 2, None, None, None,
+                    None, vocabulary, pieces, words, 0, PIECE, PIECES, GROUP, 1, 1,
                 )  # fmt: skip
     elif split == 0:
         tl.store(ids_ptr + i, -1)
@@ -130,10 +154,10 @@ def pieces_kernel(
 
 
 @triton.jit
-def filtered_kernel(
-    logits_ptr, table, rows_ptr, ids_ptr, logprobs_ptr, stats_ptr, places_ptr, groups_ptr, list_ptr, stride, vocabulary,
-    pieces, words, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    STATS: tl.constexpr,
+def finish_kernel(
+    logits_ptr, table, rows_ptr, ids_ptr, logprobs_ptr, stats_ptr, groups_ptr, list_ptr, bracket_ptr, sums_ptr, stride,
+    vocabulary, pieces, words, SHIFT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """A program a row."""
     i = tl.program_id(0).to(tl.int64)
@@ -142,34 +166,47 @@ def filtered_kernel(
         groups = i * pieces * (PIECE // GROUP)
         finish_row(
             logits_ptr + i * stride, table, row, ids_ptr + i, None if logprobs_ptr is None else logprobs_ptr + i,
-            stats_ptr + i * pieces * STATS, places_ptr + i * pieces, groups_ptr + groups, list_ptr + groups, vocabulary,
-            pieces, words, True, PIECE, PIECES, GROUP, GROUPS, STATS,
+            stats_ptr + i * pieces * 2, groups_ptr + groups, list_ptr + groups,
+            None if bracket_ptr is None else bracket_ptr + i * 2,
+            None if sums_ptr is None else sums_ptr + i * pieces * BUCKETS, vocabulary, pieces, words, SHIFT, PIECE,
+            PIECES, GROUP, GROUPS, BUCKETS,
         )  # fmt: skip
 
 
-def sample(logits, table, rows, *, filters, logprobs=False):
+def sample(logits, table, rows, *, filters, nucleus=True, logprobs=False):
     """Same arguments and result as the reference."""
     n, vocabulary = logits.shape
     pieces, words = -(-vocabulary // PIECE), seen_words(vocabulary)
     splits = min(pieces, max(1, FILL * multiprocessors(logits.device) // n))
-    groups = pieces * (PIECE // GROUP)
+    groups, sizes = pieces * (PIECE // GROUP), (vocabulary, pieces, words)
 
-    def room(size, dtype):
-        return torch.empty(size, device=logits.device, dtype=dtype)
+    def room(*shape, dtype=torch.float32):
+        return torch.empty(shape, device=logits.device, dtype=dtype)
 
-    ids = room(n, torch.int64)
-    found = room(n, torch.float32) if logprobs else None
-    stats, places = room(n * pieces * STATS, torch.float32), room(n * pieces, torch.int32)
-    largest = room(n * groups, torch.float32) if filters else None
+    ids, found, stats = room(n, dtype=torch.int64), room(n) if logprobs else None, room(n, pieces, 2)
+    largest = room(n, groups) if filters else None
     launch(
         pieces_kernel, (n * splits,),
-        logits, table, rows, ids, found, stats, places, largest, logits.stride(0), vocabulary, pieces, words, splits,
-        filters, PIECE, power_of_two(pieces), GROUP, STATS, num_warps=WARPS,
+        logits, table, rows, ids, found, stats, largest, logits.stride(0), *sizes, splits, PIECE, power_of_two(pieces),
+        GROUP, num_warps=WARPS,
     )  # fmt: skip
-    if filters:
-        launch(
-            filtered_kernel, (n,),
-            logits, table, rows, ids, found, stats, places, largest, room(n * groups, torch.int32), logits.stride(0),
-            vocabulary, pieces, words, PIECE, power_of_two(pieces), GROUP, power_of_two(groups), STATS, num_warps=WARPS,
-        )  # fmt: skip
+    if not filters:
+        return (ids, found) if logprobs else ids
+    shift, bracket, sums = 0, None, None
+    if nucleus:
+        shift = 0 if table.seen is not None else SHIFTS.get(logits.dtype, 0)
+        for left in reversed(range(TURNS[shift] + 1)):
+            given, given_sums = bracket, sums
+            bracket, sums = room(n, 2, dtype=torch.int64), room(n, pieces, BUCKETS)
+            launch(
+                narrow_kernel, (n * splits,),
+                logits, table, rows, stats, given, given_sums, bracket, sums, logits.stride(0), *sizes, splits,
+                left == 0, shift, PIECE, power_of_two(pieces), GROUP, BUCKETS, num_warps=WARPS,
+            )  # fmt: skip
+    launch(
+        finish_kernel, (n,),
+        logits, table, rows, ids, found, stats, largest, room(n, groups, dtype=torch.int32), bracket, sums,
+        logits.stride(0), *sizes, shift, PIECE, power_of_two(pieces), GROUP, power_of_two(groups), BUCKETS,
+        num_warps=FINISH_WARPS,
+    )  # fmt: skip
     return (ids, found) if logprobs else ids

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from accel_kernels import SamplingTable, sample
-from accel_kernels.sampling.noise import noise_of, philox
+from accel_kernels.sampling.philox import philox, uniform
 from accel_kernels.sampling.sample import _filtered
 from accel_kernels.sampling.table import seen_words
 from transformers import (
@@ -92,13 +92,18 @@ def test_the_generator_gives_the_published_numbers():
     assert found.flatten().tolist() == c
 
 
-def test_the_noise_is_gumbels_and_finite():
-    noise = noise_of(torch.arange(40), torch.arange(40) * 3, 30001).flatten().double()
-    assert noise.isfinite().all()
-    assert abs(float(noise.mean()) - 0.5772157) < 0.003 and abs(float(noise.var()) - math.pi**2 / 6) < 0.01
-    for at in (-1.0, 0.0, 2.0, 6.0):  # the distribution function, within four deviations
-        share, expected = float((noise < at).double().mean()), math.exp(-math.exp(-at))
-        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / noise.numel())
+def test_the_numbers_are_uniform():
+    """Seeds and counts give new ones; moments within four deviations; the words in their places, by ints."""
+    seeds, counts = torch.arange(-500, 500).repeat(200) * 2**31, torch.arange(200).repeat_interleave(1000)
+    numbers = uniform(seeds, counts)
+    assert numbers.dtype == torch.float64 and 0.0 < numbers.min() and numbers.max() < 1.0
+    assert len(numbers.unique()) == len(numbers)
+    assert abs(float(numbers.mean()) - 0.5) < 4 / math.sqrt(12 * len(numbers))
+    for bits in (1, 4, 20, 40, 49):  # all the way down
+        digit = (numbers * 2**bits).long() % 2
+        assert abs(float(digit.double().mean()) - 0.5) < 2 / math.sqrt(len(numbers))
+    words = philox(seeds[-1:], counts[-1:], torch.zeros(1, dtype=torch.int64)).flatten().tolist()
+    assert float(numbers[-1]) == ((words[0] << 20 | words[1] >> 12) + 0.5) / 2**52
 
 
 SETTINGS = [
@@ -136,6 +141,10 @@ def logits_of(kind, vocabulary=997):
     logits = torch.randn(6, vocabulary, generator=g) * torch.tensor([0.1, 1.0, 2.0, 3.0, 6.0, 12.0])[:, None]
     if kind == "tied":
         return (logits * 2).round().to(torch.bfloat16)
+    if kind == "half":
+        return logits.to(torch.float16)
+    if kind == "zeros":  # of both signs, with which most of the mass is
+        return torch.where(logits > logits.amax(-1, keepdim=True) - 1, logits, logits.sign() * 0.0).to(torch.bfloat16)
     if kind == "masked":
         return logits.masked_fill(torch.rand(logits.shape, generator=g) < 0.9, -INF)
     return logits
@@ -212,6 +221,13 @@ def test_the_kernel_draws_what_the_reference_draws(case, dtype, kernel):
 EDGES = [
     ("tied", {"top_k": 3}),  # ties with the k-th stay
     ("tied", {"top_p": 0.4}),  # of those at the edge some
+    ("tied", {"temperature": 3.0, "top_p": 0.95, "min_p": 0.02}),
+    ("tied", {"temperature": 0.7, "top_p": 0.9999, "min_p": 0.1}),  # those at the edge of top-p go by min-p
+    ("tied", {"temperature": 0.02, "top_p": 0.0}),
+    ("zeros", {"top_p": 0.9}),
+    ("half", {"temperature": 2.5, "top_p": 0.9}),  # the edge lies beyond zero
+    ("half", {"top_p": 0.9999999}),
+    ("masked", {"top_p": 0.99}),
     ("flat", {"top_p": 0.5}),  # more groups than a program holds, all of one score
     ("flat", {"top_k": 4400, "top_p": 0.9911}),
     ("flat", {"min_p": 0.5}),
@@ -229,6 +245,30 @@ def test_the_kernel_finds_the_edges(kind, settings, kernel):
     found = kernel(logits, table_of(1, **settings), torch.tensor([0]), filters=True, logprobs=True)
     assert torch.equal(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 60}, {"min_p": 0.1}], ids=str)
+def test_the_kernel_draws_the_same_whatever_the_number(settings, kernel):
+    """Seed after seed, over two pieces of which the second is not full."""
+    n = 10
+    logits, rows = logits_of("random", 6001)[1:2].bfloat16().repeat(n, 1), torch.arange(n)
+    given = {"filters": bool(settings), "nucleus": "top_k" not in settings}
+    found = kernel(logits, table_of(n, **settings), rows, **given)
+    assert torch.equal(found, sample.reference(logits, table_of(n, **settings), rows, **given))
+    assert (found >= 4096).any() and len(found.unique()) > n // 2
+
+
+@pytest.mark.parametrize("run", ["reference", "kernel"])
+def test_rows_without_top_k_are_not_filtered_unless_told(run, request):
+    run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
+    logits, rows = logits_of("random", 300)[:1].repeat(6, 1), torch.arange(6)  # nearly even
+    settings = {"top_p": [1.0, 0.1, 0.1, 1.0, 0.5, 0.9], "min_p": [0.0, 0.0, 0.3, 0.3, 0.0, 0.0]}
+    mixed = settings | {"top_k": [0, 2, 0, 0, 3, 0]}
+    found = run(logits, table_of(6, **mixed), rows, filters=True, nucleus=False)
+    filtered = run(logits, table_of(6, **mixed), rows, filters=True)
+    plain = run(logits, table_of(6), rows, filters=False)
+    assert torch.equal(found[[1, 4]], filtered[[1, 4]]) and torch.equal(found[[0, 2, 3, 5]], plain[[0, 2, 3, 5]])
+    assert not torch.equal(found, filtered)
 
 
 @pytest.mark.parametrize("run", ["reference", "kernel"])
@@ -263,7 +303,7 @@ def test_company_and_order_change_nothing(run, request):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("run", ["reference", "kernel"])
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"top_p": 0.9}], ids=str)
 def test_rows_that_give_no_token_are_marked(run, settings, request):
     """And harm no other row."""
     run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
@@ -276,10 +316,10 @@ def test_rows_that_give_no_token_are_marked(run, settings, request):
     logits[4, 70] = 1.0
     rows = torch.tensor([0, 1, 2, 3, 4, -1, 6])
     table = table_of(7, **settings, penalty=2.0, seen=torch.zeros(7, 3, dtype=torch.int32))
-    ids, logprobs = run(logits, table, rows, filters="top_k" in settings, logprobs=True)
+    ids, logprobs = run(logits, table, rows, filters="top_p" in settings, logprobs=True)
     assert ids[:6].tolist() == [-1, -1, -1, 9, 70, -1] and ids[6] >= 0
     assert logprobs.isnan().tolist() == [True, True, True, False, False, True, False]
-    assert logprobs[4] == 0.0
+    assert logprobs[3] == logprobs[4] == 0.0 or settings.get("temperature") == 0.0
     assert table.drawn.tolist() == [0, 0, 0, 1, 1, 0, 1]
     assert torch.equal(table.seen, with_seen(77, [], [], [], [9], [70], [], [int(ids[6])]))
     if settings.get("temperature") == 0.0:

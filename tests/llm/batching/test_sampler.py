@@ -181,8 +181,10 @@ def test_tokens_are_asked_of_requests_that_need_them_and_of_no_other():
     with pytest.raises(ValueError, match="logits of 98 tokens"):
         sampler.draw(logits[:, 1:], torch.tensor([2, 0]), np.array([2, 0]))
     sampler.clear(2)
-    assert not sampler.waits(np.array([2, 0])) and sampler.variant(np.array([0])) == (True, False)
-    assert sampler.variant(np.array([2, -1])) == (False, False)
+    assert not sampler.waits(np.array([2, 0])) and sampler.variant(np.array([0])) == (True, False, False)
+    assert sampler.variant(np.array([2, -1])) == (False, False, False)
+    sampler.set(1, Sampling(0.5, 0, 0.9, penalty=2.0), [1])
+    assert sampler.variant(np.array([0, 1])) == (True, True, True)
 
 
 def test_rows_are_taken_again_and_requests_go_on_elsewhere():

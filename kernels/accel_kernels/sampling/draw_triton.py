@@ -1,0 +1,96 @@
+"""Logits, weights, sums of a row, and the draw: what the kernels of `sample` share.
+
+Weights are exp((logit - the largest) / temperature). No logit is divided by the temperature, which keeps their order.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-2139095040)  # order_of a float above -inf, of which only those with a weight are kept
+NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def order_of(x):
+    """fp32 as int32 in the same order; both zeros alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def from_order(order):
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(temperature):
+    """What a difference of logits is multiplied by to be a power of two; that of temperature 1 where it is 0."""
+    return tl.minimum(LOG2E / tl.where(temperature > 0, temperature, 1.0), 3e38)  # finite: times zero is zero
+
+
+@triton.jit
+def base_of(top):
+    """What weights are beside: the top, where it is finite. So -inf has no weight, and NaN is the weight of NaN alone."""
+    return tl.where((top == float("inf")) | (top == -float("inf")), 0.0, top)
+
+
+@triton.jit
+def weight_of(x, base, scale):
+    return tl.exp2((x - base) * scale)
+
+
+@triton.jit
+def penalized(x, table, row, words, place, mask):
+    """fp32 logits after the repetition penalty."""
+    if table.seen is not None:
+        penalty = tl.load(table.penalty + row)
+        seen = tl.load(table.seen + row * words + place // 32, mask=mask, other=0)
+        punished = tl.where(x < 0, x * penalty, tl.div_rn(x, penalty))
+        x = tl.where((seen >> (place % 32)) & 1 != 0, punished, x)
+    return x
+
+
+@triton.jit
+def logits_at(logits_ptr, table, row, words, place, mask):
+    """fp32 after the repetition penalty; -inf where masked."""
+    x = tl.load(logits_ptr + place, mask=mask, other=-float("inf")).to(tl.float32)
+    return penalized(x, table, row, words, place, mask)
+
+
+@triton.jit
+def places_of(piece, PIECE: tl.constexpr, GROUP: tl.constexpr):
+    """(PIECE // GROUP, GROUP), in order."""
+    return piece * PIECE + tl.arange(0, PIECE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def row_sums(stats_ptr, pieces, scale, PIECES: tl.constexpr):
+    """The largest logit of each piece and of the row, and the sum of each piece's weights, beside the row's largest.
+    A sum is NaN where a logit is."""
+    p_idx = tl.arange(0, PIECES)
+    there = p_idx < pieces
+    tops = tl.load(stats_ptr + p_idx * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
+    sums = tl.load(stats_ptr + p_idx * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, axis=0)
+    return tops, top, sums * weight_of(tops, base_of(top), scale)
+
+
+@triton.jit
+def first_beyond(masses, target, SIZE: tl.constexpr):
+    """The first of the (SIZE,) fp64 masses whose running sum is beyond the target, and what is left of the target
+    there. Where rounding leaves none: the last that has any mass."""
+    idx = tl.arange(0, SIZE)
+    some = masses > 0.0
+    first = tl.min(tl.where(some & (tl.cumsum(masses, axis=0) > target), idx, SIZE), axis=0)
+    at = tl.minimum(first, tl.max(tl.where(some, idx, 0), axis=0))
+    return at, tl.maximum(target - tl.sum(tl.where(idx < at, masses, 0.0), axis=0), 0.0)
+
+
+@triton.jit
+def draw_from(weights, target, LINES: tl.constexpr, GROUP: tl.constexpr):
+    """Line and column of (LINES, GROUP) fp32 weights at which their running sum, line by line, passes the target."""
+    line, rest = first_beyond(tl.sum(weights, axis=1).to(tl.float64), target, LINES)
+    own = tl.sum(tl.where(tl.arange(0, LINES)[:, None] == line, weights, 0.0), axis=0)
+    column, _rest = first_beyond(own.to(tl.float64), rest, GROUP)
+    return line, column

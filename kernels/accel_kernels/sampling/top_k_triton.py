@@ -1,0 +1,145 @@
+"""Rows with top-k: the exact edges of top-k and top-p among the groups that can hold what top-k keeps, and the draw.
+
+The k-th largest of the groups' largest logits is no larger than the k-th largest logit, so only the groups that reach
+it, about k of them, can hold what is kept. Logits are compared as integers in the same order, so that a bisection ends
+after at most 32 steps at a logit itself.
+"""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.sampling.draw_triton import (
+    LOWEST, draw_from, from_order, logits_at, order_of, weight_of,
+)  # fmt: skip
+
+
+@triton.jit
+def listed_logits(
+    logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Logits and places (TILE, GROUP) of the listed groups from `first` on; -inf beyond the last."""
+    l_idx = first + tl.arange(0, TILE)
+    group = tl.load(list_ptr + l_idx, mask=l_idx < listed, other=0)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = (l_idx < listed)[:, None] & (place < vocabulary)
+    return logits_at(logits_ptr, table, row, words, place, mask), place
+
+
+@triton.jit
+def sum_beyond(x, place, top, scale, edge, bound, OF: tl.constexpr):
+    """Over a tile, in fp32. OF: "count" of the logits from the edge on, "mass" of those beyond it, or "ties", the
+    count of those at the edge whose place is the bound or later."""
+    order = order_of(x)
+    if OF == "count":
+        part = (order >= edge).to(tl.float32)
+    elif OF == "mass":
+        part = tl.where(order > edge, weight_of(x, top, scale), 0.0)
+    else:
+        part = ((order == edge) & (place >= bound)).to(tl.float32)
+    return tl.sum(part)
+
+
+@triton.jit
+def listed_sum(
+    x, place, top, scale, edge, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed,
+    GROUP: tl.constexpr, TILE: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """The same over all that is listed. x, place: the first tile, which stays in registers."""
+    edge = edge.to(tl.int32)
+    total = sum_beyond(x, place, top, scale, edge, bound, OF)
+    for first in range(TILE, listed, TILE):
+        logits, places = listed_logits(
+            logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP, TILE
+        )
+        total += sum_beyond(logits, places, top, scale, edge, bound, OF)
+    return total
+
+
+@triton.jit
+def list_groups(groups_ptr, list_ptr, groups, top_k, top, GROUPS: tl.constexpr):
+    """Lists the groups that can hold what is kept; gives their number, and an order that nothing kept is below."""
+    g_idx = tl.arange(0, GROUPS)
+    largest = tl.load(groups_ptr + g_idx, mask=g_idx < groups, other=-float("inf"), cache_modifier=".cg")
+    order = order_of(largest)
+    low, high = tl.full((), LOWEST, tl.int64), order_of(top).to(tl.int64)
+    while low < high:  # the largest order at which there is enough; the lowest where there never is
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((order >= middle.to(tl.int32)).to(tl.int32), axis=0) >= top_k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    mask = order >= low.to(tl.int32)
+    tl.store(list_ptr + tl.cumsum(mask.to(tl.int32), axis=0) - 1, g_idx, mask=mask)
+    tl.debug_barrier()
+    return tl.sum(mask.to(tl.int32), axis=0), low
+
+
+@triton.jit
+def kept_weights(x, place, top, scale, edge, bound, min_p):
+    order, weight = order_of(x), weight_of(x, top, scale)
+    keep = (order > edge.to(tl.int32)) | ((order == edge.to(tl.int32)) & (place >= bound))
+    return tl.where(keep & ((weight >= min_p) | (x == top)), weight, 0.0)
+
+
+@triton.jit
+def draw_top_k(
+    logits_ptr, table, row, words, vocabulary, uniform, top, scale, groups_ptr, list_ptr, groups,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The place drawn, and the sum of the weights of what is kept. uniform: fp64 in (0, 1)."""
+    top_k, top_p, min_p = tl.load(table.top_k + row), tl.load(table.top_p + row), tl.load(table.min_p + row)
+    listed, edge = list_groups(groups_ptr, list_ptr, groups, top_k, top, GROUPS)
+    x, place = listed_logits(logits_ptr, table, row, words, vocabulary, list_ptr, listed, 0, GROUP, TILE)
+    highest, bound = order_of(top).to(tl.int64), tl.full((), 0, tl.int64)
+    high = highest
+    while edge < high:  # the order of the k-th largest logit
+        middle = (edge + high + 1) >> 1
+        count = listed_sum(
+            x, place, top, scale, middle, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed, GROUP,
+            TILE, "count",
+        )  # fmt: skip
+        enough = count >= top_k
+        edge, high = tl.where(enough, middle, edge), tl.where(enough, high, middle - 1)
+    if top_p < 1.0:
+        total = listed_sum(
+            x, place, top, scale, edge - 1, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed, GROUP,
+            TILE, "mass",
+        )  # fmt: skip
+        needed, high, beyond = top_p * total, highest, 0.0
+        while edge < high:  # the smallest order beyond which there is too little mass: that of a logit
+            middle = (edge + high) >> 1
+            mass = listed_sum(
+                x, place, top, scale, middle, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed,
+                GROUP, TILE, "mass",
+            )  # fmt: skip
+            little = mass < needed
+            edge, high = tl.where(little, edge, middle + 1), tl.where(little, middle, high)
+            beyond = tl.where(little, mass, beyond)
+        ties = listed_sum(
+            x, place, top, scale, edge, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed, GROUP,
+            TILE, "ties",
+        )  # fmt: skip
+        stay = tl.maximum(tl.ceil((needed - beyond) / weight_of(from_order(edge.to(tl.int32)), top, scale)), 1.0)
+        if stay < ties:
+            later = tl.full((), 0, tl.int64) + vocabulary
+            while bound + 1 < later:  # the last place from which on there are as many ties as stay
+                middle = (bound + later) >> 1
+                count = listed_sum(
+                    x, place, top, scale, edge, middle, logits_ptr, table, row, words, vocabulary, list_ptr, listed,
+                    GROUP, TILE, "ties",
+                )  # fmt: skip
+                bound, later = tl.where(count >= stay, middle, bound), tl.where(count >= stay, later, middle)
+    kept = tl.sum(kept_weights(x, place, top, scale, edge, bound, min_p)).to(tl.float64)
+    for first in range(TILE, listed, TILE):
+        logits, places = listed_logits(logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP, TILE)
+        kept += tl.sum(kept_weights(logits, places, top, scale, edge, bound, min_p)).to(tl.float64)
+    rest, chosen, first = uniform * kept, tl.full((), 0, tl.int32), 0
+    while (first < listed) & (rest >= 0.0):
+        if first > 0:
+            x, place = listed_logits(logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP, TILE)
+        weights = kept_weights(x, place, top, scale, edge, bound, min_p)
+        mass = tl.sum(weights)
+        if mass > 0.0:  # a later tile takes its place if this one's mass does not reach
+            line, column = draw_from(weights, rest, TILE, GROUP)
+            chosen = tl.load(list_ptr + first + line) * GROUP + column
+        rest -= mass.to(tl.float64)
+        first += TILE
+    return chosen, kept.to(tl.float32)
