@@ -31,7 +31,7 @@ def scale_of(temperature):
 
 @triton.jit
 def base_of(top):
-    """What weights are beside: the top, where it is finite. So -inf has no weight, and NaN is the weight of NaN alone."""
+    """What weights are beside: the top, where it is finite. So -inf has no weight, and only NaN has NaN."""
     return tl.where((top == float("inf")) | (top == -float("inf")), 0.0, top)
 
 

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from accel_kernels.sampling.draw_triton import (
-    LOWEST, base_of, from_order, logits_at, order_of, places_of, row_sums, scale_of, weight_of,
+    LOWEST,
+    base_of,
+    from_order,
+    logits_at,
+    order_of,
+    places_of,
+    row_sums,
+    scale_of,
+    weight_of,
 )  # fmt: skip
 
 MARGIN = tl.constexpr(1.001)  # by more than sums in another order and logarithms are off
@@ -36,8 +44,8 @@ def narrowed(bracket_ptr, sums_ptr, needed, pieces, PIECES: tl.constexpr, BUCKET
     low, high = tl.load(bracket_ptr, cache_modifier=".cg"), tl.load(bracket_ptr + 1, cache_modifier=".cg")
     p_idx, b_idx = tl.arange(0, PIECES)[:, None], tl.arange(0, BUCKETS)[None, :]
     mask = (p_idx < pieces) & (b_idx < BUCKETS - 1)
-    beyond = tl.sum(tl.load(sums_ptr + p_idx * BUCKETS + b_idx, mask=mask, other=-1.0, cache_modifier=".cg"), axis=0)
-    passed = tl.sum((beyond >= needed).to(tl.int64), axis=0)
+    beyond = tl.sum(tl.load(sums_ptr + p_idx * BUCKETS + b_idx, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
+    passed = tl.sum(((beyond >= needed) & (tl.arange(0, BUCKETS) < BUCKETS - 1)).to(tl.int64), axis=0)
     step = (high - low + BUCKETS) // BUCKETS
     return tl.minimum(low + passed * step, high), tl.minimum(low + (passed + 1) * step - 1, high)
 
@@ -65,9 +73,9 @@ def narrow_kernel(
         scale = scale_of(tl.load(table.temperature + row))
         top_p, min_p = tl.load(table.top_p + row), tl.load(table.min_p + row)
         _tops, top, masses = row_sums(stats_ptr + i * pieces * 2, pieces, scale, PIECES)
-        total, base = tl.sum(masses, axis=0), base_of(top)
+        total, base = tl.sum(masses.to(tl.float64), axis=0), base_of(top)
         if given_ptr is None:  # nothing so light is the edge that the whole vocabulary of it has less than what may go
-            light = (1.0 - top_p) * total / (vocabulary * MARGIN)
+            light = (1.0 - top_p) * total.to(tl.float32) / (vocabulary * MARGIN)
             least = tl.maximum(order_of(base + tl.log2(light) / scale), LOWEST)
             high = (order_of(top) >> SHIFT).to(tl.int64)
             low = tl.minimum((least >> SHIFT).to(tl.int64), high)
@@ -106,7 +114,7 @@ def kept_masses(
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Of each piece (PIECES,): the mass of what is kept, and how many at the edge stay, the last ones; and the edge.
-    needed: mass of top-p."""
+    needed: mass of top-p, in fp64 as all that decides how many stay."""
     p_idx = tl.arange(0, PIECES)
     there, sum_ptr = p_idx < pieces, sums_ptr + p_idx * BUCKETS
     beyond = tl.load(sum_ptr, mask=there, other=0.0, cache_modifier=".cg")
@@ -116,9 +124,9 @@ def kept_masses(
         ties = tl.load(sum_ptr + 2, mask=there, other=0.0, cache_modifier=".cg")
         edge = value_of(tl.load(bracket_ptr, cache_modifier=".cg"), SHIFT)
         weight = weight_of(edge, base, scale)
-        lacking = (needed - tl.sum(beyond, axis=0)) / tl.where(weight > 0.0, weight, 1.0)
+        lacking = (needed - tl.sum(beyond.to(tl.float64), axis=0)) / tl.where(weight > 0.0, weight, 1.0)
         later = tl.sum(ties, axis=0) - tl.cumsum(ties, axis=0)
-        stay = tl.minimum(tl.maximum(tl.maximum(tl.ceil(lacking), 1.0) - later, 0.0), ties)
+        stay = tl.minimum(tl.maximum(tl.maximum(tl.ceil(lacking), 1.0).to(tl.float32) - later, 0.0), ties)
         stay = tl.where((weight >= tl.load(table.min_p + row)) | (edge == top), stay, 0.0)
         masses += stay * weight
     return masses, stay, edge

@@ -20,14 +20,14 @@ def reference(logits, table, rows, *, filters, nucleus=True, logprobs=False):
     """logits: (N, V) of floats, computed in fp32; table: a `SamplingTable` of R requests; rows: (N,) int32 or int64.
 
     Row i of the logits is of request rows[i], each of which stands there once; -1 means that nothing is drawn.
-    filters: whether any of these requests has top-k, top-p or min-p; without it they are not looked at. nucleus: whether
-    any has top-p or min-p without top-k; without it these are not looked at but beside top-k, and launches are fewer.
+    filters: whether any of these requests has top-k, top-p or min-p; without it they are not looked at. nucleus:
+    whether any has top-p or min-p without top-k; without it these count beside top-k only, and launches are fewer.
 
     Returns ids (N,) int64, or with logprobs (ids, (N,) fp32): log_softmax of the processed scores at the id. An id is
     -1, and its logprob NaN, where the row is -1, its logits have a NaN, or none of them is above -inf. Greedy takes
-    the first of the largest. +inf is larger than all others, the first of them is taken with a
-    log probability of 0, whatever the filters. Of equal scores at the edge of top-k all stay; of those at the edge of top-p as many as are needed, the last places first, as
-    a stable sort has them.
+    the first of the largest. +inf is larger than all others, the first of them is taken with a log probability of 0,
+    whatever the filters. Of equal scores at the edge of top-k all stay; of those at the edge of top-p as many as are
+    needed, the last places first, as a stable sort has them.
 
     Changed in place, for requests that got an id: `table.drawn` grows by one, `table.seen` has the id.
     """

@@ -20,7 +20,16 @@ import triton.language as tl
 from accel_kernels.launch import power_of_two
 from accel_kernels.op import multiprocessors
 from accel_kernels.sampling.draw_triton import (
-    NOWHERE, base_of, draw_from, first_beyond, logits_at, penalized, places_of, row_sums, scale_of, weight_of,
+    NOWHERE,
+    base_of,
+    draw_from,
+    first_beyond,
+    logits_at,
+    penalized,
+    places_of,
+    row_sums,
+    scale_of,
+    weight_of,
 )  # fmt: skip
 from accel_kernels.sampling.nucleus_triton import BUCKETS, is_nucleus, kept_masses, kept_of, narrow_kernel
 from accel_kernels.sampling.philox_triton import uniform_of
@@ -69,8 +78,8 @@ def finish_row(
     seed, drawn = tl.load(table.seeds + row), tl.load(table.drawn + row)
     scale, uniform = scale_of(temperature), uniform_of(seed, drawn)
     tops, top, masses = row_sums(stats_ptr, pieces, scale, PIECES)
-    total = tl.sum(masses, axis=0)
-    chosen, kept = tl.full((), -1, tl.int32), tl.where(top == float("inf"), 1.0, total)
+    total = tl.sum(masses.to(tl.float64), axis=0)
+    chosen, kept = tl.full((), -1, tl.int32), tl.where(top == float("inf"), 1.0, total).to(tl.float32)
     certain, few = (temperature <= 0.0) | (top == float("inf")), False
     if groups_ptr is not None:
         few = (tl.load(table.top_k + row) > 0) & (certain == 0)

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from accel_kernels.sampling.draw_triton import (
-    LOWEST, draw_from, from_order, logits_at, order_of, weight_of,
+    LOWEST,
+    draw_from,
+    from_order,
+    logits_at,
+    order_of,
+    weight_of,
 )  # fmt: skip
 
 
@@ -48,9 +53,7 @@ def listed_sum(
     edge = edge.to(tl.int32)
     total = sum_beyond(x, place, top, scale, edge, bound, OF)
     for first in range(TILE, listed, TILE):
-        logits, places = listed_logits(
-            logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP, TILE
-        )
+        logits, places = listed_logits(logits_ptr, table, row, words, vocabulary, list_ptr, listed, first, GROUP, TILE)
         total += sum_beyond(logits, places, top, scale, edge, bound, OF)
     return total
 
@@ -103,7 +106,7 @@ def draw_top_k(
             x, place, top, scale, edge - 1, bound, logits_ptr, table, row, words, vocabulary, list_ptr, listed, GROUP,
             TILE, "mass",
         )  # fmt: skip
-        needed, high, beyond = top_p * total, highest, 0.0
+        needed, high, beyond = top_p.to(tl.float64) * total, highest, 0.0
         while edge < high:  # the smallest order beyond which there is too little mass: that of a logit
             middle = (edge + high) >> 1
             mass = listed_sum(

@@ -14,7 +14,7 @@ def many(output):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", sample.cases, ids=lambda case: case.name)
 def test_the_compiled_kernel_draws_what_the_reference_draws(case, dtype):
-    """But where two places are so near that the last digit of a logarithm decides: one row in a hundred at most."""
+    """But where a number is so near the end of a share that the last digit decides: one row in a hundred at most."""
     (logits, mine, rows), more = case.make(CUDA, dtype)
     (_, theirs, _), _ = case.make(CUDA, dtype)
     assert sample.supports(logits, mine, rows, **more) is None

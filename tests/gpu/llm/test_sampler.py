@@ -54,7 +54,7 @@ def test_nothing_waits_and_ids_are_those_of_the_cpu(request):
         if step == 2:
             theirs.set(5, Sampling(1.0, penalty=1.1, seed=8), [1, 2, 3])
         differ += int((found[step].cpu() != theirs.draw(logits[step], torch.from_numpy(rows), rows)).sum())
-    assert differ <= 2  # places so near that the last digit of a logarithm decides
+    assert differ <= 2  # numbers so near the end of a share that the last digit decides
 
 
 def test_a_graph_holds_the_draw():

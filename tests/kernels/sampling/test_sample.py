@@ -229,6 +229,8 @@ EDGES = [
     ("half", {"top_p": 0.9999999}),
     ("masked", {"top_p": 0.99}),
     ("flat", {"top_p": 0.5}),  # more groups than a program holds, all of one score
+    ("flat", {"top_p": 0.1}),  # 0.1 is more than a tenth in fp32: one more stays
+    ("flat", {"top_k": 4500, "top_p": 0.1}),
     ("flat", {"top_k": 4400, "top_p": 0.9911}),
     ("flat", {"min_p": 0.5}),
     ("broad", {"temperature": 3.0, "top_p": 0.97}),
@@ -249,9 +251,9 @@ def test_the_kernel_finds_the_edges(kind, settings, kernel):
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 60}, {"min_p": 0.1}], ids=str)
 def test_the_kernel_draws_the_same_whatever_the_number(settings, kernel):
-    """Seed after seed, over two pieces of which the second is not full."""
+    """Seed after seed, over three pieces of which the third is not full."""
     n = 10
-    logits, rows = logits_of("random", 6001)[1:2].bfloat16().repeat(n, 1), torch.arange(n)
+    logits, rows = logits_of("random", 9001)[1:2].bfloat16().repeat(n, 1), torch.arange(n)
     given = {"filters": bool(settings), "nucleus": "top_k" not in settings}
     found = kernel(logits, table_of(n, **settings), rows, **given)
     assert torch.equal(found, sample.reference(logits, table_of(n, **settings), rows, **given))
@@ -303,7 +305,9 @@ def test_company_and_order_change_nothing(run, request):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("run", ["reference", "kernel"])
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"top_p": 0.9}], ids=str
+)
 def test_rows_that_give_no_token_are_marked(run, settings, request):
     """And harm no other row."""
     run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
