@@ -11,6 +11,8 @@ from torch import nn
 from accel.quantization.module import QuantizedLinear, stored, uncast
 from accel.quantization.scheme import Scheme
 
+AT_ONCE = 2**26  # numbers that are written out at a time: some are in float32 meanwhile
+
 
 class ExpertStacks(NamedTuple):
     """A module of experts, and the names of its two stacks of matrices. transposed: both are (E, inputs, outputs)."""
@@ -67,7 +69,11 @@ class QuantizedExperts(nn.Module):
 
     def written(self, name: str, quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """A stack as the original holds it, (E, outputs, inputs) or transposed, its values rounded to dtype."""
-        matrices = quantized.dequantized(dtype).unflatten(0, (self.shapes[name][0], -1))
+        rows, columns = quantized.shape
+        result = torch.empty(rows, columns, dtype=dtype, device=quantized.data.device)
+        for start in range(0, rows, step := max(1, AT_ONCE // columns)):
+            result[start : start + step] = quantized.rows(start, start + step).dequantized(dtype)
+        matrices = result.unflatten(0, (self.shapes[name][0], -1))
         return matrices.transpose(1, 2) if self.transposed else matrices
 
     def original_class(self) -> nn.Module:

@@ -55,7 +55,7 @@ class Quantization:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """All that is quantized, by path."""
-        return dict(self.chosen) | {path: stacks.module for path, stacks in self.experts.items()}
+        return {path: stacks.module for path, stacks in self.experts.items()} | dict(self.chosen)
 
     def run(self) -> None:
         """What `swap` does first: exchanges the modules. Raises ValueError for NaN or Inf in one, naming it."""

@@ -77,7 +77,8 @@ class Work:
         """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
         step = _step(median)
         tokens = context + (self.few + self.many) // 2
-        less = variant.saved + (1 - variant.kept) * self.traffic.cache(rows, tokens)
+        less = variant.saved + variant.saved_experts * self.traffic.hit(rows)
+        less += (1 - variant.kept) * self.traffic.cache(rows, tokens)
         moved = self.traffic.step_bytes(rows, tokens) - less
         return {
             "ms_step": round(step * 1e3, 4),

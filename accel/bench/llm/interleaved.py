@@ -20,8 +20,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 2, 7
 class Variant:
     """A model under a name, and what generate() is told besides; `assistant` gives its helper for assisted text.
 
-    saved: bytes of weights that its step need not read, of those of the stock model. kept: which share of the stock
-    model's keys and values it does read.
+    saved: bytes of weights that its step need not read, of those of the stock model; saved_experts: of all experts of
+    mixtures, of which a step reads some. kept: which share of the stock model's keys and values it does read.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Variant:
     options: dict = field(default_factory=dict)
     assistant: "Callable[[], PreTrainedModel] | None" = None
     saved: int = 0
+    saved_experts: int = 0
     kept: float = 1.0
 
     def generate(self, inputs: dict, tokens: int, **options: Any) -> Any:

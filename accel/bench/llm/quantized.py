@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accel_kernels import Quantized
 
 import accel
 from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import prompt
 from accel.bench.timing import seconds
 from accel.quantization.activations import kind_of
+from accel.quantization.experts import QuantizedExperts
 from accel.verification.agreement import distributions
 
 if TYPE_CHECKING:
@@ -54,13 +56,16 @@ def variant(stock: "PreTrainedModel", name: str, options: dict[str, Any], device
     inputs = prompt(stock, *PROMPT)
     kl, _, top1 = distributions(*(one(**inputs).logits.flatten(0, 1) for one in (stock, model)))
     told = {"quantize_s": round(taken, 3), "kl": kl, "top1": top1}
-    saved, kept = 0, 1.0
+    saved, experts, kept = 0, 0, 1.0
     if "weights" in options:
         rows = report.weights
         if not rows:
             raise ValueError(f"weights={options['weights']!r}: no linear layer was quantized")
         before, after = (sum(row[key] for row in rows) for key in ("bytes_before", "bytes_after"))
-        saved = before - sum(model.get_submodule(row["path"]).quantized.nbytes for row in rows)  # of what is read
+        for row in rows:
+            numbers, mixture = _numbers(model, row["path"])
+            less = row["bytes_before"] - numbers.nbytes  # of what is read
+            saved, experts = (saved, experts + less) if mixture else (saved + less, experts)
         told |= {"mb": round(after / 2**20, 3), "mb_before": round(before / 2**20, 3)}
         told["sqnr_db"] = round(statistics.mean(row["sqnr_db"] for row in rows), 2)
     if "kv_cache" in options:
@@ -70,4 +75,12 @@ def variant(stock: "PreTrainedModel", name: str, options: dict[str, Any], device
             raise ValueError(f"kv_cache={options['kv_cache']!r}: no keys or values are rounded")
         kept = now / before
         told |= {"token_bytes": now, "token_bytes_before": before}
-    return Variant(f"accel {name}", model, saved=saved, kept=kept), told
+    return Variant(f"accel {name}", model, saved=saved, saved_experts=experts, kept=kept), told
+
+
+def _numbers(model: "PreTrainedModel", path: str) -> tuple[Quantized, bool]:
+    """The weight of a row of `Report.weights`, and whether it is a stack of experts."""
+    owner, _, name = path.rpartition(".")
+    if isinstance(module := model.get_submodule(owner), QuantizedExperts):
+        return module.stack(name), True
+    return model.get_submodule(path).quantized, False

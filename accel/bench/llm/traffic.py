@@ -69,12 +69,15 @@ class Traffic:
         """Bytes of keys and values that a step reads where every row holds `tokens`."""
         return rows * sum(each * min(tokens, window or tokens) for each, window in self.cached)
 
+    def hit(self, rows: int) -> float:
+        """The share of the experts that so many independent choices are expected to hit."""
+        many, taken = self.experts or (1, 1)
+        return 1 - (1 - taken / many) ** rows
+
     def step(self, rows: int, tokens: int) -> dict[str, int]:
         """Bytes by role, attention being the keys and values."""
         found = {role: self.weights.get(role, 0) for role in ROLES}
-        if self.experts is not None:  # how many of them so many independent choices are expected to hit
-            many, taken = self.experts
-            found["experts"] = int(found["experts"] * (1 - (1 - taken / many) ** rows))
+        found["experts"] = int(found["experts"] * self.hit(rows))
         return found | {"attention": self.cache(rows, tokens)}
 
     def step_bytes(self, rows: int, tokens: int) -> int:

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
 
 import accel
-from accel.bench.llm import cases, configs, models
+from accel.bench.llm import cases, configs, models, quantized
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm.traffic import Traffic, layers_of
+from accel.quantization.experts import QuantizedExperts
 
 CPU = torch.device("cpu")
 PUBLISHED = {
@@ -98,6 +99,28 @@ def test_bytes_of_other_makes():
     experts = found.weights["experts"]
     assert found.step(1, 1)["experts"] == experts // 4
     assert experts * 0.6 < found.step(4, 1)["experts"] < experts * 0.7  # 1 - (3/4)^4
+
+
+def test_a_step_reads_less_of_rounded_experts_as_far_as_they_are_hit():
+    config = MixtralConfig(
+        vocab_size=61, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=1,
+    )  # fmt: skip
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    traffic = Traffic.of(stock)
+    work = cases.Work(stock, traffic, 1e9, CPU, (1,), (64,), 8, 64)
+    fewer, told = quantized.variant(stock, "int8", {"weights": "int8"}, CPU)
+    held = [module for module in fewer.model.modules() if isinstance(module, QuantizedExperts)]
+    numbers = sum(tensor.nbytes for module in held for tensor in module.buffers())
+    assert len(held) == 2 and fewer.saved_experts == 2 * 4 * 3 * 32 * 48 * 4 - numbers > 2 * numbers
+    assert told["mb_before"] > told["mb"]
+    for rows, hit in ((1, 1 / 4), (4, 1 - 0.75**4)):
+        shares = [
+            work.rate(rows, 64, {"step": 1e-3, "call": 1e-3}, one)["share_of_bandwidth"]
+            for one in (turns.Variant("", stock), fewer)
+        ]
+        less = fewer.saved + hit * fewer.saved_experts
+        assert shares[0] - shares[1] == pytest.approx(less / 1e9 / 1e-3, abs=2e-4)
 
 
 def test_a_step_reads_less_of_a_rounded_cache(tiny):

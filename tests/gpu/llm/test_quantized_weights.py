@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import accel
+from accel.quantization.experts import QuantizedExperts
 from support.device_memory import allocated
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import on_gpu
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
-from support.llm.quantized import held_by, rounded
+from support.llm.quantized import held_by, mixture, of_experts, rounded
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
 HEADS = ("int8-head", "int4-g32-head", "fp8-head")
@@ -161,6 +162,77 @@ def test_memory_is_saved_and_given_back(weights, share, keep):
     if not keep:
         return
     assert all(module.data.is_cuda for module in held_by(model))
+    accel.restore(model)
+    assert abs(allocated() - start - size) < 0.02 * size
+    assert all(
+        torch.equal(p.cpu(), q) and p.is_cuda for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+MIXED = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss")
+
+
+@pytest.mark.parametrize(("name", "weights"), zip(MIXED, SCHEMES, strict=True))
+def test_experts_in_graphs_of_prompts_and_steps_token_for_token(name, weights):
+    stock = mixture(name, max_position_embeddings=1024).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights, graphs=True)
+    theirs = rounded(stock, ours)
+    assert {type(one) for one in of_experts(ours).values()} == {QuantizedExperts}
+    for rows, length in ((1, 12), (1, 300), (40, 9), (96, 5)):
+        for seed in range(3):  # eager, capture, replay
+            ids = prompt(rows, length, seed).cuda()
+            same(generate(ours, ids, None), generate(theirs, ids, None), 4e-5)
+    assert accel.report(ours).fallbacks == []
+    captured = {row["inputs"].split(",")[0] for row in accel.report(ours).graphs if row["status"] == "graph"}
+    assert {"1x1", "40x1", "96x1"} <= captured, accel.report(ours)
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_each_expert_is_as_near_to_the_truth_as_stock(name, weights, dtype):
+    """For tokens that are multiplied one by one, grouped, and by experts written out first."""
+    stock = mixture(name, dtype, hidden_size=256, intermediate_size=512).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights)
+    theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
+    path, module = next(iter(of_experts(ours).items()))
+    for tokens in (1, 7, 16, 17, 100, 600, 3000):
+        generator = torch.Generator("cuda").manual_seed(tokens)
+        x = torch.randn(tokens, 256, generator=generator, device="cuda").to(dtype)
+        index = torch.rand(tokens, 4, generator=generator, device="cuda").topk(2).indices
+        shares = torch.rand(tokens, 2, generator=generator, device="cuda").to(dtype)
+        wanted = truth.get_submodule(path)(x.float(), index, shares.float())
+        own, mine = ((one(x, index, shares).float() - wanted).norm() for one in (theirs.get_submodule(path), module))
+        assert mine <= 1.5 * own, f"{tokens} tokens"
+    assert accel.report(ours).fallbacks == []
+    assert accel.verify(ours).passed
+
+
+def test_a_prompt_of_rounded_experts_takes_the_way_that_was_fastest():
+    """Experts are written out first, or not, by timing: either way the prompt says the same."""
+    stock = mixture("mixtral", torch.bfloat16, max_position_embeddings=4096, hidden_size=512).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), weights="int8", graphs=True)
+    theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
+    for length in (200, 1000, 4000):  # 100, 500 and 2000 tokens to an expert
+        errors = []
+        for seed in range(9):
+            ids = prompt(1, length, seed).cuda()
+            wanted, *found = (model(ids, logits_to_keep=1).logits.float() for model in (truth, theirs, ours))
+            errors.append(torch.stack([(one - wanted).norm() for one in found]))
+        own, mine = torch.stack(errors).median(0).values  # a router may choose otherwise by rounding
+        assert mine <= 2 * own, f"{length} tokens"
+    assert accel.report(ours).fallbacks == []
+
+
+@pytest.mark.parametrize(("weights", "share"), [("int8", 0.55), ("int4", 0.35), ("fp8", 0.55)])
+def test_memory_of_experts_is_saved_and_given_back(weights, share):
+    start = allocated()
+    model = mixture("mixtral", torch.bfloat16, hidden_size=512, intermediate_size=2048, num_local_experts=16).cuda()
+    twin = copy.deepcopy(model).cpu()
+    size = allocated() - start
+    accel.optimize(model, weights=weights, graphs=False)
+    assert allocated() - start < share * size
+    generate(model, *on_gpu(*padded()))
     accel.restore(model)
     assert abs(allocated() - start - size) < 0.02 * size
     assert all(

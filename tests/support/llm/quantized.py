@@ -77,11 +77,11 @@ def rounded(stock, ours, dtype: torch.dtype | None = None):
     return twin
 
 
-def mixture(name: str, dtype: torch.dtype = torch.float32):
+def mixture(name: str, dtype: torch.dtype = torch.float32, **changes):
     """A stock model."""
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {name}")
-    return make(name, dtype, **MIXTURES[name][1])
+    return make(name, dtype, **MIXTURES[name][1] | changes)
 
 
 def quantized_pair(name: str, weights: str = "int8", dtype: torch.dtype = torch.float32):
