@@ -78,7 +78,7 @@ format: $(READY)  ## let ruff repair what it can
 bench:  ## stock, accel and torch.compile side by side, in the Python that has a GPU (ARGS="sd15 vae1024")
 	PYTHONPATH=.:kernels $(PYTHON) -m accel bench $(ARGS)
 
-plots: $(READY)  ## draw docs/images/speed.png from benchmarks/results
+plots: $(READY)  ## draw docs/images from benchmarks/results
 	$(BIN)/python benchmarks/plot.py
 
 clean:  ## remove what was built and cached; .venv stays

@@ -1,4 +1,4 @@
-"""Draws speed, ablation, decode and quantized.png in docs/images from what is in benchmarks/results: `make plots`."""
+"""Draws speed, ablation, decode, quantized and batches.png in docs/images from benchmarks/results: `make plots`."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
+import plot_batches
 import plot_quantized
 from matplotlib import pyplot as plt
 
@@ -183,6 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     results, generating = load(options.results), generations(options.results)
     quantized = plot_quantized.save(options.results, options.out.with_name("quantized.png"))
+    quantized |= plot_batches.save(options.results, options.out.with_name("batches.png"))
     if generating:
         save_decode(generating, options.out.with_name("decode.png"))
     if not results:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SEED = 0
+IN_FLIGHT = (1, 8, 32, 128, 512)  # requests at a time, of the workloads that tell how their number counts
 
 
 @dataclass(frozen=True)
@@ -62,5 +63,6 @@ WORKLOADS = (
     Workload("rollouts", 32, 256, 256, 1024),
     Workload("nothing shared", 256, 1000, 1000, 64),
     Workload("shared prompt", 256, 1000, 1000, 64, shared=900),
+    *(Workload(f"{number} in flight", number, 128, 128, 64) for number in IN_FLIGHT),
     Workload("long", 256, 1024, 1024, 1024),
 )
