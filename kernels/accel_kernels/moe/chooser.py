@@ -35,7 +35,8 @@ def possible_ways(tokens: int, chosen: int, many: int, quantized: bool = False) 
         found = [likely, GEMV, likely_tile(tokens * chosen, many)]
     else:
         place = names.index(WRITTEN.get(likely, likely))
-        found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : place + 2]]
+        last = place + 2 if TILES[names[place]].rows < 64 else len(names)
+        found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : last]]
     if quantized and mean_pairs(tokens * chosen, many) > MAY_WRITE:
         found += [likely_tile(tokens * chosen, many), *WRITTEN]
     return list(dict.fromkeys(found))

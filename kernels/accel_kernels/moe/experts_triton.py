@@ -174,11 +174,11 @@ def _grouped(x, index, shares, weights, tile: Tile):
         by_rows = weights.by_rows
         launch(
             grouped_up_kernel, grids[0], x, weights.gate_up, *up, K=hidden, **more,
-            TRANSPOSED=not by_rows[0], COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+            TRANSPOSED=not by_rows[0], TAIL=tile.tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
         )  # fmt: skip
         launch(
             grouped_down_kernel, grids[1], h, weights.down, *down, K=inner, **last,
-            TRANSPOSED=not by_rows[1], COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+            TRANSPOSED=not by_rows[1], TAIL=tile.tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
         )  # fmt: skip
     block = min(CHANNELS, power_of_two(hidden))
     launch(

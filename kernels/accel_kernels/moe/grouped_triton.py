@@ -66,9 +66,10 @@ def group_kernel(
 def grouped_up_kernel(
     x_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
     K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """TAIL: rows of a product for so few pairs; 0 where all have ROWS."""
     tile = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -76,7 +77,29 @@ def grouped_up_kernel(
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         return
-    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
+    first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    if TAIL > 0 and end - first <= TAIL:
+        up_rows(
+            x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
+            K, KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
+        )  # fmt: skip
+    else:
+        up_rows(
+            x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
+            K, KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def up_rows(
+    x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
+    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Stores the inner channels of the pairs at the places from `first` on; returns `first`."""
+    row_idx = first + tl.arange(0, ROWS)
+    row_mask = row_idx < end
     token = tl.load(order_ptr + row_idx, mask=row_mask, other=0) // chosen
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < inner
@@ -126,21 +149,44 @@ def grouped_up_kernel(
     y = apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT)
     place = h_ptr + row_idx.to(tl.int64)[:, None] * inner + n_idx[None, :]
     tl.store(place, y.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+    return first
 
 
 @triton.jit
 def grouped_down_kernel(
     h_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
-    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """TAIL: see `grouped_up_kernel`."""
     tile = tl.program_id(0)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    row_idx, row_mask = rows_of_tile(tile, expert, starts_ptr, ROWS)
+    first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    if TAIL > 0 and end - first <= TAIL:
+        down_rows(
+            h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+            K, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL,
+        )  # fmt: skip
+    else:
+        down_rows(
+            h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+            K, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def down_rows(
+    h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Stores what the expert makes of the pairs at the places from `first` on; returns `first`."""
+    row_idx = first + tl.arange(0, ROWS)
+    row_mask = row_idx < end
     n_idx = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n_mask = n_idx < hidden
     k_idx = tl.arange(0, DEPTH)
@@ -163,13 +209,21 @@ def grouped_down_kernel(
         y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    return first
+
+
+@triton.jit
+def places_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
+    """Where a tile's pairs begin in `order`, and where its expert's end."""
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    return start + (tile - start // ROWS - expert) * ROWS, end
 
 
 @triton.jit
 def rows_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
     """Places in `order` of a tile's pairs, (ROWS,), and which of them are of its expert."""
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    row_idx = start + (tile - start // ROWS - expert) * ROWS + tl.arange(0, ROWS)
+    first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    row_idx = first + tl.arange(0, ROWS)
     return row_idx, row_idx < end
 
 

@@ -75,15 +75,16 @@ def test_what_is_worth_timing():
     assert possible_ways(1, 8, 128) == possible_ways(3, 8, 128) == [GEMV, "16"]
     assert possible_ways(4, 8, 128) == possible_ways(16, 8, 128) == ["16", GEMV]
     assert possible_ways(32, 8, 128) == ["16", "32"]
-    assert possible_ways(512, 8, 128) == ["64", "32", "128"]
-    assert possible_ways(4096, 8, 128) == ["128", "64"]
+    assert possible_ways(256, 8, 128) == ["32", "16", "64"]
+    assert possible_ways(512, 8, 128) == ["64", "32", "128", "128/64"]
+    assert possible_ways(4096, 8, 128) == ["128", "64", "128/64"]
 
 
 def test_experts_in_fewer_bits_may_be_written_out_where_many_tokens_choose_each():
-    assert possible_ways(1024, 8, 128, True) == possible_ways(1024, 8, 128) == ["64", "32", "128"]
-    assert possible_ways(1025, 8, 128, True) == ["64", "32", "128", "written 64", "written 128"]
-    assert possible_ways(4096, 8, 128, True) == ["128", "64", "written 64", "written 128"]
-    assert possible_ways(8193, 8, 128, True) == ["written 128", "64", "128", "written 64"]
+    assert possible_ways(1024, 8, 128, True) == possible_ways(1024, 8, 128) == ["64", "32", "128", "128/64"]
+    assert possible_ways(1025, 8, 128, True) == ["64", "32", "128", "128/64", "written 64", "written 128"]
+    assert possible_ways(4096, 8, 128, True) == ["128", "64", "128/64", "written 64", "written 128"]
+    assert possible_ways(8193, 8, 128, True) == ["written 128", "64", "128/64", "128", "written 64"]
     assert [likely_way(tokens, 2, 8, True) for tokens in (1, 17, 2048, 2049)] == [GEMV, "16", "128", "written 128"]
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from accel_kernels.moe import experts_triton
 from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.grouped_triton import group_kernel
-from accel_kernels.moe.tiles import GEMV, likely_tile
+from accel_kernels.moe.tiles import GEMV, Tile, likely_tile
 
 from support.kernels.waiting import NothingWaits
 
@@ -66,6 +66,24 @@ def test_every_tile_gives_the_same(name, tile, monkeypatch):
     found = experts_triton.experts(*args, tile=tile)
     torch.testing.assert_close(found, experts.reference(*args), rtol=1e-5, atol=1e-5)
     assert torch.equal(found, experts_triton.experts(*args, tile=tile))
+
+
+@pytest.mark.parametrize("name", ["grouped", "grouped-gpt-oss", "grouped-int8"])
+def test_a_short_tail_has_a_product_of_its_own(name, monkeypatch):
+    x, index, shares, weights = given(name)
+    index[:, 0] = 1  # as many pairs as fill a tile and leave some, or no tail; the others' are few
+    poisoned(monkeypatch)
+    rows, found = [], experts_triton.launch
+
+    def seen(kernel, grid, *args, **meta):
+        rows.append((meta.get("ROWS"), meta.get("TAIL")))
+        found(kernel, grid, *args, **meta)
+
+    monkeypatch.setattr(experts_triton, "launch", seen)
+    for long in (32, 16):
+        y = experts_triton.experts(x, index, shares, weights, tile=Tile(long, 32, 32, 64, 4, 2, long // 2))
+        torch.testing.assert_close(y, experts.reference(x, index, shares, weights), rtol=1e-5, atol=1e-5)
+    assert rows.count((32, 16)) == rows.count((16, 8)) == (0 if "int8" in name else 2)
 
 
 @pytest.mark.parametrize(
