@@ -25,6 +25,10 @@ BLOCK: Bounds = {torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4,
 # hold tables in float32, so the bound is that of float32.
 FORMULA: Bounds = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5, torch.float64: 2e-5, None: 1e-5}
 
+# Shares of experts, and logits, largest difference by the largest of a token: 84 eps in float32, where sums of
+# thousands are in another order. In 16 bits a score, their sum, the quotient and a factor may each be rounded: 2 eps.
+SHARES: Bounds = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5, None: 1e-5}
+
 # A sum of two: its last rounding is half an eps of it at most, and the terms may have been rounded each before.
 SUM_EPS = 1.5
 

@@ -1,5 +1,7 @@
 """What makes a model a causal language model, and the rules for it."""
 
+from itertools import product
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +29,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.lm_head import OutputHead, match_head
+from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
@@ -49,11 +52,14 @@ PARTIAL = "understood, but not the whole model"
 
 
 class DecoderLayers:
-    """The layers of one model by path: the forward of each, or why it has none; and that of experts in them."""
+    """The layers of one model by path: the forward of each, or why it has none; and those of experts and routers in
+    them.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, LayerForward | str] = {}
-        self.experts: dict[str, ExpertsForward | str] = {}
+        self.inside: dict[str, ExpertsForward | RouterForward | str] = {}
+        self.rules: dict[str, str] = {}  # by which rule
 
 
 def match_decoder(site: Site, context: Context) -> Match | Skip | None:
@@ -87,7 +93,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     steps, parts = ForwardContext(), (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
-    forward.experts = _experts(forwards, context)
+    forward.experts, forward.routers = _inside(forwards, context)
     try:
         try_mixed(forward)
         forward.relied_model = relied_on(forward, forward.write)
@@ -111,7 +117,7 @@ def _bind(
     parts = (context.kernels, context.ledger)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
-    forward.experts = _experts(forwards, context)
+    forward.experts, forward.routers = _inside(forwards, context)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
     note, batches = "", None
@@ -136,19 +142,25 @@ def _bind(
     return forward, (*patches, *hooks), note
 
 
-def _experts(layers: list[LayerForward], context: Context) -> list[ExpertsForward]:
-    """Those inside the layers, which are tried with them."""
-    found, rule = context.of(DecoderLayers).experts, Rule("experts", match_experts)
-    inside = [
+def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsForward], list[RouterForward]]:
+    """Experts and routers inside the layers, which are tried with them."""
+    found = context.of(DecoderLayers)
+    sites = [
         Site(f"{layer.path}.{name}", one) for layer in layers for name, one in layer.module.named_modules() if name
     ]
-    for site in inside:
+    for site, rule in product(sites, MIXTURES):
         answer = rule.answer(site, context)
-        if isinstance(answer, Match) and isinstance(answer.forward, ExpertsForward):
-            found[site.path] = answer.forward
+        if answer is not None:
+            found.rules[site.path] = rule.name
+        if isinstance(answer, Match) and isinstance(answer.forward, ExpertsForward | RouterForward):
+            found.inside[site.path] = answer.forward
         elif isinstance(answer, Skip):
-            found[site.path] = answer.reason
-    return [one for one in found.values() if isinstance(one, ExpertsForward)]
+            found.inside[site.path] = answer.reason
+    forwards = found.inside.values()
+    return (
+        [one for one in forwards if isinstance(one, ExpertsForward)],
+        [one for one in forwards if isinstance(one, RouterForward)],
+    )
 
 
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
@@ -170,18 +182,21 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
         return None
     if not isinstance(found, LayerForward):
         return Skip(found)
-    experts = context.of(DecoderLayers).experts
-    inside = [one for path, one in experts.items() if path.startswith(f"{site.path}.")]
-    patches = tuple(ForwardPatch(one.module, one) for one in inside if isinstance(one, ExpertsForward))
-    stock = next((f"experts run stock: {reason}" for reason in inside if isinstance(reason, str)), "")
-    return Match(found, patches=patches, covers=None, note=stock)
+    layers = context.of(DecoderLayers)
+    inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
+    forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}
+    patches = tuple(ForwardPatch(one.module, one) for one in forwards.values())
+    stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
+    note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
+    return Match(found, patches, covers=None, note=note, inside=tuple((path, layers.rules[path]) for path in forwards))
 
 
+MIXTURES = (Rule("experts", match_experts), Rule("router", match_router))
 RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),
     Rule("output head", match_head),
-    Rule("experts", match_experts),
+    *MIXTURES,
     Rule("RMS norm", match_rms_norm),
     Rule("layer norm", match_layer_norm),
 )

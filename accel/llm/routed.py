@@ -3,19 +3,23 @@
 Where two experts are nearly equal to the router, rounding decides, in stock as in ours: what such a token becomes has
 little in common, and tokens after it attend to it. How many there are on either side is chance. A model with routers is
 therefore judged by its median token, and what the median may miss here: each routed layer on equal inputs, where both
-choose alike, and each expert on its own.
+choose alike, each expert on its own, and each router by its median token.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
+from accel.llm.analysis.router import INDEX, LOGITS, SHARE
+from accel.llm.analysis.router_trial import GIVEN, held
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.runtime.router import RouterForward
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
@@ -58,8 +62,32 @@ def _stacked(module: nn.Module) -> bool:
     return len(stacks) > 1 and len({p.shape[0] for p in stacks}) == 1
 
 
+@dataclass
 class Layer(ModelRecord):
-    """A routed layer on what it was given, a prompt and a step: against stock, which chooses by the same numbers."""
+    """A routed layer on what it was given, a prompt and a step: against stock, with one routing for both.
+
+    choices: what stock's routers chose, for each input in turn; none where ours are stock's, and choose by the same
+    numbers.
+    """
+
+    choices: list[dict[nn.Module, list[tuple]]] = field(default_factory=list)
+    calls: int = 0
+
+    def note_choices(self, routers: list[nn.Module]) -> None:
+        for args, kwargs in self.inputs:
+            found: dict[nn.Module, list[tuple]] = {router: [] for router in routers}
+            with _after(routers, lambda router, given, output, found=found: found[router].append(output)):
+                self.module(*args, **kwargs)
+            self.choices.append(found)
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        if not self.choices:
+            return super().run(module, args, kwargs)
+        self.calls += 1
+        noted = self.choices[(self.calls - 1) % len(self.choices)]
+        waiting = {router: iter(outputs) for router, outputs in noted.items()}
+        with _after(waiting, lambda router, given, output: tuple(one.clone() for one in next(waiting[router]))):
+            return super().run(module, args, kwargs)
 
     @property
     def allowance(self) -> float:
@@ -77,12 +105,33 @@ class Experts(ModelRecord):
 
 
 @dataclass
+class Router(ModelRecord):
+    """A router on tokens: its logits, the shares, and the logits of what it chose. names: of what it returns.
+
+    By the median token, and in order of size: of neighbors rounding may take one or the other.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        found = dict(zip(self.names, super().run(module, args, kwargs), strict=True))
+        compared = [found[SHARE].sort(descending=True).values]
+        if LOGITS in found:
+            compared += [found[LOGITS], found[LOGITS].gather(1, found[INDEX]).sort(descending=True).values]
+        return compared
+
+    def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+        return median_rms(wanted, got)
+
+
+@dataclass
 class Layers:
-    """Records of the routed layers of a plan, and of the experts in them that are fused."""
+    """Records of the routed layers of a plan, and of the experts and routers in them that are fused."""
 
     plan: Plan
     layers: dict[str, Layer] = field(default_factory=dict)
     experts: dict[str, Experts] = field(default_factory=dict)
+    routers: dict[str, Router] = field(default_factory=dict)
     note: str = ""
 
     def recorder(self) -> ModelRecorder:
@@ -90,22 +139,29 @@ class Layers:
 
     def keep(self, recorder: ModelRecorder) -> None:
         """While the model computes as stock does: what its layers were given, and what it makes of that."""
-        fused = [
-            one for one in self.plan.patches if isinstance(one, ForwardPatch) and isinstance(one.value, ExpertsForward)
-        ]
         paths = {module: path for path, module in self.plan.root.named_modules()}
+        fused = {paths[p.owner]: p.value for p in self.plan.patches if isinstance(p, ForwardPatch) and p.owner in paths}
         records, self.note = recorder.records(), recorder.note()
         for path, record in records.items():
             self.layers[path] = Layer(record.module, record.inputs, record.outputs)
             x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
-            for patch in fused:
-                place = paths.get(patch.owner)  # none of quantized ones, while the originals are there
-                if place is not None and f"{place}.".startswith(f"{path}."):
-                    self.experts[place] = _each(patch.owner, patch.value.formula.weights(patch.owner).experts, x)
+            inside = {place: one for place, one in fused.items() if f"{place}.".startswith(f"{path}.")}
+            for place, one in inside.items():
+                if isinstance(one, ExpertsForward):
+                    self.experts[place] = _each(one.module, one.formula.weights(one.module).experts, x)
+                elif isinstance(one, RouterForward) and (router := _router(one, x)) is not None:
+                    self.routers[place] = router
+            routers = [one.module for one in inside.values() if isinstance(one, RouterForward)]
+            if routers:
+                self.layers[path].note_choices(routers)
 
     def judge(self, seed: int) -> dict[str, Quality]:
         """The worst of each kind, once the model is optimized again."""
-        named: dict[str, Mapping[str, ModelRecord]] = {"routed layers": self.layers, "each expert": self.experts}
+        named: dict[str, Mapping[str, ModelRecord]] = {
+            "routed layers": self.layers,
+            "each expert": self.experts,
+            "each router": self.routers,
+        }
         judged = {name: {path: one.judge(seed) for path, one in found.items()} for name, found in named.items()}
         return {name: _worst(found) for name, found in judged.items() if found}
 
@@ -120,6 +176,27 @@ def _each(module: nn.Module, experts: int, x: torch.Tensor) -> Experts:
     record.repeat(0)
     record.measure()
     return record
+
+
+def _router(forward: RouterForward, x: torch.Tensor) -> Router | None:
+    formula = forward.formula(x)
+    if formula is None:
+        return None
+    weight = held(forward.module)[formula.weight]
+    correction = (torch.zeros_like(weight[:, 0]),) if formula.correction == GIVEN else ()
+    given = (x if 2 in formula.dims else x.unsqueeze(0), *correction)
+    record = Router(forward.module, [(given, {})], names=formula.outputs)
+    record.repeat(0)
+    record.measure()
+    return record
+
+
+@contextmanager
+def _after(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
+    with ExitStack() as undo:
+        for module in modules:
+            undo.callback(module.register_forward_hook(hook).remove)
+        yield
 
 
 def _often(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

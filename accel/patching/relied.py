@@ -15,7 +15,7 @@ versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by
 
 | who | what is noted | compared |
 |---|---|---|
-| a block, a norm, experts | `Relied`: its parts and the code of their classes | at each call of it: a `Snapshot` |
+| a block, a norm, experts, a router | `Relied`: its parts and their classes' code | at each call of it: a `Snapshot` |
 | a decoder layer | `LayerParts`: its modules by name | before each forward of the model: its `Fingerprint` |
 | a language model | `ModelRelied`: configurations, all code, what is around the layers | the same |
 | a module called as it is | its class and the forward found there | at each call: `FastForward.changed` |

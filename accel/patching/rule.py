@@ -14,13 +14,15 @@ class Match:
     """Replace this site's forward, apply `patches` first.
 
     covers: names of the children whose work the new forward does itself, so that no other rule looks at them; None
-    means all of them.
+    means all of them. inside: of those that get a forward of their own by `patches`, the path and the rule, for the
+    report.
     """
 
     forward: Any | None = None
     patches: tuple = ()
     covers: tuple[str, ...] | None = None
     note: str = ""
+    inside: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Matching:
                 self._row(site, rule, "skipped", answer.reason)
             elif isinstance(answer, Match):
                 self._row(site, rule, "patched", answer.note)
+                self.rows += [Row(path, name, "patched", "") for path, name in answer.inside]
                 self.patches += answer.patches
                 if answer.forward is not None:
                     self.patches.append(ForwardPatch(site.module, answer.forward))

@@ -1,7 +1,5 @@
 """The verdict on models that choose experts hangs on no chance, and what is wrong in a router or an expert shows."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import accel
 from accel.llm.routed import far, median_rms, routed
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.mlp import BoundMlp
+from accel.llm.runtime.router import RouterForward
 from accel.planning.plan import PLAN
 from support.llm.families import BY_NAME, available, make, prompt
 
@@ -38,7 +37,7 @@ def test_where_rounding_sends_tokens_is_not_judged(seed):
         assert part.measure == "relative RMS of the median token from full precision"
         assert "sent to other experts by rounding" in part.note and "of stock's" in part.note
     assert quality.parts["prompt"].allowed < 0.1
-    assert {"routed layers", "each expert"} <= quality.parts.keys()
+    assert {"routed layers", "each expert", "each router"} <= quality.parts.keys()
 
 
 def test_as_much_in_float32():
@@ -93,22 +92,45 @@ def test_what_is_wrong_around_the_routed_layers_fails(dtype, monkeypatch):
     assert not quality.parts["prompt"].passed and not quality.parts["decode"].passed
 
 
-def test_a_router_that_chooses_otherwise_fails():
-    ours = optimized()
+@pytest.mark.parametrize(("name", "part"), [("mixtral", "each router"), ("phi-moe", "routed layers")])
+def test_a_router_that_chooses_otherwise_fails(name, part):
+    """A fused one is looked at by itself; where stock's runs, both choose by the same numbers."""
+    ours = optimized(name)
     (path, layer), *_ = routed(vars(ours)[PLAN]).items()
     quality = accel.verify(ours)
-    assert quality.parts["routed layers"].error < quality.parts["routed layers"].allowed
-    plan = vars(ours)[PLAN]
-    kept, gate = plan.apply, copy.deepcopy(layer.gate)
+    assert quality.parts[part].error < quality.parts[part].allowed
+    plan, router = vars(ours)[PLAN], next(one for one in layer.children() if "Router" in type(one).__name__)
+    kept, weight = plan.apply, router.weight.detach().clone()
 
     def apply():
         kept()
         with torch.no_grad():
-            layer.gate.weight.copy_(gate.weight.roll(1, 0))
+            router.weight.copy_(weight.roll(1, 0))
 
     plan.apply = apply
     quality = accel.verify(ours)
-    assert not quality.parts["routed layers"].passed and path in quality.parts["routed layers"].note
+    assert not quality.parts[part].passed and path in quality.parts[part].note
+
+
+def neighbors(self, fast, x, *more):
+    logits, shares, index = fast(self, x, *more)
+    return logits, shares, index ^ 1
+
+
+def unscaled(self, fast, x, *more):
+    logits, shares, index = fast(self, x, *more)
+    return logits, shares * 0.9, index
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("wrong", [neighbors, unscaled])
+@pytest.mark.share(2)
+def test_wrong_routers_fail(wrong, dtype, monkeypatch):
+    ours, fast = optimized(dtype=dtype), RouterForward.fast
+    with monkeypatch.context() as patch:
+        patch.setattr(RouterForward, "fast", lambda self, *given: wrong(self, fast, *given))
+        quality = accel.verify(ours)
+    assert not quality.passed and not quality.parts["each router"].passed, str(quality)
 
 
 def test_experts_of_layers_that_are_not_understood():

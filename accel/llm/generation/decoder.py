@@ -25,6 +25,7 @@ from accel.llm.recording.implementation import unpaged
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -61,6 +62,7 @@ class DecoderForward(FastForward):
         super().__init__(module, path, kernels, ledger)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.experts: list[ExpertsForward] = []  # in the layers, where they are fused too
+        self.routers: list[RouterForward] = []
         self.relied_model: ModelRelied | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None

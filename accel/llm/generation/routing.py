@@ -45,10 +45,12 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
     Nothing is among them whose work a fused forward does.
     """
     mine = {layer.module for layer in forward.layers}
+    routers = {module for one in forward.routers for module in one.module.modules()}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)
     inside = (module for whole in wholes for module in whole.modules() if module is not whole)
-    return [module for module in inside if any(True for _ in chain(module.parameters(), module.buffers()))]
+    holding = (module for module in inside if any(True for _ in chain(module.parameters(), module.buffers())))
+    return [module for module in holding if module not in routers]
 
 
 @contextmanager

@@ -155,8 +155,8 @@ def fill_prompt(
 
 @contextmanager
 def fused_layers(forward: DecoderForward) -> Iterator[None]:
-    """Inside, the layers have their fused forwards, and the experts in them."""
-    patches = [ForwardPatch(one.module, one) for one in (*forward.layers, *forward.experts)]
+    """Inside, the layers have their fused forwards, and the experts and routers in them."""
+    patches = [ForwardPatch(one.module, one) for one in (*forward.layers, *forward.experts, *forward.routers)]
     done = []
     try:
         for patch in patches:

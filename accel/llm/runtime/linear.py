@@ -24,6 +24,14 @@ from accel.tolerances import LINEAR
 MOST_MEASURED_ROWS = 512
 
 
+def product_for(kernels: Kernels, x: torch.Tensor) -> Callable:
+    """The operation for a weight and a bias in the dtype of x, to multiply x."""
+    rows = x.numel() // x.shape[-1]
+    if MOST_ROWS < rows <= MOST_MEASURED_ROWS and kernels.fused_linear is fused_linear and collecting():
+        return partial(in_passes, linear=kernels.linear)
+    return kernels.fused_linear
+
+
 class Weights(NamedTuple):
     """Parameters, and how they are read: `now()` gives weight (out, in) and bias (out,) or None.
 
@@ -47,10 +55,7 @@ class Weights(NamedTuple):
 
     def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
         """The operation that takes what `now` gives, to multiply x."""
-        rows = x.numel() // x.shape[-1]
-        if MOST_ROWS < rows <= MOST_MEASURED_ROWS and kernels.fused_linear is fused_linear and collecting():
-            return partial(in_passes, linear=kernels.linear)
-        return kernels.fused_linear
+        return product_for(kernels, x)
 
     def norms_on_the_way(self, x: torch.Tensor) -> bool:
         """Whether a norm of many rows costs its product nothing."""

@@ -122,7 +122,7 @@ def test_wrong_sinks_are_refused(dtype, monkeypatch):
 
 
 def test_prompts_are_not_filled_up_where_stock_code_computes_experts(monkeypatch):
-    monkeypatch.setattr("accel.llm.family._experts", lambda layers, context: [])
+    monkeypatch.setattr("accel.llm.family._inside", lambda layers, context: ([], []))
     model = accel.optimize(make("mixtral"))
     assert type(forward_of(model)) is DecoderForward and not forward_of(model).convention.fills
 
