@@ -16,7 +16,7 @@ from accel_kernels.attention.backends import BACKENDS
 
 from accel.bench.machine import commit, machine, now
 
-# below, in expert_times.py, in int8_linear.py and in sampling_times.py
+# below, in expert_times.py, in int8_linear.py, in router_times.py and in sampling_times.py
 ELSEWHERE = ("attention", "experts", "fp8_linear", "int8_linear", "quantize_rows", "route", "sample")
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension

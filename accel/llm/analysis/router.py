@@ -61,7 +61,7 @@ def holds_router(module: nn.Module) -> bool:
     return "topk" in mentioned(_kinds(module))
 
 
-def settings(module: nn.Module) -> tuple:
+def router_settings(module: nn.Module) -> tuple:
     """All that can make the formulas of two routers differ; to be hashed."""
     names = mentioned(_kinds(module))
     own = ((name, value) for name, value in vars(module).items() if name not in BASE and name in names)
@@ -182,7 +182,7 @@ def _ways_to_choose(module: nn.Module, chosen: int, experts: int) -> Iterator[Ro
 def _ways_to_share(module: nn.Module, routing: Routing) -> Iterator[Routing]:
     numbers = _numbers(module)
     scales = dict.fromkeys((1.0, *(value for value in numbers if value > 0)))
-    small = [value for value in numbers if 0 < value < 1e-2]
+    small = [value for value in numbers if 0 < value < 1]
     if routing.score == "none":
         ways = [routing._replace(share="softmax"), routing]
     else:
@@ -209,7 +209,7 @@ def _as_good(
     preferences = scores if plain else preferences_of(logits, scores, routing, correction)
     best = preferences.topk(index.shape[1]).values
     found = preferences.gather(1, index).sort(descending=True).values
-    return bool(torch.isclose(found, best, rtol=SHARES[torch.float32], atol=0.0).all())
+    return near(found, best)
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = SHARES[torch.float32]) -> bool:

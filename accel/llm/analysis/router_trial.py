@@ -44,7 +44,7 @@ class RouterTrial:
         self.x[len(ROWS) :, len(ROWS) :] = torch.randn(DENSE, self.hidden - len(ROWS), generator=generator)
         self.x = self.x.to(dtype)
         self.copy = _copied(module, self.tensors)
-        self.kind = kind_of(self.x, self.tensors)
+        self.kind = dtypes_of(self.x, self.tensors)
 
     def run(self, dims: int) -> dict[int, torch.Tensor]:
         """What the copy returns, by place. Raises ValueError where these are not tensors."""
@@ -75,7 +75,7 @@ def held(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def kind_of(x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Kind:
+def dtypes_of(x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Kind:
     return (x.dtype, *(tensor.dtype for tensor in tensors.values()))
 
 

@@ -15,9 +15,9 @@ from accel.llm.analysis.router import (
     holds_router,
     near,
     router_formulas,
-    settings,
+    router_settings,
 )
-from accel.llm.analysis.router_trial import GIVEN, held, kind_of
+from accel.llm.analysis.router_trial import GIVEN, dtypes_of, held
 from accel.llm.runtime.linear import product_for
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -62,7 +62,7 @@ class RouterForward(FastForward):
         if x.dim() not in formula.dims or x.shape[-1] != weight.shape[1] or not x.numel():
             return f"tokens of shape {tuple(x.shape)}"
         if formula.correction == GIVEN:
-            if type(correction) is not torch.Tensor or correction.shape != weight.shape[:1]:
+            if not isinstance(correction, torch.Tensor) or correction.shape != weight.shape[:1]:
                 return "no bias for the choice, or one of another form"
             if formula.routing.rounded and correction.dtype != torch.float32:
                 return f"a bias for the choice in {correction.dtype}"
@@ -73,7 +73,7 @@ class RouterForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         x, correction = self._given(args, kwargs)
         tensors = held(self.module)
-        formula = self.formulas[kind_of(x, tensors)]
+        formula = self.formulas[dtypes_of(x, tensors)]
         if formula.correction != GIVEN:
             correction = None if formula.correction is None else tensors[formula.correction].reshape(-1)
         logits = self._logits(x.reshape(-1, x.shape[-1]), formula, tensors)
@@ -97,7 +97,7 @@ class RouterForward(FastForward):
 
     def formula(self, x: torch.Tensor) -> RouterFormula | None:
         """The one for tokens of this dtype, and what the router holds now."""
-        return self.formulas.get(kind_of(x, held(self.module)))
+        return self.formulas.get(dtypes_of(x, held(self.module)))
 
 
 class KnownRouters:
@@ -107,7 +107,7 @@ class KnownRouters:
         self.found: dict[tuple, Formulas | str] = {}
 
     def formulas(self, module: nn.Module, context: Context) -> Formulas | str:
-        key = settings(module)
+        key = router_settings(module)
         if key not in self.found:
             found = router_formulas(module)
             reason = found if isinstance(found, str) else _disagreement(module, found, context)
@@ -134,7 +134,7 @@ def match_router(site: Site, context: Context) -> Match | Skip | None:
 def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> str | None:
     """Why the operations that are to run compute something else than plain ones, with the router's own weights."""
     x, tensors = example(module, PROBED, _hidden(module, formulas)), held(module)
-    formula = formulas.get(kind_of(x, tensors))
+    formula = formulas.get(dtypes_of(x, tensors))
     if formula is None:
         return f"its formula does not hold for {x.dtype}"
     x = x if 2 in formula.dims else x.unsqueeze(0)
