@@ -1,7 +1,7 @@
 """benchmarks/plot.py: the images it draws of results."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,8 +10,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def draw(tmp_path, monkeypatch):
+    """Runs the script over the results in tmp_path, in this process, which has loaded most of what it imports."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    given = ["plot.py", "--results", str(tmp_path), "--out", str(tmp_path / "images" / "speed.png")]
+
+    def drawn():
+        monkeypatch.setattr(sys, "argv", given)
+        runpy.run_path(str(ROOT / "benchmarks" / "plot.py"), run_name="__main__")
+        pyplot.close("all")
+
+    return drawn
+
+
+def test_the_plot(tmp_path, draw):
 
     def figures(ms, rows=1):
         return {"ms_step": ms, "tok_s": rows * 1e3 / ms, "share_of_bandwidth": 3.5 / ms}
@@ -28,18 +42,15 @@ def test_the_plot(tmp_path):
         },
     }  # fmt: skip
     (tmp_path / "nvidia-h200-llm-llama-8b.json").write_text(json.dumps(result))
-    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
-    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    draw()
     drawn = (tmp_path / "images" / "decode.png").read_bytes()
     assert len(drawn) > 10_000
     (tmp_path / "nvidia-h200-llm-llama-8b-2.json").write_text(json.dumps(result))  # the same on another host
-    subprocess.run([sys.executable, *map(str, given)], check=True)
+    draw()
     assert (tmp_path / "images" / "decode.png").read_bytes() == drawn
 
 
-def test_the_plot_of_quantized_models(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_the_plot_of_quantized_models(tmp_path, draw):
     gpu = {"machine": {"gpu": "NVIDIA H200"}}
     decode = [
         {"batch": rows, "context": 512} | {name: {"ms_step": ms, "tok_s": rows * 1e3 / ms} for name, ms in times}
@@ -60,8 +71,6 @@ def test_the_plot_of_quantized_models(tmp_path):
     }
     for case, result in results.items():
         (tmp_path / f"nvidia-h200-{case}.json").write_text(json.dumps({"case": case} | gpu | result))
-    given = [ROOT / "benchmarks" / "plot.py", "--results", tmp_path, "--out", tmp_path / "images" / "speed.png"]
-    done = subprocess.run([sys.executable, *map(str, given)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    draw()
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantized.png"]
     assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000

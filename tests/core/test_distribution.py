@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 
@@ -45,31 +47,49 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_importing_accel_is_light_and_brings_its_errors():
-    loaded, cuda, documented, names = json.loads(
-        python(
-            "import json, sys, torch\n"
-            "before = set(sys.modules)\n"
-            "import accel\n"
-            "accel.optimize\n"
-            "kinds = [getattr(accel.errors, name) for name in accel.errors.__all__]\n"
-            "documented = all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)\n"
-            "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-            "print(json.dumps([sorted(new), torch.cuda.is_initialized(), documented, accel.errors.__all__]))"
-        )
-    )
-    assert not set(loaded) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
-    assert not cuda
-    assert documented and names == ["PatchConflict", "Refused", "SkippedSite"]
+IMPORTING = """
+import json, sys, torch
+before = set(sys.modules)
+import accel
+accel.optimize
+kinds = [getattr(accel.errors, name) for name in accel.errors.__all__]
+documented = all(issubclass(kind, Exception) and kind.__doc__ for kind in kinds)
+new = {name.split('.')[0] for name in set(sys.modules) - before}
+import accel.report, accel, accel_kernels, kernels; from accel.report import Report; from accel import report, verify
+found = {
+    "new": sorted(new), "cuda": torch.cuda.is_initialized(), "documented": documented, "errors": accel.errors.__all__,
+    "functions": all(map(callable, (accel.report, accel.verify, report, verify))), "same": accel.Report is Report,
+    "first": sys.path[0], "theirs": kernels.mine,
+}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """What is found by a fresh process in the repository root, where packages that are installed have one `kernels`."""
+    package = tmp_path_factory.mktemp("installed") / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("mine = True\n")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(package.parent)])
+    return json.loads(python(IMPORTING, PYTHONPATH=path))
+
+
+def test_importing_accel_is_light_and_brings_its_errors(imported):
+    assert not set(imported["new"]) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
+    assert not imported["cuda"]
+    assert imported["documented"] and imported["errors"] == ["PatchConflict", "Refused", "SkippedSite"]
     assert issubclass(accel.errors.SkippedSite, ValueError) and issubclass(accel.errors.PatchConflict, RuntimeError)
 
 
-def test_functions_keep_their_names_beside_modules_called_the_same():
-    code = "import accel.report, accel; from accel.report import Report; from accel import report, verify\n"
-    code += "print(all(map(callable, (accel.report, accel.verify, report, verify))), accel.Report is Report)"
-    assert python(code) == "True True"
+def test_functions_keep_their_names_beside_modules_called_the_same(imported):
+    assert imported["functions"] and imported["same"]
     with pytest.raises(AttributeError, match="no attribute 'optimizes'"):
         accel.optimizes  # noqa: B018
+
+
+def test_the_package_kernels_wins_over_our_folder(imported):
+    assert imported["first"] == "" and imported["theirs"]
 
 
 def test_all_that_is_public_can_be_listed_and_is_typed():
@@ -96,27 +116,13 @@ def test_a_wheel_holds_two_packages(tmp_path):
     assert packed == here
 
 
-LLAMA = """
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-config = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-)
-tokens = LlamaForCausalLM(config).generate(torch.tensor([[1, 5, 7]]), max_new_tokens=4, do_sample=False)
-print(tuple(tokens.shape))
-"""
-
-
 def test_a_llama_generates_from_the_repository_root():
-    assert python(LLAMA) == "(1, 7)"
-
-
-def test_the_package_kernels_wins_over_our_folder(tmp_path):
-    package = tmp_path / "kernels"
-    package.mkdir()
-    (package / "__init__.py").write_text("mine = True\n")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
-    code = "import sys, kernels, accel_kernels; print(sys.path[0] == '', kernels.mine)"
-    assert python(code, PYTHONPATH=path) == "True True"
+    """The root comes first on this process's path, before anything is imported: see pythonpath in pyproject.toml."""
+    places = [Path(place).resolve() for place in sys.path]
+    assert places.index(ROOT) < min(number for number, place in enumerate(places) if place.name == "site-packages")
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    tokens = LlamaForCausalLM(config).generate(torch.tensor([[1, 5, 7]]), max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (1, 7)

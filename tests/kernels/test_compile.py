@@ -4,6 +4,9 @@ What the launchers launch for the cases of all operations, see `absent_gpu`. For
 once, of its last case, a large one. Of those that hold what is compiled by generation, products of matrices and
 instructions written out, every fourth once more for one of the others, in turn. ACCEL_TEST_EVERYTHING=1 compiles for
 all of them, and each kernel in every way that its large cases ask for.
+
+To PTX they all go. The assembler, ptxas, reads those with instructions written out, the only PTX that is ours; with
+ACCEL_TEST_EVERYTHING=1 all of it.
 """
 
 import sys
@@ -21,10 +24,29 @@ import sys
 import torch
 from accel_kernels import OPS
 from support.kernels.absent_gpu import GPU, SHARED, absent_gpu
+from triton.backends.nvidia.compiler import CUDABackend
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+make_llir, make_cubin = CUDABackend.make_llir, CUDABackend.make_cubin
+assembled = 0
 everything = sys.argv[1:] == ["all"]
 by_generation = set()
+
+
+def lower(self, src, *args):
+    self.written_out = "inline_asm" in str(src)
+    return make_llir(self, src, *args)
+
+
+def assemble(self, src, *args):
+    global assembled
+    if not (everything or self.written_out):
+        return b"not assembled"
+    assembled += 1
+    return make_cubin(self, src, *args)
+
+
+CUDABackend.make_llir, CUDABackend.make_cubin = lower, assemble
 
 
 def launches(arch, small):
@@ -57,6 +79,7 @@ for arch in (90, 80, 100):
         if any(word in early for word in ("tt.dot", "inline_asm", "extern_elementwise")):
             by_generation.add(launch.name)
     print("compiled", len(chosen), "of", len(last), "kernels for", arch)
+assert assembled >= 10, assembled
 """
 
 
@@ -74,18 +97,22 @@ import triton
 from accel_kernels import OPS
 from support.kernels.absent_gpu import GPU, absent_gpu
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-make_ir = ASTSource.make_ir
+sources = (ASTSource, GluonASTSource)
 
 
 class Read(Exception):
     pass
 
 
-def read(*args, **kwargs):
-    make_ir(*args, **kwargs)
-    raise Read
+def reading(make_ir):
+    def read(*args, **kwargs):
+        make_ir(*args, **kwargs)
+        raise Read
+
+    return read
 
 
 with absent_gpu(90) as found:
@@ -95,8 +122,13 @@ with absent_gpu(90) as found:
             if op.supports(*args, **more) is None:
                 op.triton(*args, **more)
 ways = list({launch.way: launch for launch in found}.values())
-ASTSource.make_ir = read
-for launch in ways if sys.argv[1:] == ["all"] else ways[::3]:
+chosen = ways
+if sys.argv[1:] != ["all"]:  # each kernel once, as its last case asks for, and one way in eight
+    last = {launch.name: launch for launch in ways}
+    chosen = {launch.way: launch for launch in [*last.values(), *ways[::8]]}.values()
+for source in sources:
+    source.make_ir = reading(source.make_ir)
+for launch in chosen:
     try:
         launch.compiled()
     except Read:  # or a launcher that asks how many registers it takes has compiled it before
