@@ -79,7 +79,7 @@ for arch in (90, 80, 100):
         if any(word in early for word in ("tt.dot", "inline_asm", "extern_elementwise")):
             by_generation.add(launch.name)
     print("compiled", len(chosen), "of", len(last), "kernels for", arch)
-assert assembled >= 10, assembled
+assert assembled >= 8, assembled
 """
 
 
@@ -123,9 +123,9 @@ with absent_gpu(90) as found:
                 op.triton(*args, **more)
 ways = list({launch.way: launch for launch in found}.values())
 chosen = ways
-if sys.argv[1:] != ["all"]:  # each kernel once, as its last case asks for, and one way in eight
+if sys.argv[1:] != ["all"]:  # each kernel once, as its last case asks for, and one way in sixteen
     last = {launch.name: launch for launch in ways}
-    chosen = {launch.way: launch for launch in [*last.values(), *ways[::8]]}.values()
+    chosen = {launch.way: launch for launch in [*last.values(), *ways[::16]]}.values()
 for source in sources:
     source.make_ir = reading(source.make_ir)
 for launch in chosen:

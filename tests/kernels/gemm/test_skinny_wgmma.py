@@ -23,6 +23,7 @@ from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quant
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 from support.kernels.quantized_words import FORMATS, numbers_of, spread
 from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt
@@ -255,6 +256,7 @@ def test_refusals():
 
 CHECK = """
 import re
+import sys
 import torch
 from accel_kernels import quantized_linear
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
@@ -264,12 +266,13 @@ from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, post_scale, wg
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from support.kernels.absent_gpu import absent_gpu
 
-for kind, rows, gate, group, zeros, dtype in (
+WAYS = (
     (INT8, 64, False, 0, False, torch.bfloat16), (INT4, 32, True, 128, False, torch.bfloat16),
     (FP8, 32, False, 0, False, torch.float16), (INT4, 64, False, 32, True, torch.bfloat16),
     (INT8, 32, True, 32, True, torch.bfloat16), (INT8, 128, False, 0, False, torch.bfloat16),
     (INT4, 200, True, 128, False, torch.bfloat16),
-):
+)
+for kind, rows, gate, group, zeros, dtype in WAYS if sys.argv[1:] == ["all"] else WAYS[::2]:
     format = FORMATS[kind]
     tile = BROAD_TILES[format] if rows > 64 else wgmma_tile(rows, format, gate)
     with absent_gpu(90) as launches:
@@ -297,7 +300,8 @@ print("registers")
 
 
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
-    assert in_a_process(CHECK, tmp_path).strip() == "registers"
+    many = "all" if EVERYTHING else "some"  # each format, with a gate and without, few rows and many
+    assert in_a_process(CHECK, tmp_path, many).strip() == "registers"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

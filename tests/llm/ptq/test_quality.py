@@ -117,11 +117,11 @@ def test_the_output_head_in_8_bits(stock, growth, weights, most):
 def rounded(growth, windows):
     """rounded(planted, activations, method): growth of the perplexity, weights and activations in 8 bits."""
 
-    def found(model, activations, method="rtn") -> float:
+    def found(model, activations, method="rtn", every: int = 1 if EVERYTHING else 4) -> float:
         model = copy.deepcopy(model)
         data = [{"input_ids": ids} for ids in windows[:1]] if method == "smoothquant" else None
         accel.quantize(model, "int8", data, method=method, activations=activations)
-        return growth(accel.optimize(model), f"int8 weights, activations {activations}, {method}")
+        return growth(accel.optimize(model), f"int8 weights, activations {activations}, {method}", every)
 
     return found
 
@@ -138,12 +138,16 @@ def test_eight_bit_activations_without_outliers_lose_a_thousandth_at_most(stock,
 
 
 def test_eight_bit_activations_of_a_model_with_outliers(stock, rounded, windows):
-    """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers."""
+    """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers.
+
+    Measured on every eighth window: +6.0 %, +0.25 %, +0.08 %, which tells them apart.
+    """
+    every = 1 if EVERYTHING else 8
     model = planted(copy.deepcopy(stock))
     assert off(model(windows[0]).logits, stock(windows[0]).logits) < 1e-5
-    assert rounded(model, "int8") > 0.03
-    assert abs(rounded(model, "int8-outliers")) < 0.005
-    assert abs(rounded(model, None, "smoothquant")) < 0.005
+    assert rounded(model, "int8", every=every) > 0.03
+    assert abs(rounded(model, "int8-outliers", every=every)) < 0.005
+    assert abs(rounded(model, None, "smoothquant", every)) < 0.005
 
 
 # Measured: +1.61 %, +0.20 %, -0.00 %; with outliers planted +75 %, +0.25 %, +0.38 %, smoothed +1.57 %.
