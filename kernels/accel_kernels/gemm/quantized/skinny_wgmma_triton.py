@@ -13,9 +13,10 @@ it does not finish alone goes to memory as float32, and whoever is last adds all
 tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
-Serves 2 to 512 rows in 16 bits on compute capability 9.0; more than 64 are not timed yet. The products of a
-Llama-3.1-8B token take 2.76 ms in int8 and 2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton`
-3.11, 2.42, 7.23 and 8.13 (H200, nvidia-h200-quantized-chain.json and nvidia-h200-quantized-wgmma.json).
+Serves 2 to 512 rows in 16 bits on compute capability 9.0. The products of a Llama-3.1-8B token take 2.76 ms in int8 and
+2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton` 3.11, 2.42, 7.23 and 8.13; with 128 rows 4.60
+and 4.46, with 256 7.39 and 7.34, written out for cuBLAS 10.5, 9.8, 11.7 and 11.0 (H200, results
+nvidia-h200-quantized-chain.json, nvidia-h200-quantized-wgmma.json and nvidia-h200-many-rows.json).
 """
 
 import torch
