@@ -119,6 +119,7 @@ def call(flags, m, k, n, dtype, outliers=None):
 @pytest.mark.parametrize("outliers", [None, 6.0, torch.tensor([3, 1, 79])], ids=repr)
 @pytest.mark.parametrize("sizes", [(1, 80, 7), (35, 96, 41)], ids=str)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.share(2)
 def test_kernel_and_passes_are_the_reference_within_a_rounding(flags, sizes, outliers, poisoned):
     args, given = call(flags, *sizes, torch.float16, outliers)
     assert int8_linear.supports(*args, **given) is None

@@ -15,6 +15,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu ru
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 80), (3, 5, 80)], ids=str)
+@pytest.mark.share(2)
 def test_rows_are_rounded_as_the_reference_rounds_them(shape, dtype, norm, poisoned):
     x = (torch.randn(shape) * 3).to(dtype)
     norm = cast(norm, dtype)

@@ -12,7 +12,7 @@ from support.llm.families import FAMILIES, available, every
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 
 
-@pytest.mark.parametrize(("name",), every(3, FAST))
+@pytest.mark.parametrize(("name",), every(5, FAST))
 def test_models_that_are_fused_whole_are_batched(name, pair_of):
     model, _ = pair_of(name)
     assert refusal(forward_of(model)) is None

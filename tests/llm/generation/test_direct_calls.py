@@ -31,7 +31,7 @@ def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
     return found
 
 
-@pytest.mark.parametrize(("name",), every(2, FAST))
+@pytest.mark.parametrize(("name",), every(3, FAST))
 def test_every_logit(name, pair_of):
     ids = prompt(2, 9)
     both(pair_of(name), lambda model: {"logits": model(ids).logits})

@@ -43,7 +43,7 @@ def outcome(mode, model, ids, mask):
 
 
 @pytest.mark.parametrize(("name", "mode"), PRODUCT, ids=str)
-@pytest.mark.share(6)
+@pytest.mark.share(4)
 def test_mode(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)
@@ -78,7 +78,7 @@ def runs(model, action) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -109,7 +109,7 @@ def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
     """In every fourth of the modes that the product of families and modes leaves out."""
     ours, _ = pair_of(name)

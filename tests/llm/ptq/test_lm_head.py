@@ -47,8 +47,7 @@ EXPECTED = {  # by the name of the weights: the dtype of the head's numbers, the
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("weights", HEADS)
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize(("name", "weights"), every(2, ["llama", "llama-tied"], HEADS))
 def test_its_numbers_and_scales_are_those_of_eight_bits_by_hand(name, weights):
     """Every number and scale computed here, in float64; and so near to the weight as 8 bits come."""
     stock, ours = optimized(name, weights)
@@ -168,8 +167,7 @@ def test_without_the_originals(name):
     assert sites(ours)["lm_head"] == ("skipped", "is int8 by row already")
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize(("name", "before"), every(2, ["llama", "llama-tied"], [True, False]))
 def test_an_adapter_on_the_head(name, before):
     peft = pytest.importorskip("peft")
 
@@ -195,6 +193,7 @@ def test_an_adapter_on_the_head(name, before):
 @pytest.mark.parametrize(
     "change", [c for c in CHANGES if c.name in ("hook-on-the-head", "other-head", "more-words")], ids=str
 )
+@pytest.mark.share(2)
 def test_a_change_is_seen_by_the_next_call(change, name):
     stock, ours = make(name), make(name)
     accel.optimize(ours, weights="int8-head")

@@ -87,6 +87,7 @@ def pickled(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
+@pytest.mark.share(2)
 def test_a_copy_is_quantized_by_itself(copied, weights):
     stock, model = make("qwen2"), make("qwen2")
     accel.optimize(model, weights=weights)
