@@ -79,47 +79,60 @@ def _first_expert(weights):
 
 def _one_by_one(x, index, shares, weights, columns=None):
     (tokens, chosen), inner, hidden, many = index.shape, weights.inner, weights.hidden, weights.experts
-    h = torch.empty((tokens * chosen, inner), device=x.device, dtype=x.dtype)
-    y = torch.empty_like(x)
+    pairs, pdl = tokens * chosen, _dependent(x)
+    h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up = (weights.gate_up_bias, h, chosen, many, inner)
-    down = (weights.down_bias, y, chosen, many, hidden)
-    rows = (triton.cdiv(inner, ROWS), tokens * chosen), (triton.cdiv(hidden, ROWS), tokens)
-    pdl = _dependent(x)
-    gating, more = _gating(weights), {"BLOCK_N": ROWS, "num_warps": WARPS, **pdl}
+    up_rows, gating = triton.cdiv(inner, ROWS), _gating(weights)
     if isinstance(weights.down, Quantized):
-        for kernel, grid, given, stack, rest, how in (
-            (quantized_rows_up_kernel, rows[0], (x, index), weights.gate_up, up, gating),
-            (quantized_rows_down_kernel, rows[1], (h, index, shares), weights.down, down, {}),
+        given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
+        down = (weights.down_bias, given, many, hidden)
+        for kernel, grid, stack, operand, rest, how in (
+            (quantized_rows_up_kernel, up_rows, weights.gate_up, x, up, gating),
+            (quantized_rows_down_kernel, triton.cdiv(hidden, ROWS), weights.down, h, down, {}),
         ):
             numbers = _numbers(stack)
-            block = min(COLUMNS, power_of_two(numbers["K"] // numbers["UNIT"]))
-            launch(kernel, grid, *given, *stack, *rest, **numbers, **how, BLOCK_K=block, **more)
-        return y
+            launch(
+                kernel, (grid, pairs), operand, index, *stack, *rest, **numbers, **how, BLOCK_N=ROWS,
+                BLOCK_K=min(COLUMNS, power_of_two(numbers["K"] // numbers["UNIT"])), num_warps=WARPS, **pdl,
+            )  # fmt: skip
+        return _summed(given, x, index, shares, many)
     by_rows = weights.by_rows
     if by_rows[0]:
         launch(
-            expert_rows_up_kernel, rows[0], x, index, weights.gate_up, *up, K=hidden, **gating,
-            BLOCK_K=min(COLUMNS, power_of_two(hidden)), **more,
+            expert_rows_up_kernel, (up_rows, pairs), x, index, weights.gate_up, *up, K=hidden, **gating,
+            BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(hidden)), num_warps=WARPS, **pdl,
         )  # fmt: skip
     else:
-        across = columns or _across(inner, tokens * chosen, x.device)
+        across = columns or _across(inner, pairs, x.device)
         launch(
-            expert_columns_up_kernel, (triton.cdiv(inner, across), tokens * chosen), x, index, weights.gate_up, *up,
+            expert_columns_up_kernel, (triton.cdiv(inner, across), pairs), x, index, weights.gate_up, *up,
             K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
             **pdl,
         )  # fmt: skip
     if by_rows[1]:
-        shape = _down_shape(chosen, inner, x.itemsize)
+        y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
             expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
-            weights.down, *down, K=inner, **shape, **pdl,
+            weights.down, weights.down_bias, y, chosen, many, hidden, K=inner, **shape, **pdl,
         )  # fmt: skip
-    else:
-        across = columns or _across(hidden, tokens, x.device)
-        launch(
-            expert_columns_down_kernel, (triton.cdiv(hidden, across), tokens), h, index, shares, weights.down, *down,
-            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
-        )  # fmt: skip
+        return y
+    given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
+    across = columns or _across(hidden, pairs, x.device)
+    launch(
+        expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, weights.down_bias,
+        given, many, hidden, K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
+    )  # fmt: skip
+    return _summed(given, x, index, shares, many)
+
+
+def _summed(given, x, index, shares, many: int):
+    """Shares of what the choices gave, (pairs, H), added up for each token."""
+    (tokens, chosen), hidden = index.shape, x.shape[1]
+    y, block = torch.empty_like(x), min(CHANNELS, power_of_two(hidden))
+    launch(
+        shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
+        CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **_dependent(x),
+    )  # fmt: skip
     return y
 
 
@@ -141,7 +154,7 @@ def _across(outputs: int, many: int, device: torch.device) -> int:
 
 
 def _grouped(x, index, shares, weights, tile: Tile):
-    (tokens, chosen), inner, hidden = index.shape, weights.inner, weights.hidden
+    chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts
     numbers, pdl = pairs // tile.rows + many, _dependent(x)
     order, starts, tiles = (torch.empty(n, device=x.device, dtype=torch.int32) for n in (pairs, many + 1, numbers))
@@ -152,7 +165,6 @@ def _grouped(x, index, shares, weights, tile: Tile):
         )  # fmt: skip
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
-    y = torch.empty_like(x)
     grids = [(numbers, triton.cdiv(inner, tile.inner)), (numbers, triton.cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
     up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
@@ -180,12 +192,7 @@ def _grouped(x, index, shares, weights, tile: Tile):
             grouped_down_kernel, grids[1], h, weights.down, *down, K=inner, **last,
             TRANSPOSED=not by_rows[1], TAIL=tile.tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
         )  # fmt: skip
-    block = min(CHANNELS, power_of_two(hidden))
-    launch(
-        shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
-        CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **pdl,
-    )  # fmt: skip
-    return y
+    return _summed(given, x, index, shares, many)
 
 
 def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:

@@ -1,7 +1,7 @@
-"""Few tokens: gates and ups of every choice, then downs, summed over a token's choices in order; on the CUDA cores.
+"""Few tokens: gates and ups of every choice, then downs, summed over a token's choices; on the CUDA cores.
 
 Every choice reads its expert's weights for itself. Those stored by rows are multiplied a few rows at a time, and added
-up along them; those stored transposed a few columns at a time, and added up across.
+up along them; those stored transposed a few columns at a time, and added up across, the next ones loaded meanwhile.
 
 On who may start early, see `grouped_triton.py`.
 """
@@ -76,11 +76,16 @@ def expert_columns_up_kernel(
         wide_idx = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
         wide_mask = wide_idx < 2 * inner
         wide_sum = tl.zeros((BLOCK_K, 2 * BLOCK_N), tl.float32)
+        place = w_ptr + wide_idx[None, :]
+        w = tl.load(place + k_idx[:, None] * 2 * inner, mask=(k_idx < K)[:, None] & wide_mask[None, :], other=0.0)
         for start in range(0, K, BLOCK_K):
             at = start + k_idx
             x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
-            place = w_ptr + at.to(tl.int64)[:, None] * 2 * inner + wide_idx[None, :]
-            wide_sum += tl.load(place, mask=(at < K)[:, None] & wide_mask[None, :], other=0.0).to(tl.float32) * x
+            later = at + BLOCK_K
+            mask = (later < K)[:, None] & wide_mask[None, :]
+            ahead = tl.load(place + later.to(tl.int64)[:, None] * 2 * inner, mask=mask, other=0.0)
+            wide_sum += w.to(tl.float32) * x
+            w = ahead
         wide = tl.sum(wide_sum, axis=0)
         if bias_ptr is not None:
             wide += tl.load(bias_ptr + expert * 2 * inner + wide_idx, mask=wide_mask, other=0.0).to(tl.float32)
@@ -88,13 +93,20 @@ def expert_columns_up_kernel(
     else:
         gate_sum = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
         up_sum = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        place = w_ptr + n_idx[None, :]
+        mask = (k_idx < K)[:, None] & n_mask[None, :]
+        w = tl.load(place + k_idx[:, None] * 2 * inner, mask=mask, other=0.0)
+        u = tl.load(place + inner + k_idx[:, None] * 2 * inner, mask=mask, other=0.0)
         for start in range(0, K, BLOCK_K):
             at = start + k_idx
             x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
-            place = w_ptr + at.to(tl.int64)[:, None] * 2 * inner + n_idx[None, :]
-            mask = (at < K)[:, None] & n_mask[None, :]
-            gate_sum += tl.load(place, mask=mask, other=0.0).to(tl.float32) * x
-            up_sum += tl.load(place + inner, mask=mask, other=0.0).to(tl.float32) * x
+            later = at + BLOCK_K
+            mask = (later < K)[:, None] & n_mask[None, :]
+            further = place + later.to(tl.int64)[:, None] * 2 * inner
+            w_ahead, u_ahead = tl.load(further, mask=mask, other=0.0), tl.load(further + inner, mask=mask, other=0.0)
+            gate_sum += w.to(tl.float32) * x
+            up_sum += u.to(tl.float32) * x
+            w, u = w_ahead, u_ahead
         gate, up = tl.sum(gate_sum, axis=0), tl.sum(up_sum, axis=0)
         if bias_ptr is not None:
             bias_ptr += expert * 2 * inner
@@ -145,29 +157,32 @@ def expert_rows_down_kernel(
     tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
 
 
-@triton.jit(do_not_specialize=("chosen", "experts"))
+@triton.jit(do_not_specialize=("experts",))
 def expert_columns_down_kernel(
-    h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
+    h_ptr, index_ptr, w_ptr, bias_ptr, y_ptr, experts, hidden,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
+    """Of one choice; y: (pairs, hidden), fp32, for `shared_sum_kernel`."""
+    choice = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < hidden
     k_idx = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-    shift = tl.zeros((BLOCK_N,), tl.float32)
+    expert, _ = expert_of(index_ptr, choice, experts)
+    place = w_ptr + expert * K * hidden + n_idx[None, :]
+    w = tl.load(place + k_idx[:, None] * hidden, mask=(k_idx < K)[:, None] & n_mask[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for choice in range(token * chosen, token * chosen + chosen):
-        expert, there = expert_of(index_ptr, choice, experts)
-        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        for start in range(0, K, BLOCK_K):
-            at = start + k_idx
-            h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32) * share
-            place = w_ptr + (expert * K + at)[:, None] * hidden + n_idx[None, :]
-            acc += tl.load(place, mask=(at < K)[:, None] & n_mask[None, :], other=0.0).to(tl.float32) * h[:, None]
-        if bias_ptr is not None:
-            shift += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32) * share
-    y = tl.sum(acc, axis=0) + shift
-    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    for start in range(0, K, BLOCK_K):
+        at = start + k_idx
+        h = tl.load(h_ptr + choice * K + at, mask=at < K, other=0.0).to(tl.float32)
+        later = at + BLOCK_K
+        mask = (later < K)[:, None] & n_mask[None, :]
+        ahead = tl.load(place + later.to(tl.int64)[:, None] * hidden, mask=mask, other=0.0)
+        acc += w.to(tl.float32) * h[:, None]
+        w = ahead
+    y = tl.sum(acc, axis=0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + choice * hidden + n_idx, y, mask=n_mask)

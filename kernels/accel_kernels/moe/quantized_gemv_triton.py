@@ -33,8 +33,8 @@ def quantized_rows_up_kernel(
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in range(0, K // UNIT, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        gate += quantized_dot(x_ptr, w_ptr, scale_ptr, zero_ptr, gate_row, at, 1.0, K, UNIT, SCALES)
-        up += quantized_dot(x_ptr, w_ptr, scale_ptr, zero_ptr, up_row, at, 1.0, K, UNIT, SCALES)
+        gate += quantized_dot(x_ptr, w_ptr, scale_ptr, zero_ptr, gate_row, at, K, UNIT, SCALES)
+        up += quantized_dot(x_ptr, w_ptr, scale_ptr, zero_ptr, up_row, at, K, UNIT, SCALES)
     gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if SCALES == 1:
         gate *= tl.load(scale_ptr + gate_row).to(tl.float32)
@@ -46,38 +46,35 @@ def quantized_rows_up_kernel(
     tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_idx < inner)
 
 
-@triton.jit(do_not_specialize=("chosen", "experts"))
+@triton.jit(do_not_specialize=("experts",))
 def quantized_rows_down_kernel(
-    h_ptr, index_ptr, share_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
+    h_ptr, index_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, experts, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
+    """Of one choice; y: (pairs, hidden), fp32, for `shared_sum_kernel`."""
+    choice = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = tl.zeros((BLOCK_N,), tl.float32)
+    expert, _ = expert_of(index_ptr, choice, experts)
+    row = expert * hidden + tl.minimum(n_idx, hidden - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for choice in range(token * chosen, token * chosen + chosen):
-        expert, there = expert_of(index_ptr, choice, experts)
-        share = tl.where(there, tl.load(share_ptr + choice).to(tl.float32), 0.0)
-        row = expert * hidden + tl.minimum(n_idx, hidden - 1)
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for start in range(0, K // UNIT, BLOCK_K):
-            at = start + tl.arange(0, BLOCK_K)
-            acc += quantized_dot(h_ptr + choice * K, w_ptr, scale_ptr, zero_ptr, row, at, share, K, UNIT, SCALES)
-        one = tl.sum(acc, axis=1)
-        if SCALES == 1:
-            one *= tl.load(scale_ptr + row).to(tl.float32)
-        if bias_ptr is not None:
-            one += tl.load(bias_ptr + row).to(tl.float32) * share
-        y += one
-    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
+    for start in range(0, K // UNIT, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        acc += quantized_dot(h_ptr + choice * K, w_ptr, scale_ptr, zero_ptr, row, at, K, UNIT, SCALES)
+    y = tl.sum(acc, axis=1)
+    if SCALES == 1:
+        y *= tl.load(scale_ptr + row).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row).to(tl.float32)
+    tl.store(y_ptr + choice * hidden + n_idx, y, mask=n_idx < hidden)
 
 
 @triton.jit
 def quantized_dot(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, row, at, factor, K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr
+    x_ptr, w_ptr, scale_ptr, zero_ptr, row, at, K: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr
 ):
     """What rows (N,) of the weight and a vector x give at the units `at` (B,), as (N, B), not yet added up.
 
@@ -90,12 +87,12 @@ def quantized_dot(
     if zero_ptr is not None:
         zero = tl.load(zero_ptr + group, mask=mask, other=0).to(tl.float32)
     if UNIT == 1:
-        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32) * factor
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
         y = (w.to(tl.float32) - zero) * x[None, :]
     else:
         y = tl.zeros(w.shape, tl.float32)
         for place in tl.static_range(UNIT):
-            x = tl.load(x_ptr + at * UNIT + place, mask=at < K // UNIT, other=0.0).to(tl.float32) * factor
+            x = tl.load(x_ptr + at * UNIT + place, mask=at < K // UNIT, other=0.0).to(tl.float32)
             y += (((w >> (4 * place)) & 15).to(tl.float32) - 8.0 - zero) * x[None, :]
     if SCALES > 1:
         y *= tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
