@@ -137,7 +137,7 @@ def weights_table(weights: list[dict]) -> "Table":
     """Rows as of `Report.weights` as a table, one line for all of a place and scheme."""
     from rich.table import Table
 
-    table = Table("weights of", "linears", "stored as", "SQNR dB", "MB before", "MB after")
+    table = Table("weights of", "count", "stored as", "SQNR dB", "MB before", "MB after")
     for (where, scheme), rows in _alike(weights).items():
         found = sorted(row["sqnr_db"] for row in rows if row["sqnr_db"] is not None)
         ratio = "-" if not found else f"{found[0]:.1f}" if len(found) == 1 else f"{found[0]:.1f} to {found[-1]:.1f}"

@@ -11,6 +11,7 @@ from torch import nn
 from accel.quantization.module import QuantizedLinear, stored, uncast
 from accel.quantization.scheme import Scheme
 
+LIKE = "like"  # a buffer without numbers, in the dtype that stacks are written out in
 AT_ONCE = 2**26  # numbers that are written out at a time: some are in float32 meanwhile
 
 
@@ -48,7 +49,7 @@ class QuantizedExperts(nn.Module):
         vars(self).update({name: value for name, value in vars(module).items() if name not in own})
         self._modules = module._modules
         self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
-        self.dtype = original.matrices(original.names[0]).dtype
+        self.register_buffer(LIKE, original.matrices(original.names[0]).detach().new_empty(0), persistent=False)
         self.numbers = {name: quantized.data.dtype for name, quantized in stacks.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
         for name, quantized in stacks.items():
@@ -57,6 +58,15 @@ class QuantizedExperts(nn.Module):
         for name, parameter in module._parameters.items():
             if name not in stacks:
                 self.register_parameter(name, parameter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """No setting, of which a fast forward asks whether they were changed: an empty tensor is cast instead."""
+        return self.get_buffer(LIKE).dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        self._buffers[LIKE] = self.get_buffer(LIKE).to(dtype)
 
     def stack(self, name: str) -> Quantized:
         """The rows of all matrices of this stack, (E outputs, inputs)."""
@@ -98,15 +108,13 @@ class QuantizedExperts(nn.Module):
         return self.kind.forward(stock, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedExperts":
-        device = next(self.buffers(recurse=False)).device
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
-        return super()._apply(uncast(self, fn), recurse)
+        return super()._apply(uncast(self, fn, LIKE), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.kind.__name__}, {self.scheme}"
 
 
-OWN = ("kind", "transposed", "scheme", "dtype", "numbers", "shapes")  # attributes that originals do not have
+OWN = ("kind", "transposed", "scheme", "numbers", "shapes")  # attributes that originals do not have
 
 
 def holds_numbers(module: nn.Module) -> bool:

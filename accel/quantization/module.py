@@ -140,9 +140,11 @@ def stored(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8) if data.is_floating_point() else data
 
 
-def uncast(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """fn for `_apply`, such that the module's own buffers are moved by it, but never cast to another dtype."""
-    held = [tensor for tensor in module._buffers.values() if tensor is not None]
+def uncast(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *but: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """fn for `_apply`, by which the module's own buffers, but for some, are moved and never cast to another dtype."""
+    held = [tensor for name, tensor in module._buffers.items() if tensor is not None and name not in but]
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         result = fn(tensor)

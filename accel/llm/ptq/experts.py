@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+from accel_kernels.attention.paged.paged_attention import FLOAT8
+from accel_kernels.op import capability
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,7 +35,7 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
     for where, module in inside(model.get_submodule(path), path, set()):
         if not holds_experts(module):
             continue
-        found = _refuses(where, module) or find(module)
+        found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(module)
         if isinstance(found, ExpertFormula):
             stacks = expert_stacks(module, found)
             refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]
@@ -42,6 +45,13 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
             found = refused[0]
         skipped[where] = found
     return chosen, skipped
+
+
+def _unread(device: torch.device, scheme: Scheme) -> str | None:
+    """Why no kernel reads such numbers on this device."""
+    if scheme.number == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
+        return f"float8 below compute capability {FLOAT8[0]}.{FLOAT8[1]}: no kernel reads it"
+    return None
 
 
 def _refuses(path: str, module: nn.Module) -> str | None:

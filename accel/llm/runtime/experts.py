@@ -94,7 +94,7 @@ def _disagreement(
     x = example(module, PROBED, formula.weights(module).hidden)
     how: tuple = ()
     if isinstance(module, QuantizedExperts):
-        x, how = x.to(module.dtype), (module.kind, module.scheme, module.dtype)
+        how = (module.kind, module.scheme, module.dtype)
     index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % formula.weights(module).experts
     shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
     large = amplified(x, formula, module)

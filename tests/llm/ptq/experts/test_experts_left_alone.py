@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import accel
+from accel.llm.ptq import experts as choice
 from accel.quantization.experts import QuantizedExperts
+from accel.quantization.scheme import Scheme
 from support.llm.families import make
 from support.llm.quantized import STACKS, mixture, of_experts, sites
 
@@ -41,6 +43,15 @@ def test_hooked_experts_are_left():
     model.model.layers[0].mlp.experts.register_forward_hook(lambda *given: None)
     accel.optimize(model, weights="int8")
     assert sites(model)["model.layers.0.mlp.experts"] == ("skipped", "forward hooks")
+
+
+def test_float8_is_for_gpus_that_read_it(monkeypatch):
+    gpu, fp8 = torch.device("cuda"), Scheme("fp8")
+    for capability, wanted in (((8, 0), "float8 below compute capability 8.9"), ((8, 9), None), ((9, 0), None)):
+        monkeypatch.setattr(choice, "capability", lambda device, found=capability: found)
+        reason = choice._unread(gpu, fp8)
+        assert reason is wanted is None or wanted in reason
+        assert choice._unread(gpu, Scheme("int8")) is None is choice._unread(torch.device("cpu"), fp8)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4-g32"])
