@@ -30,7 +30,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 make_llir, make_cubin = CUDABackend.make_llir, CUDABackend.make_cubin
 assembled = 0
 everything = sys.argv[1:] == ["all"]
-by_generation = set()
+elsewhere = set() if everything else {"skinny_wgmma_kernel", "gemv_mma_kernel"}  # tests of their own do it
+by_generation = set(elsewhere)
 
 
 def lower(self, src, *args):
@@ -67,7 +68,8 @@ for arch in (90, 80, 100):
     last = {launch.name: launch for launch in launches(arch, arch == 90)}
     chosen = {launch.way: launch for launch in launches(arch, False)} if everything else {}
     if arch == 90:
-        chosen |= last
+        chosen |= {name: launch for name, launch in last.items() if name not in elsewhere}
+        assert elsewhere <= last.keys()
     else:
         turns = sorted(by_generation & last.keys())[0 if arch == 80 else 4 :: 8]
         chosen |= {name: last[name] for name in turns}
@@ -79,7 +81,7 @@ for arch in (90, 80, 100):
         if any(word in early for word in ("tt.dot", "inline_asm", "extern_elementwise")):
             by_generation.add(launch.name)
     print("compiled", len(chosen), "of", len(last), "kernels for", arch)
-assert assembled >= 8, assembled
+assert assembled >= 6, assembled
 """
 
 
