@@ -15,7 +15,7 @@ from accel_kernels.moe.gating_triton import apply_gating
 @triton.jit
 def expert_of(index_ptr, choice, experts):
     """The expert of a choice, and whether there is one of that number; the first where there is not."""
-    expert = tl.load(index_ptr + choice)
+    expert = tl.load(index_ptr + choice, cache_modifier=".cg")
     there = (expert >= 0) & (expert < experts)
     return tl.where(there, expert, 0), there
 
@@ -131,8 +131,8 @@ def expert_rows_down_kernel(
     n_row = tl.minimum(n_idx, hidden - 1)
     c_idx = tl.arange(0, CHOICES)
     choice = token * chosen + c_idx
-    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1)
-    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0).to(tl.float32)
+    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
+    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     there = (expert >= 0) & (expert < experts)
     row = tl.where(there, expert, 0)[None, :] * hidden + n_row[:, None]  # (outputs, choices), as all below
     place = w_ptr + row[:, :, None] * K

@@ -6,8 +6,8 @@ expert by tiles of its weights. `shared_sum_kernel` adds up each token's choices
 give equal bits. Sums are in fp32, what lies between two kernels is in the dtype of x.
 
 Each may start before the one in front has ended, and lets the next one start only once it has waited itself. What is
-older than the kernel in front is then complete, and read before the wait: choices, and what `group_kernel` has written,
-by all but `grouped_up_kernel`.
+older than the kernel in front is then complete, and read before the wait, past the L1 cache, which may hold what was
+there before: choices, and what `group_kernel` has written, by all but `grouped_up_kernel`.
 
 The tiles of expert e have the numbers from starts[e] // ROWS + e on: that leaves room for all of its pairs, and is
 known without the other experts' counts. So there are pairs // ROWS + experts numbers, which the host knows; a number
@@ -160,7 +160,7 @@ def grouped_down_kernel(
 ):  # fmt: skip
     """TAIL: see `grouped_up_kernel`."""
     tile = tl.program_id(0)
-    expert = tl.load(tiles_ptr + tile)
+    expert = tl.load(tiles_ptr + tile, cache_modifier=".cg")
     if expert < 0:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -193,7 +193,7 @@ def down_rows(
     expert = expert.to(tl.int64)
     h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]
     w_place = stack_places(w_ptr, expert, n_idx, k_idx, hidden, K, TRANSPOSED)
-    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
+    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0, cache_modifier=".cg").to(tl.int64)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -215,7 +215,8 @@ def down_rows(
 @triton.jit
 def places_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
     """Where a tile's pairs begin in `order`, and where its expert's end."""
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    start = tl.load(starts_ptr + expert, cache_modifier=".cg")
+    end = tl.load(starts_ptr + expert + 1, cache_modifier=".cg")
     return start + (tile - start // ROWS - expert) * ROWS, end
 
 
@@ -268,8 +269,8 @@ def shared_sum_kernel(
     n_mask = n_idx < hidden
     c_idx = tl.arange(0, CHOICES)
     choice = token * chosen + c_idx
-    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1)
-    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0).to(tl.float32)
+    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
+    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     there = (expert >= 0) & (expert < experts)
     share = tl.where(there, share, 0.0)
     if PDL:

@@ -60,7 +60,7 @@ def quantized_grouped_down_kernel(
     DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    expert = tl.load(tiles_ptr + tile)
+    expert = tl.load(tiles_ptr + tile, cache_modifier=".cg")
     if expert < 0:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -70,7 +70,7 @@ def quantized_grouped_down_kernel(
     n_mask = n_idx < hidden
     w_row = expert.to(tl.int64) * hidden + tl.minimum(n_idx, hidden - 1)
     h_row = h_ptr + row_idx.to(tl.int64) * K
-    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0).to(tl.int64)
+    pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0, cache_modifier=".cg").to(tl.int64)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
@@ -46,6 +47,7 @@ def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS:
 def route_kernel(
     logits_ptr, bias_ptr, index_ptr, share_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor, scale,
     SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
     token = tl.program_id(0).to(tl.int64)
@@ -53,6 +55,9 @@ def route_kernel(
     g_idx, j_idx = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (g_idx < groups)[:, None] & (j_idx < size)[None, :]
     expert = g_idx[:, None] * size + j_idx[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     logits = tl.load(logits_ptr + token * stride + expert, mask=there, other=-float("inf")).to(tl.float32)
     score = logits
     if SCORE == "softmax":
@@ -103,9 +108,10 @@ def route(logits, routing, bias=None, dtype=None):
     size = power_of_two(experts // routing.groups)
     # The kernel is not specialized on numbers: settings of one kind of router share one.
     numbers = map(float, (routing.outside, routing.eps, routing.floor, routing.scale))
+    pdl = programmatic(logits.device)
     launch(
         route_kernel, (tokens,), logits, bias, index, shares, logits.stride(0), experts, routing.chosen, routing.groups,
         routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups, size,
-        num_warps=max(1, groups * size // HELD),
+        bool(pdl), num_warps=max(1, groups * size // HELD), **pdl,
     )  # fmt: skip
     return index, shares
