@@ -10,7 +10,7 @@ import triton.language as tl
 
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
-from accel_kernels.warmup import launch
+from accel_kernels.warmup import launch, warming_up
 
 HELD = 512  # experts to a warp
 NEVER = tl.constexpr(-(2**63))  # below the order of every number
@@ -104,6 +104,8 @@ def route(logits, routing, bias=None, dtype=None):
     tokens, experts = logits.shape
     index = torch.empty((tokens, routing.chosen), device=logits.device, dtype=torch.int64)
     shares = torch.empty_like(index, dtype=dtype or logits.dtype)
+    if warming_up():  # no kernel runs, and stock experts after it look up whatever is chosen
+        index.copy_(torch.arange(routing.chosen, device=index.device).expand_as(index))
     groups = power_of_two(routing.groups)
     size = power_of_two(experts // routing.groups)
     # The kernel is not specialized on numbers: settings of one kind of router share one.

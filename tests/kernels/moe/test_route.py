@@ -120,6 +120,17 @@ def test_many_experts_take_more_warps(monkeypatch):
     assert launched == [((512,), {"num_warps": 1}), ((32,), {"num_warps": 1}), ((7,), {"num_warps": 8})]
 
 
+def test_a_warmup_chooses_experts_that_there_are(monkeypatch):
+    """Its kernels only compile, but stock experts run."""
+    from accel_kernels.moe import route_triton
+
+    poisoned(monkeypatch)
+    monkeypatch.setattr(route_triton, "launch", lambda *args, **meta: None)
+    monkeypatch.setattr(route_triton, "warming_up", lambda: True)
+    index, _ = route.triton(torch.randn(3, 9), Routing(4))
+    assert index.tolist() == [[0, 1, 2, 3]] * 3
+
+
 def test_what_the_kernel_cannot_take_is_named():
     logits = torch.randn(2, 8)
     assert "5 of 4" in route.supports(logits[:, :4], Routing(5))

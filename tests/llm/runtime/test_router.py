@@ -15,6 +15,7 @@ from accel.llm.analysis.router import RouterFormula, holds_router, router_formul
 from accel.llm.analysis.router_trial import GIVEN
 from accel.llm.runtime.router import RouterForward
 from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.routers import assert_routed_alike, now, routers
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)
 GROUPED = Routing(2, "sigmoid", "sum", eps=1e-20, groups=2, kept=1)
@@ -33,18 +34,6 @@ ROUTINGS = {
     "deepseek-v3": (GROUPED._replace(scale=2.5), 1),  # in layers that stay stock
     "qwen3-next": (AFTER, 2),
 }
-
-
-def routers(model: nn.Module) -> dict[str, RouterForward]:
-    found = {path: vars(module).get("forward") for path, module in model.named_modules()}
-    return {path: forward for path, forward in found.items() if type(forward) is RouterForward}
-
-
-def now(forward: RouterForward) -> RouterFormula:
-    """For tokens of its weight's dtype."""
-    found = forward.formula(next(forward.module.parameters())[:0])
-    assert found is not None
-    return found
 
 
 def taken(monkeypatch) -> list[int]:
@@ -102,17 +91,7 @@ def test_returns_what_stock_returns(name, dtype):
     for forward in routers(model).values():
         x = torch.randn(7, 64, dtype=dtype)
         for given in (x, x[:1], x[::2], x.view(1, 7, 64))[: 4 if 3 in now(forward).dims else 3]:
-            wanted, found = forward.stock(given), forward(given)
-            assert type(found) is type(wanted) and len(found) == len(wanted)
-            for ours, stock in zip(found, wanted, strict=True):
-                assert ours.dtype == stock.dtype and ours.shape == stock.shape
-            index, others = now(forward).outputs.index("index"), [one for one in wanted if one.is_floating_point()]
-            same = found[index].sort().values.eq(wanted[index].sort().values).all(1)  # the others have equal scores
-            assert same.float().mean() > 0.7 and (dtype != torch.float32 or same.all())
-            for ours, stock in zip([one for one in found if one.is_floating_point()], others, strict=True):
-                rtol = 4 * torch.finfo(stock.dtype).eps
-                left, right = (one[same].sort().values.float() for one in (ours, stock))
-                torch.testing.assert_close(left, right, rtol=rtol, atol=rtol)
+            assert_routed_alike(forward(given), forward.stock(given), 1.0 if dtype == torch.float32 else 0.7)
     assert not accel.report(model).fallbacks
 
 
