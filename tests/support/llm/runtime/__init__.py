@@ -1,0 +1,1 @@
+"""What routers of mixtures are compared by."""
