@@ -5,6 +5,7 @@ import torch
 from accel_kernels.moe import chooser as module
 from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
+from accel_kernels.moe.route import Routing, route
 from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN
 from accel_kernels.trials import Trials
 
@@ -34,6 +35,34 @@ def test_one_graph_for_every_routing(name):
         again = y.clone()
         graph.replay()
         assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        *((name, GEMV) for name in ("several", "gpt-oss", "transposed", "int8", "int4")),
+        *(("several", "16"), ("int8", "16"), ("grouped-64", "64"), ("grouped-64", "128/64")),
+    ],
+)
+def test_no_kernel_sees_choices_of_the_round_before(name, tile):
+    """Each starts before the one in front has ended, and reads early what it may."""
+    x, index, _, weights = given(name)
+    logits = [torch.randn(len(x), weights.experts, device="cuda") for _ in range(16)]
+
+    def chosen(one):
+        return route.triton(one, Routing(index.shape[1]), None, x.dtype)
+
+    experts.triton(x, *chosen(logits[0]), weights, tile=tile)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [experts.triton(x, *chosen(one), weights, tile=tile) for one in logits]
+    for _ in range(4):
+        for one in logits:
+            one.normal_()
+        graph.replay()
+        for one, y in zip(logits, found, strict=True):
+            wanted = experts.reference(x, *chosen(one), weights)
+            assert float((y - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
