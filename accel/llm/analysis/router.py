@@ -8,7 +8,7 @@ Choices need not be equal, but as good: rounding makes equal scores, of which an
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -30,7 +30,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class RouterFormula:
     """weight, bias: paths of the matrix (E, H), and of what is added to logits. correction: of the bias that is added
     for the choice, or GIVEN. wide: logits are computed in fp32. outputs: what is returned, in order: LOGITS, INDEX,
-    SHARE; logits, shares: their dtypes, None for logits that are not returned. dims: of inputs, that may have.
+    SHARE; logits, shares: their dtypes, None for logits that are not returned. dims: how many inputs may have.
     """
 
     weight: str
@@ -52,10 +52,11 @@ def holds_router(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch.") or any(child._modules for child in module.children()):
         return False
     tensors = held(module)
-    if not 1 <= len(tensors) <= 3 or matrix_of(tensors) is None:
+    matrix = matrix_of(tensors)
+    if matrix is None or len(tensors) > 3 or not all(tensor.is_floating_point() for tensor in tensors.values()):
         return False
-    experts = tensors[matrix_of(tensors) or ""].shape[0]
-    others = [tensor for path, tensor in tensors.items() if path != matrix_of(tensors)]
+    experts = tensors[matrix].shape[0]
+    others = [tensor for path, tensor in tensors.items() if path != matrix]
     if any(tensor.numel() != experts for tensor in others) or not 1 <= len(stock_parameters(module)) <= 2:
         return False
     return "topk" in mentioned(_kinds(module))
@@ -147,8 +148,9 @@ def _in_dtypes(module: nn.Module, formula: RouterFormula) -> Iterator[tuple[Kind
 def _rounded(trial: RouterTrial, formula: RouterFormula, output: dict[str, torch.Tensor]) -> RouterFormula | None:
     index, shares, wanted = output[INDEX][: len(ROWS)], output[SHARE][: len(ROWS)], output.get(LOGITS)
     correction = trial.correction(formula.correction)
+    operands = [path for path in (formula.weight, formula.bias) if path is not None]
     for wide, rounded in product((False, True), repeat=2):
-        if wide is False and trial.x.dtype != trial.tensors[formula.weight].dtype:
+        if not wide and any(trial.x.dtype != trial.tensors[path].dtype for path in operands):
             continue
         logits = trial.logits(formula.weight, formula.bias, wide)
         if wanted is not None and not near(logits, wanted, SHARES[torch.float32]):
@@ -160,10 +162,7 @@ def _rounded(trial: RouterTrial, formula: RouterFormula, output: dict[str, torch
             found = shares_of(full, scores, index, routing).to(shares.dtype)
             if near(found, shares, bound(SHARES, shares.dtype)):
                 kept = None if wanted is None else wanted.dtype
-                return RouterFormula(
-                    formula.weight, formula.bias, formula.correction, routing, formula.outputs, formula.dims, wide,
-                    kept, shares.dtype,
-                )  # fmt: skip
+                return replace(formula, routing=routing, wide=wide, logits=kept, shares=shares.dtype)
     return None
 
 
