@@ -29,6 +29,9 @@ def draw(result: dict, axes) -> None:
         axes.plot(*zip(*points, strict=True), "o-", color=color(name), label=name, linewidth=1.5, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.tick_params(labelsize=8, which="both")
     ticks = [row["requests"] for row in rows]
     axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     axes.set_xlabel("requests in flight", fontsize=9)

@@ -26,6 +26,7 @@ def fused(monkeypatch):
 @pytest.fixture
 def request_(monkeypatch):
     monkeypatch.setattr(batch_runner, "CALLS", 2)
+    monkeypatch.setattr(batch_runner, "WARM", 1)
     monkeypatch.setattr(batch_runner, "CHECKED", (2, 4))
     few = tuple(one.first(3) for one in WORKLOADS)
     monkeypatch.setattr(batch_runner, "WORKLOADS", few)
