@@ -21,6 +21,7 @@ IRRELEVANT = {
     "_load_state_dict_post_hooks",
 }
 
+CONTAINERS = (dict, list, set, tuple)
 OBJECTS = ("diffusers.", "transformers.")
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
@@ -52,7 +53,7 @@ class Fingerprint:
             self._objects[id(module)] = module
             self._watch(_Others(attributes, passed[module]) if module in passed else attributes.values())
             for name, value in attributes.items():
-                if name in IRRELEVANT or not isinstance(value, dict | list | set | tuple):
+                if name in IRRELEVANT or not isinstance(value, CONTAINERS):
                     if beside is None:
                         self._look_into(value)
                     continue
@@ -79,7 +80,7 @@ class Fingerprint:
                 self._watch(attributes.values())
 
     def _watch(self, view: Iterable) -> None:
-        tensors = any(isinstance(value, torch.Tensor) for value in view)
+        tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))
         (self._exact if tensors else self._views).append(view)
 
     def reachable(self) -> bool:

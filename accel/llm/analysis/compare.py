@@ -1,8 +1,11 @@
 """When two tensors are the same result, computed in different ways."""
 
 import torch
+from torch.linalg import vector_norm
 
 from accel.tolerances import FORMULA, SUM_EPS, bound
+
+TOKENS = 16  # at once: in float64, logits of a long text are large
 
 
 def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -10,7 +13,16 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
     if got.numel() != wanted.numel():
         return float("inf")
     got, wanted = got.detach().flatten().double(), wanted.detach().flatten().double()
-    return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return float(vector_norm(got - wanted) / vector_norm(wanted).clamp_min(1e-30))
+
+
+def off_by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`off` of every token, (rows, tokens) float64; both (rows, tokens, channels)."""
+    found = []
+    for ours, theirs in zip(got.split(TOKENS, dim=1), wanted.split(TOKENS, dim=1), strict=True):
+        ours, theirs = ours.detach().double(), theirs.detach().double()
+        found.append(vector_norm(ours - theirs, dim=-1) / vector_norm(theirs, dim=-1).clamp_min(1e-30))
+    return torch.cat(found, dim=1)
 
 
 def agree(got: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> bool:

@@ -34,11 +34,13 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     # All is allowed while it is tried.
     forward.convention = replace(convention, parts=parts, idle=frozenset(names), blank=frozenset(MARKS))
 
+    pieces = list(_pieces(forward))
+
     def agrees(change: Callable[[dict], dict]) -> bool:
-        return _agrees(forward, [change(piece) for piece in _pieces(forward)])
+        return _agrees(forward, [change(piece) for piece in pieces])
 
     def changes_nothing(name: str, form: str) -> bool:
-        return all(_agrees(forward, list(_stepping(forward, name, form, mark))) for mark in (0, 1))
+        return all(_agrees(forward, _stepping(pieces, name, form, mark)) for mark in (0, 1))
 
     counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
     return replace(
@@ -48,7 +50,7 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
         parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
         idle=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
         blank=frozenset(name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))),
-        kept=_kept(forward, changed),
+        kept=_kept(forward, pieces[0], changed) if changed else (),
     )
 
 
@@ -100,12 +102,11 @@ def _in_parts(piece: dict, parts: int) -> dict:
     return piece | {"position_ids": torch.stack([positions // (part + 1) for part in range(parts)])}
 
 
-def _stepping(forward: Any, name: str, form: str, mark: int) -> Iterator[dict]:
+def _stepping(pieces: list[dict], name: str, form: str, mark: int) -> list[dict]:
     """A prompt, and a step that is told `mark`."""
-    prompt, step = list(_pieces(forward))[:2]
-    yield prompt
+    prompt, step = pieces[:2]
     like = {NEW: step["input_ids"], ALL: step["attention_mask"], GRID: step["input_ids"].expand(-1, 3)}[form]
-    yield step | {name: torch.full_like(like, mark)}
+    return [prompt, step | {name: torch.full_like(like, mark)}]
 
 
 def _blank(piece: dict, name: str) -> dict:
@@ -135,9 +136,9 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
     return wanted.agrees(got)
 
 
-def _kept(forward: Any, changed: dict) -> tuple[Kept, ...]:
-    """Of what counting leaves in the model: what no call reads that is given positions."""
-    model, piece = forward.module, next(_pieces(forward))
+def _kept(forward: Any, piece: dict, changed: dict) -> tuple[Kept, ...]:
+    """Of what counting leaves in the model: what no call reads that is given positions. piece: a prompt."""
+    model = forward.module
 
     def run() -> Any:
         cache = DynamicCache(config=model.config)

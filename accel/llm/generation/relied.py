@@ -183,13 +183,20 @@ def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTra
     return found
 
 
+class _Undecorated:
+    """Stands before a configuration's class, so that transformers makes no dataclass of a class derived from it."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        pass
+
+
 def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
     def read(self: Any, name: str) -> Any:
         if not name.startswith("__") and name not in CHOICES:
             counter[name] += 1
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+    return type(kind.__name__, (_Undecorated, kind), {"__getattribute__": read, "__module__": kind.__module__})
 
 
 def _computed(config: PreTrainedConfig, name: str) -> bool:

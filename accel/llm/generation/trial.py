@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from transformers import DynamicCache
 
-from accel.llm.analysis.compare import off
+from accel.llm.analysis.compare import off_by_token
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -42,13 +42,15 @@ class Expected:
 
     def agrees(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding."""
-        return got.shape == self.logits.shape and self.off(got) <= bound(LOGITS, self.logits.dtype)
+        return self.off(got) <= bound(LOGITS, self.logits.dtype)
 
     def off(self, got: torch.Tensor) -> float:
         """How far the logits of the worse row are apart: of its worst token, or of its median one."""
-        errors = [[off(*token) for token in zip(*row, strict=True)] for row in zip(got, self.logits, strict=True)]
+        if got.shape != self.logits.shape:
+            return float("inf")
+        found = off_by_token(got, self.logits)
         # NaN is no number to compare: max([0, NaN]) is 0.
-        errors = [[error if error == error else float("inf") for error in row] for row in errors]
+        errors = found.masked_fill(found.isnan(), float("inf")).tolist()
         return max(sorted(row)[len(row) // 2] if self.median else max(row) for row in errors)
 
 

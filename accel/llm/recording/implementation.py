@@ -69,9 +69,8 @@ def unpaged(model: nn.Module) -> Iterator[None]:
     """Inside, a model with a paged attention has the same one without pages. The paged one raises in calls with any
     cache but that of continuous batching, which attends to the same tokens.
     """
-    held = (value for module in model.modules() for value in vars(module).values())
-    names = {vars(value).get(FIELD) or "" for value in held if isinstance(value, PretrainedConfig)}
-    if not any(name.startswith(PAGED) for name in names):
+    configs = [v for module in model.modules() for v in vars(module).values() if isinstance(v, PretrainedConfig)]
+    if not any((vars(config).get(FIELD) or "").startswith(PAGED) for config in configs):
         yield
         return
     with lent_configs(model) as copies:

@@ -53,7 +53,7 @@ def example_inputs(
 
 def table_of_positions(model: "PreTrainedModel") -> int | None:
     """Positions there are, where the model has a table of them, beyond which a GPU would fail for good; else None."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = _most_positions(model)
     tensors = (*model.parameters(), *model.buffers())
     tables = most and any(t.dim() > 1 and most <= t.shape[0] <= most + SPARE_ROWS for t in tensors)
     return most if tables else None
@@ -63,8 +63,8 @@ def within_positions(model: "PreTrainedModel", lengths: tuple[int, ...]) -> tupl
     """Tokens of a prompt and of steps after it: these, or fewer where the model has fewer positions, or 0 in a prompt
     where it has too few.
     """
-    most, (_, *steps) = table_of_positions(model), lengths
-    if most is None or sum(lengths) <= most:
+    most, (_, *steps) = _most_positions(model), lengths
+    if not most or sum(lengths) <= most or table_of_positions(model) is None:
         return lengths
     if most < LEAST + sum(steps):
         steps = [1 for _ in steps]
@@ -74,7 +74,13 @@ def within_positions(model: "PreTrainedModel", lengths: tuple[int, ...]) -> tupl
 
 def few(model: "PreTrainedModel") -> int:
     """FEW, or as many as the model has positions for."""
-    return min(FEW, table_of_positions(model) or FEW)
+    most = _most_positions(model)
+    return most if most and most < FEW and table_of_positions(model) else FEW
+
+
+def _most_positions(model: "PreTrainedModel") -> int | None:
+    """What the configuration says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _vocabulary(model: "PreTrainedModel") -> int:
