@@ -29,8 +29,8 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
         with fused_layers(forward):
             forward.apart = True
             try:
-                forward.ready()
                 with reading(forward.module) as fused:
+                    forward.ready()
                     (partial(written, forward) if call is None else call)(pieces)
             finally:
                 forward.apart = False
