@@ -9,6 +9,7 @@ Choices need not be equal, but as good: rounding makes equal scores, of which an
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -16,7 +17,7 @@ from accel_kernels.moe.route import Routing, preferences_of, scores_of, shares_o
 from torch import nn
 
 from accel.errors import reason_of
-from accel.llm.analysis.router_trial import GIVEN, ROWS, Kind, RouterTrial, held, matrix_of
+from accel.llm.analysis.router_trial import GIVEN, ROWS, Kind, RouterNumbers, RouterTrial, held, matrix_of
 from accel.patching.relied import BASE
 from accel.patching.structure import mentioned, methods
 from accel.quantization.experts import stock_parameters
@@ -77,11 +78,11 @@ def router_formulas(module: nn.Module) -> Formulas | str:
         return "reads its configuration at each call"
     try:
         with torch.no_grad():
-            trial = RouterTrial(module, torch.float32)
-            formula = _found(trial)
+            numbers = cache(partial(RouterNumbers, module))
+            formula = _found(RouterTrial(module, numbers, torch.float32))
             if isinstance(formula, str):
                 return formula
-            return dict(_in_dtypes(module, formula))
+            return dict(_in_dtypes(module, numbers, formula))
     except Exception as error:  # a router that takes, or gives, something else
         return f"could not be examined: {reason_of(error)}"
 
@@ -126,13 +127,15 @@ def _routing(
     return None
 
 
-def _in_dtypes(module: nn.Module, formula: RouterFormula) -> Iterator[tuple[Kind, RouterFormula]]:
+def _in_dtypes(
+    module: nn.Module, numbers: Callable[[bool], RouterNumbers], formula: RouterFormula
+) -> Iterator[tuple[Kind, RouterFormula]]:
     """The formula with what rounding it has, for dtypes of inputs and of what is stored; where there is one."""
     # Some keep their weights in float32, whatever the model has.
     cases = [(dtype, stored) for dtype in FLOATS for stored in (None, dtype)]
     done: set[Kind] = set()
     for dtype, stored in cases:
-        trial = RouterTrial(module, dtype, stored)
+        trial = RouterTrial(module, numbers, dtype, stored)
         if trial.kind not in done:
             done.add(trial.kind)
             try:

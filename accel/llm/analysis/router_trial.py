@@ -5,6 +5,7 @@ reach far: scores are so small that a limit of a sum shows.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,27 +23,49 @@ ROWS = (*USUAL, (1.0, -12.0, 0.0), (1.0, -30.0, 0.0), (1.0, -80.0, 0.0), (1.0, -
 DENSE, SUMMED = 6, 64  # tokens beside them, whose logits are sums of so many products at most
 
 
-class RouterTrial:
-    """A copy of a router, and what it is given. dtype: of the tokens; stored: of all that it holds, None as it is."""
+class RouterNumbers:
+    """All float32, for the trials of one router. tensors: in the place of what it holds, by path; given: by callers;
+    x: tokens. far: some logits lie so far from zero that 16 bits could not tell them apart.
+    """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, stored: torch.dtype | None = torch.float32) -> None:
-        self.module, self.many = module, len(stock_parameters(module))
+    def __init__(self, module: nn.Module, far: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         own = held(module)
         matrix = matrix_of(own) or ""
         self.experts, self.hidden = own[matrix].shape
         if self.hidden < len(ROWS) + 8:
             raise ValueError(f"{self.hidden} inputs")
-        far = dtype == stored == torch.float32
         self.tensors = {
-            path: (_logits(self.experts, self.hidden, far, generator) if path == matrix else
-                   _small_and_large(tensor.numel(), generator).view(tensor.shape)).to(stored or tensor.dtype)
+            path: _logits(self.experts, self.hidden, far, generator) if path == matrix else
+                  _small_and_large(tensor.numel(), generator).view(tensor.shape)
             for path, tensor in own.items()
         }  # fmt: skip
-        self.given = _small_and_large(self.experts, generator)  # float32, as callers keep it
+        self.given = _small_and_large(self.experts, generator)
         self.x = torch.eye(len(ROWS) + DENSE, self.hidden)
         self.x[len(ROWS) :, len(ROWS) :] = torch.randn(DENSE, self.hidden - len(ROWS), generator=generator)
-        self.x = self.x.to(dtype)
+
+
+class RouterTrial:
+    """A copy of a router, and what it is given. dtype: of the tokens; stored: of all that it holds, None as it is.
+
+    numbers: by whether they are far, see `RouterNumbers`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        numbers: Callable[[bool], RouterNumbers],
+        dtype: torch.dtype,
+        stored: torch.dtype | None = torch.float32,
+    ) -> None:
+        self.module, self.many = module, len(stock_parameters(module))
+        made = numbers(dtype == stored == torch.float32)
+        self.experts, self.hidden = made.experts, made.hidden
+        # Copied: a router may count in a buffer.
+        self.tensors = {
+            path: made.tensors[path].to(stored or tensor.dtype, copy=True) for path, tensor in held(module).items()
+        }
+        self.given, self.x = made.given.clone(), made.x.to(dtype)  # given: float32, as callers keep it
         self.copy = _copied(module, self.tensors)
         self.kind = dtypes_of(self.x, self.tensors)
 
