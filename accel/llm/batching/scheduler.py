@@ -94,6 +94,7 @@ class Scheduler:
 
         Requests that can never run are put into `failed`. Raises IdsWanted where somebody has to make room first.
         """
+        self._slide()
         while True:
             decodes = self._decodes(unread)
             chunks = list(self._chunks(self.limits.tokens - len(decodes)))
@@ -128,17 +129,19 @@ class Scheduler:
     def undo(self, plan: StepPlan) -> None:
         """The step just planned was not launched: what it was to store is not there, and nobody may find it.
 
-        After its prompts are closed. Requests of layers with windows wait again: what their tokens see may have been
-        given back.
+        After its prompts are closed.
         """
         self.pool.forget()
         self.stored[plan.rows] = plan.lengths
-        decodes = plan.rows[: plan.decodes].tolist()
-        self.left[decodes] += 1
+        self.left[plan.rows[: plan.decodes]] += 1
+
+    def _slide(self) -> None:
+        """Windows have passed what no token from the stored ones on sees. Not before the step is launched that sees it:
+        the tables of a step are those after its plan.
+        """
         if self.pool.sliding.size:
-            for row in reversed(decodes):
-                if self.answers.requests[row] is not None:
-                    self.put_back(row, keep=False)
+            rows = _behind(self.decoding, list(self.prefilling))
+            self.pool.slide_all(rows, self.stored[rows])
 
     def _decodes(self, unread: bool) -> np.ndarray:
         """Rows that get one more token, and have the page for it."""
@@ -256,7 +259,6 @@ class Scheduler:
                 sources += [place] * (1 + len(children))
         self.stored[decodes] += 1
         self.left[decodes] -= 1
-        self.pool.slide_all(rows, lengths + news)
         takers = np.array(drawn, np.int64)
         opened = [row for row in dict.fromkeys(self._opened) if self.answers.requests[row] is not None]
         self._opened.clear()

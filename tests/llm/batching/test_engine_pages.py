@@ -100,6 +100,17 @@ def test_windows_give_pages_back(pair):
     assert max(held[2:]) <= 2 and engine.pool.sets[0].window == 20
 
 
+@pytest.mark.parametrize("tokens", [7, 512])
+def test_windows_that_pass_the_end_of_a_page(tokens, pair):
+    """The step whose tokens see the last keys of a page still reads them, beside others that write."""
+    model, stock = pair("mistral", sliding_window=5)
+    engine = engine_of(model, tokens=tokens, rows=6, context=512)
+    prompts = prompts_of([60, 63, 64, 65, 150, 200], 99)
+    requests = [request(str(number), prompt, 12) for number, prompt in enumerate(prompts)]
+    finished(engine, requests)
+    assert [one.tokens for one in requests] == [alone(stock, prompt, 12) for prompt in prompts]
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_rounded_keys_and_values(kind, pair):
     """As the same model rounds them for one request."""

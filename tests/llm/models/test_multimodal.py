@@ -184,7 +184,8 @@ def without_layers(reference, fast) -> SimpleNamespace:
     """What is asked of a DecoderForward where two runs of it are compared."""
     module = nn.ModuleDict({"layers": nn.ModuleList()})
     module.config = None
-    return SimpleNamespace(module=module, stack="layers", layers=[], reference=reference, fast=fast)
+    given = {"reference": reference, "fast": fast, "experts": [], "routers": []}
+    return SimpleNamespace(module=module, stack="layers", layers=[], **given)
 
 
 def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
