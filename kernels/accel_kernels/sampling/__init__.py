@@ -1,1 +1,1 @@
-"""Choosing the next token from logits: filters, noise, and the draw."""
+"""Choosing the next token from logits: filters, and the draw."""
