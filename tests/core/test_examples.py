@@ -3,16 +3,11 @@
 import re
 import runpy
 import socket
-import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-
-from accel.commands.app import app
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -56,55 +51,14 @@ def test_batch_requests(run):
     assert "9 of 9 requests answered" in printed and " ".join(map(str, range(1, 21))) in printed
 
 
-class InAThread:
-    """In the place of subprocess.Popen: `python -m accel ...` in a thread of this process, which has all imported."""
-
-    kept: ClassVar[list] = []
-
-    def __init__(self, command, **streams):
-        assert command[:3] == [sys.executable, "-m", "accel"]
-        self.thread = threading.Thread(target=self.run, args=command[3:], daemon=True)
-        self.thread.start()
-
-    def run(self, *arguments):
-        with pytest.raises(SystemExit) as ended:
-            app(arguments)
-        self.returncode = ended.value.code
-
-    @classmethod
-    def recorded(cls, kind):
-        def made(*args, **kwargs):
-            cls.kept.append(kind(*args, **kwargs))
-            return cls.kept[-1]
-
-        return made
-
-    def terminate(self):
-        state, server = self.kept
-        server.should_exit = True
-        self.thread.join(20)
-        state.shutdown()
-
-    def wait(self):
-        assert self.returncode == 0
-
-
-def test_serve(run, monkeypatch):
-    for package in ("fastapi", "openai"):
+def test_serve(run):
+    for package in ("fastapi", "openai", "uvicorn"):
         pytest.importorskip(package)
-    uvicorn = pytest.importorskip("uvicorn")
-    from transformers.cli.serving import utils
-
-    for module, name in ((utils, "GenerationState"), (uvicorn, "Server")):
-        monkeypatch.setattr(module, name, InAThread.recorded(getattr(module, name)))
-    monkeypatch.setattr(InAThread, "kept", [])
-    monkeypatch.setattr(subprocess, "Popen", InAThread)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     printed = run("serve.py", "examples/models/tiny-lm", port)
-    answers = [line for line in printed.splitlines() if len(line) > 10 and "INFO" not in line]
-    assert len(answers) == 16 and printed.count("POST /v1/chat/completions") == 16
+    assert len([line for line in printed.splitlines() if len(line) > 10]) == 16
 
 
 def test_compare_and_undo(run):
