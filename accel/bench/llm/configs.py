@@ -28,6 +28,18 @@ LLAMA = dict(
     rope_parameters=_llama3_rope(8.0),
 )
 QWEN = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, rope_parameters=_plain_rope(1e6))
+MISTRAL = dict(
+    vocab_size=32768,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+    rope_parameters=_plain_rope(1e6),
+)
 
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", LLAMA),  # Llama 3.1
@@ -68,21 +80,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         | dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
         | dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960),
     ),
-    "mistral-7b": (  # v0.3
-        "mistral",
-        dict(
-            vocab_size=32768,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-5,
-            sliding_window=None,
-            rope_parameters=_plain_rope(1e6),
-        ),
-    ),
+    "mistral-7b": ("mistral", MISTRAL),  # v0.3
     "gemma2-2b": (
         "gemma2",
         dict(
@@ -137,23 +135,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         | dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
         | dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=40960),
     ),
-    "mixtral-8x7b": (
-        "mixtral",
-        dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-5,
-            sliding_window=None,
-            rope_parameters=_plain_rope(1e6),
-        ),
-    ),
+    "mixtral-8x7b": ("mixtral", MISTRAL | dict(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2)),
     "gpt-oss-20b": (
         "gpt_oss",
         dict(

@@ -55,7 +55,7 @@ class RouterForward(FastForward):
             return changed_since("which weights it has")
         if type(x) is not torch.Tensor:
             return "something else than tokens"
-        formula = self.formula(x)
+        formula = self.formulas.get(dtypes_of(x, tensors))
         if formula is None:
             return f"{x.dtype}, with weights of {', '.join(str(one.dtype) for one in tensors.values())}"
         weight = tensors[formula.weight]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.float_order_triton import order_of
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
@@ -19,9 +20,7 @@ NEVER = tl.constexpr(-(2**63))  # below the order of every number
 @triton.jit
 def in_order(x, place):
     """Integers in the order of x, fp32: NaN above all, zeros equal, and of equals the lower place above."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(x != x, 0x7FFFFFFF, order)
+    order = tl.where(x != x, 0x7FFFFFFF, order_of(x))
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 

@@ -12,18 +12,6 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def order_of(x):
-    """fp32 as int32 in the same order; both zeros alike."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def from_order(order):
-    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def scale_of(temperature):
     """What a difference of logits is multiplied by to be a power of two; that of temperature 1 where it is 0."""
     return tl.minimum(LOG2E / tl.where(temperature > 0, temperature, 1.0), 3e38)  # finite: times zero is zero

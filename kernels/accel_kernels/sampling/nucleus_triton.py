@@ -9,12 +9,11 @@ beyond 15 of them, which leaves a sixteenth of the bracket, and is one launch, a
 import triton
 import triton.language as tl
 
+from accel_kernels.float_order_triton import from_order, order_of
 from accel_kernels.sampling.draw_triton import (
     LOWEST,
     base_of,
-    from_order,
     logits_at,
-    order_of,
     places_of,
     row_sums,
     scale_of,

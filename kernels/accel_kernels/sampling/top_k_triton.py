@@ -8,12 +8,11 @@ after at most 32 steps at a logit itself.
 import triton
 import triton.language as tl
 
+from accel_kernels.float_order_triton import from_order, order_of
 from accel_kernels.sampling.draw_triton import (
     LOWEST,
     draw_from,
-    from_order,
     logits_at,
-    order_of,
     weight_of,
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ import accel
 from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
+from support.llm.calls import counting
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import flat, generate, same
 
@@ -29,20 +30,7 @@ def stocks_own_loop(monkeypatch):
 @pytest.fixture
 def steps(monkeypatch):
     """[begun, taken], counted."""
-    counts, init, take = [0, 0], PendingStep.__init__, PendingStep.take
-
-    def counted_init(self, *args, **kwargs):
-        counts[0] += 1
-        init(self, *args, **kwargs)
-
-    def counted_take(self, *args):
-        step = take(self, *args)
-        counts[1] += step is not None
-        return step
-
-    monkeypatch.setattr(PendingStep, "__init__", counted_init)
-    monkeypatch.setattr(PendingStep, "take", counted_take)
-    return counts
+    return counting(monkeypatch, (PendingStep, "__init__", False), (PendingStep, "take", True))
 
 
 def new_pair(name: str = "llama", **changes):

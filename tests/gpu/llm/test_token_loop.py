@@ -11,7 +11,7 @@ import accel
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.loop import choice
 from accel.llm.generation.loop.token_loop import TokenLoop
-from support.llm.calls import Kept, followed_by_numbers
+from support.llm.calls import Kept, counting, followed_by_numbers
 from support.llm.families import make, prompt
 from support.llm.outputs import same
 
@@ -25,20 +25,7 @@ pytestmark = pytest.mark.usefixtures("exact")
 @pytest.fixture
 def ran(monkeypatch):
     """[loops, replays without a look at the model]."""
-    counts, run, begin = [0, 0], TokenLoop.run, GraphRunner.begin
-
-    def counted_run(self):
-        counts[0] += 1
-        return run(self)
-
-    def counted_begin(self, *args):
-        found = begin(self, *args)
-        counts[1] += found is not None
-        return found
-
-    monkeypatch.setattr(TokenLoop, "run", counted_run)
-    monkeypatch.setattr(GraphRunner, "begin", counted_begin)
-    return counts
+    return counting(monkeypatch, (TokenLoop, "run", False), (GraphRunner, "begin", True))
 
 
 def new_pair(name: str = "llama", **options):

@@ -269,18 +269,24 @@ def followed_by_numbers(model, lengths=(7, 4), seed=3, **call) -> dict[str, torc
     return flat(model.generate(ids, **call)) | {"random": torch.rand(3, device=model.device)}
 
 
+def counting(monkeypatch, *methods: tuple[object, str, bool]) -> list[int]:
+    """From now on, how often each method of (owner, name, given) is called; where `given`, and gives something."""
+    counts = [0] * len(methods)
+
+    def counted(place: int, call, given: bool):
+        def counting_call(*args, **kwargs):
+            counts[place] += not given  # also of a call that raises
+            found = call(*args, **kwargs)
+            counts[place] += given and found is not None
+            return found
+
+        return counting_call
+
+    for place, (owner, name, given) in enumerate(methods):
+        monkeypatch.setattr(owner, name, counted(place, getattr(owner, name), given))
+    return counts
+
+
 def counting_loops(monkeypatch) -> list[int]:
     """[loops, steps]: from now on, how often the loop ran, and how many steps it launched."""
-    counts, run, step = [0, 0], token_loop.TokenLoop.run, token_loop.next_logits
-
-    def counted_run(self):
-        counts[0] += 1
-        return run(self)
-
-    def counted_step(*args):
-        counts[1] += 1
-        return step(*args)
-
-    monkeypatch.setattr(token_loop.TokenLoop, "run", counted_run)
-    monkeypatch.setattr(token_loop, "next_logits", counted_step)
-    return counts
+    return counting(monkeypatch, (token_loop.TokenLoop, "run", False), (token_loop, "next_logits", False))
