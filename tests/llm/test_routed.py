@@ -10,6 +10,7 @@ from accel.llm.runtime.mlp import BoundMlp
 from accel.llm.runtime.router import RouterForward
 from accel.planning.plan import PLAN
 from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.runtime.near_ties import LEAST, clear_seeds, smallest_gap
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +158,13 @@ def test_the_median_row():
     assert far([wanted], [got]) == 2
     got[0, 0] = torch.nan
     assert median_rms([wanted], [got]) != median_rms([wanted], [got])
+
+
+def test_prompts_without_near_ties():
+    """Of these rows one token of layer 0 has two experts that differ by less than a rounding."""
+    model = make("gpt-oss", max_position_embeddings=2048)
+    assert smallest_gap(model, prompt(96, 5, 0)) < 1e-7
+    (seed,) = clear_seeds(model, 96, 5, 1)
+    assert smallest_gap(model, prompt(96, 5, seed)) > LEAST
+    with pytest.raises(LookupError, match="nothing in this model chooses"):
+        smallest_gap(make("llama"), prompt())

@@ -47,6 +47,6 @@ def talk(model, ids, mask=None, steps: int = 3) -> dict:
         given = {"position_ids": positions} if takes_positions else {}
         output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **given)
         found[f"{step}"] = output.logits
-        ids = prompt(len(ids), 1, 40 + step).cuda()
+        ids = prompt(len(ids), 1, 40 + step).to(ids.device)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     return found
