@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import accel
+from accel.cuda_graphs.runner import PATIENCE
 from accel.llm.generation.prefill import MOST, STEP, bucket_for
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, prefill_graphs, talk
@@ -73,9 +74,8 @@ def test_where_graphs_are_kept_only_if_they_gain():
         for seed in range(4):
             ids = prompt(1, length - seed, seed).cuda()
             same(talk(ours, ids), talk(stock, ids), 4e-5)
-    tried = [row for row in accel.report(ours).graphs if "prompt" in row["inputs"].split(", ")]
-    assert any(row["status"] == "graph" for row in tried), tried
-    for row in tried:
+    assert prefill_graphs(ours), tried(ours)
+    for row in tried(ours):
         assert row["status"] == "graph" or "gains nothing" in row["reason"] or "seen once" in row["reason"], row
 
 
@@ -135,19 +135,26 @@ def test_two_models_and_their_copies_keep_apart():
         same(talk(ours, ids), talk(stock, ids), 4e-5)
 
 
+def tried(model) -> list[dict]:
+    """Rows of the report for prompts, replayed or not."""
+    return [row for row in accel.report(model).graphs if "prompt" in row["inputs"].split(", ")]
+
+
 def rooms() -> list[int]:
     return sorted({bucket_for(1, new) for new in range(1, MOST + 1)})
 
 
 def test_no_prompt_stalls_over_its_graph():
-    """Neither the first of a length, nor the second, which captures; a steady one takes some milliseconds."""
+    """Neither the first of a length, nor those in which kernels are chosen, more where others use the GPU too, nor the
+    one that captures; a steady one takes some milliseconds.
+    """
     ours, _ = new_pair("llama", torch.bfloat16, max_position_embeddings=4096)
     for _ in range(3):
         generate(ours, prompt(1, 9).cuda(), None)
     slow = []
     for masked in (False, True):
         for room in rooms():
-            for turn in range(3):
+            for turn in range(PATIENCE + 2):
                 ids, mask = prompt(1, room).cuda(), torch.ones(1, room, dtype=torch.long, device="cuda")
                 mask[0, 0] = not masked
                 torch.cuda.synchronize()
@@ -156,7 +163,11 @@ def test_no_prompt_stalls_over_its_graph():
                 torch.cuda.synchronize()
                 if time.perf_counter() - start > 0.5:
                     slow.append((room, masked, turn, time.perf_counter() - start))
-    assert slow == [] and len(prefill_graphs(ours)) == 2 * len(rooms())
+                if turn > 1 and not any("being chosen" in row["reason"] for row in tried(ours)):
+                    break
+    assert slow == []
+    assert [row for row in tried(ours) if row["status"] != "graph"] == []
+    assert len(prefill_graphs(ours)) == 2 * len(rooms())
 
 
 def test_a_prompt_without_a_mask_never_waits():
