@@ -21,6 +21,7 @@ from accel_kernels import (
     quantized_linear,
     rms_norm,
     route,
+    rowwise,
     upsample_convolve,
 )
 from accel_kernels.attention.backends import AttentionChooser
@@ -56,6 +57,7 @@ class Kernels:
     quantized_linear: Any = quantized_linear
     rms_norm: Any = rms_norm
     route: Any = route
+    rowwise: Any = rowwise
     upsample_convolve: Any = upsample_convolve
 
     def plain(self) -> "Kernels":

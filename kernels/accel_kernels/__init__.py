@@ -28,6 +28,8 @@ from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
+from accel_kernels.rowwise.program import RowOp, RowProgram
+from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
 
@@ -50,6 +52,7 @@ OPS = (
     quantized_linear,
     rms_norm,
     route,
+    rowwise,
     sample,
     softmax,
     upsample,
@@ -65,6 +68,8 @@ __all__ = [
     "Quantized",
     "QuantizedRows",
     "Routing",
+    "RowOp",
+    "RowProgram",
     "SamplingTable",
     "attention",
     "dequantize",
@@ -84,6 +89,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "route",
+    "rowwise",
     "sample",
     "softmax",
     "upsample",

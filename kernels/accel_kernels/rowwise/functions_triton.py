@@ -1,0 +1,102 @@
+"""Functions of numbers as CUDA's own library computes them, which torch calls too; Triton's own in its interpreter."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from accel_kernels.launch import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one, and no number where one is none."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def bfloat16(x):
+    """x in bf16, the nearest one; the interpreter only cuts digits off, from which this rounds first."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def float16(x):
+    return x.to(tl.float16)
+
+
+@triton.jit
+def float32(x):
+    return x
+
+
+@triton.jit
+def divided(number, x):
+    return tl.math.div_rn(tl.full(x.shape, number, tl.float32), x)
+
+
+@triton.jit
+def reciprocal(x):
+    return divided(1.0, x)
+
+
+@triton.jit
+def rsqrt(x):
+    return tl.rsqrt(x)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x) if INTERPRETED else libdevice.log(x)
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x) if INTERPRETED else libdevice.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x) if INTERPRETED else libdevice.cos(x)
+
+
+@triton.jit
+def erf(x):
+    return tl.erf(x) if INTERPRETED else libdevice.erf(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return divided(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    return 2.0 * sigmoid(2.0 * x) - 1.0 if INTERPRETED else libdevice.tanh(x)
+
+
+@triton.jit
+def silu(x):
+    return tl.math.div_rn(x, 1.0 + exp(-x))
+
+
+# The sums below are one instruction with the product before them, as in torch's kernels.
+@triton.jit
+def gelu_erf(x):
+    return x * 0.5 * (1.0 + erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    inner = 0.7978845608028654 * tl.fma(x * x * x, tl.full(x.shape, 0.044715, tl.float32), x)
+    return 0.5 * x * (1.0 + tanh(inner))

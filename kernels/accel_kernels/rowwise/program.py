@@ -1,0 +1,117 @@
+"""A row program: pointwise operations, reductions over the last dimension and moves of lanes, as data.
+
+What a transformer computes between two matrix products, such as a residual added, a norm, a modulation, a rotation.
+Register number n holds input n; every operation appends one more. Values are fp32, rounded to an operation's dtype.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+FULL, HALF, ONE = "full", "half", "one"  # the width of a register: C lanes, C // 2, or one
+
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
+WITH_NUMBER = ("add_number", "mul_number", "rsub_number", "rdiv_number", "clamp_min", "clamp_max")
+UNARY = (
+    "neg", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "sin", "cos", "abs", "tanh", "sigmoid", "silu",
+    "gelu", "gelu_tanh", "relu", "round",
+)  # fmt: skip
+TO_ONE = ("sum", "mean", "amax")
+NORMS = ("layer_norm", "rms_norm")
+REDUCTIONS = TO_ONE + NORMS
+# Moves of lanes: between C and C // 2 of them.
+TAKE_PAIRS, TAKE_HALVES = ("even", "odd"), ("first", "second")
+MOVES_PAIRS, MOVES_HALVES = (*TAKE_PAIRS, "interleave"), (*TAKE_HALVES, "concatenate")
+MOVES = MOVES_PAIRS + MOVES_HALVES
+OPERATIONS = BINARY + WITH_NUMBER + UNARY + REDUCTIONS + MOVES
+TWO = (*BINARY, "interleave", "concatenate")  # those that take two registers
+
+
+class RowOp(NamedTuple):
+    """One operation on registers.
+
+    name: one of OPERATIONS. `rsub_number` is number - x, `rdiv_number` number / x, `round` rounds to the dtype only.
+        `layer_norm` is (x - mean) / sqrt(var + number), `rms_norm` x / sqrt(mean(x^2) + number), not rounded inside.
+        `even` and `odd` take every second lane, `first` and `second` each half; `interleave` and `concatenate` undo it.
+    args: the numbers of the registers it takes.
+    number: of the operations that take one.
+    dtype: what the result is rounded to; float32 is not rounded.
+    """
+
+    name: str
+    args: tuple[int, ...]
+    number: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+class RowProgram(NamedTuple):
+    """Operations on every row of an index space (n_1, .., n_rows, C).
+
+    rows: how many dimensions stand before the last.
+    width: C.
+    inputs: the widths of the inputs; registers 0 to n - 1, in the dtypes of the tensors given.
+    ops: each appends one register.
+    results: the registers to store, by number.
+    dtypes: of the results.
+    """
+
+    rows: int
+    width: int
+    inputs: tuple[str, ...]
+    ops: tuple[RowOp, ...]
+    results: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def lanes(width: str, program: RowProgram) -> int:
+    """How many lanes a register of this width has."""
+    return {FULL: program.width, HALF: program.width // 2, ONE: 1}[width]
+
+
+@lru_cache(maxsize=1024)
+def register_widths(program: RowProgram) -> tuple[str, ...]:
+    """The width of every register. Raises ValueError for a program that means nothing, and says why."""
+    if program.width < 1 or not program.inputs or not program.results:
+        raise ValueError("a row program needs lanes, an input and a result")
+    if len(program.results) != len(program.dtypes):
+        raise ValueError(f"{len(program.results)} results and {len(program.dtypes)} dtypes")
+    unknown = set(program.inputs) - {FULL, HALF, ONE}
+    if unknown:
+        raise ValueError(f"input of width {unknown.pop()!r}, not 'full', 'half' or 'one'")
+    widths = list(program.inputs)
+    for op in program.ops:
+        if any(not 0 <= arg < len(widths) for arg in op.args):
+            raise ValueError(f"{op.name} of a register that is not there yet: {op.args}")
+        widths.append(_width(op, [widths[arg] for arg in op.args]))
+    if any(not 0 <= result < len(widths) for result in program.results):
+        raise ValueError(f"results {program.results} of {len(widths)} registers")
+    if HALF in widths and program.width % 2:
+        raise ValueError(f"halves of {program.width} lanes")
+    return tuple(widths)
+
+
+def _width(op: RowOp, given: list[str]) -> str:
+    """The width of an operation's result, from those of its registers."""
+    if op.name not in OPERATIONS:
+        raise ValueError(f"operation {op.name!r}")
+    if len(given) != 1 + (op.name in TWO):
+        raise ValueError(f"{op.name} of {len(given)} registers")
+    if op.name in TAKE_PAIRS + TAKE_HALVES:
+        return _expect(op, given, FULL, HALF)
+    if op.name in ("interleave", "concatenate"):
+        return _expect(op, given, HALF, FULL)
+    if op.name in REDUCTIONS:
+        if given[0] == ONE:
+            raise ValueError(f"{op.name} over one lane")
+        return ONE if op.name in TO_ONE else given[0]
+    wide = set(given) - {ONE}
+    if len(wide) > 1:
+        raise ValueError(f"{op.name} of {given[0]} and {given[1]} lanes")
+    return wide.pop() if wide else ONE
+
+
+def _expect(op: RowOp, given: list[str], taken: str, made: str) -> str:
+    if set(given) != {taken}:
+        raise ValueError(f"{op.name} of {' and '.join(given)} lanes, not {taken}")
+    return made

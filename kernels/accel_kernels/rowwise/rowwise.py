@@ -1,0 +1,184 @@
+"""A small program of pointwise operations and reductions over the last dimension, in one pass over memory.
+
+Everything between two matrix products of a transformer is of this kind: adaptive norms (Peebles and Xie, "Scalable
+diffusion models with transformers", 2023), gated residuals, norms of queries and keys with a rotary embedding (Su et
+al., "RoFormer", 2021), gated activations (Shazeer, "GLU variants improve transformer", 2020). The kernel rounds where
+the program says, so that it gives what a chain of torch's own operations gives.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.op import FLOATS, Op, dtype_reason
+from accel_kernels.rowwise.cases import CASES
+from accel_kernels.rowwise.program import (
+    MOVES_HALVES,
+    MOVES_PAIRS,
+    REDUCTIONS,
+    RowOp,
+    RowProgram,
+    lanes,
+    register_widths,
+)
+
+MOST_REDUCED = 16384  # lanes of a row that one program holds
+
+TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "add_number": torch.add,
+    "mul_number": torch.mul,
+    "rsub_number": lambda x, number: number - x,
+    "rdiv_number": lambda x, number: torch.div(torch.full_like(x, number), x),
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
+    "neg": torch.neg,
+    "square": torch.square,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "abs": torch.abs,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "round": lambda x: x,
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "amax": lambda x: x.amax(-1, keepdim=True),
+    "layer_norm": lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
+    "rms_norm": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
+    "even": lambda x: x[..., 0::2],
+    "odd": lambda x: x[..., 1::2],
+    "first": lambda x: x[..., : x.shape[-1] // 2],
+    "second": lambda x: x[..., x.shape[-1] // 2 :],
+    "interleave": lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1).flatten(-2),
+    "concatenate": lambda a, b: torch.cat(torch.broadcast_tensors(a, b), -1),
+}
+NUMBERED = (
+    "add_number",
+    "mul_number",
+    "rsub_number",
+    "rdiv_number",
+    "clamp_min",
+    "clamp_max",
+    "layer_norm",
+    "rms_norm",
+)
+ROUND_INSIDE = ("rdiv_number", "rms_norm")  # as they are written above, in 16 bits
+
+
+def reference(first, *others, program, shape, outputs=None):
+    """first, others: tensors broadcastable to (*shape, lanes), of any strides; program: a RowProgram; shape: of rows.
+
+    outputs: None, or for each result None or a tensor (*shape, lanes) of its dtype that is written; what is written
+    must not overlap. Returns the results, a tuple. Raises ValueError for what the program cannot mean.
+    """
+    widths = checked(first, *others, program=program, shape=shape, outputs=outputs)
+    registers = []
+    for tensor, width in zip((first, *others), program.inputs, strict=True):
+        registers.append(tensor.expand(*tensor.shape[:-1], lanes(width, program)))
+    for op in program.ops:
+        registers.append(_apply(op, [registers[arg] for arg in op.args]))
+    read = {tensor.untyped_storage().data_ptr() for tensor in (first, *others)}
+    found = []
+    for number, register in enumerate(program.results):
+        value = registers[register].to(program.dtypes[number]).expand(*shape, lanes(widths[register], program))
+        if value.untyped_storage().data_ptr() in read or not value.is_contiguous():  # a part of an input, as it stands
+            value = value.clone(memory_format=torch.contiguous_format)
+        found.append(value)
+    given = outputs or (None,) * len(found)
+    return tuple(value if one is None else one.copy_(value) for one, value in zip(given, found, strict=True))
+
+
+def _apply(op: RowOp, args: list[torch.Tensor]) -> torch.Tensor:
+    number = (op.number,) if op.name in NUMBERED else ()
+    if op.name not in ROUND_INSIDE and all(arg.dtype == op.dtype for arg in args):
+        return TORCH[op.name](*args, *number)  # torch computes in fp32 and rounds once
+    kind = torch.float64 if torch.float64 in [op.dtype, *(arg.dtype for arg in args)] else torch.float32
+    return TORCH[op.name](*(arg.to(kind) for arg in args), *number).to(op.dtype)
+
+
+def checked(first, *others, program: RowProgram, shape, outputs=None) -> tuple[str, ...]:
+    """The width of every register. Raises ValueError where tensors and program do not belong together."""
+    widths = register_widths(program)
+    if len(shape) != program.rows:
+        raise ValueError(f"rows {tuple(shape)} of a program for {program.rows} dimensions")
+    if 1 + len(others) != len(program.inputs):
+        raise ValueError(f"{1 + len(others)} tensors for {len(program.inputs)} inputs")
+    for number, (tensor, width) in enumerate(zip((first, *others), program.inputs, strict=True)):
+        if not _fits(tensor.shape, (*shape, lanes(width, program))):
+            raise ValueError(f"input {number} of shape {tuple(tensor.shape)} for {width} lanes of rows {tuple(shape)}")
+    if outputs is not None and len(outputs) != len(program.results):
+        raise ValueError(f"{len(outputs)} outputs for {len(program.results)} results")
+    for number, tensor in enumerate(outputs or ()):
+        size = (*shape, lanes(widths[program.results[number]], program))
+        if tensor is not None and (tuple(tensor.shape) != size or tensor.dtype != program.dtypes[number]):
+            raise ValueError(f"output {number} is {tuple(tensor.shape)} in {tensor.dtype}, its result {size}")
+    return widths
+
+
+def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be expanded to that."""
+    last = wanted[len(wanted) - len(given) :]
+    return len(given) <= len(wanted) and all(a in (1, b) for a, b in zip(given, last, strict=True))
+
+
+def supports(first, *others, program, shape, outputs=None) -> str | None:
+    checked(first, *others, program=program, shape=shape, outputs=outputs)
+    return (
+        ("empty" if 0 in shape else None)
+        or _program_reason(program)
+        or dtype_reason(first, *others, *(outputs or ()))
+        or next(filter(None, (_written_reason(one, (first, *others)) for one in outputs or ())), None)
+    )
+
+
+def _program_reason(program: RowProgram) -> str | None:
+    """Why the kernel does not run this program."""
+    names = {op.name for op in program.ops}
+    if program.width > MOST_REDUCED and not names.isdisjoint(REDUCTIONS):
+        return f"a reduction over {program.width} lanes, more than {MOST_REDUCED}"
+    if not names.isdisjoint(MOVES_PAIRS) and not names.isdisjoint(MOVES_HALVES):
+        return "lanes taken by pairs and by halves"
+    wrong = {op.dtype for op in program.ops}.union(program.dtypes).difference(FLOATS)
+    return f"dtype {wrong.pop()} is not float16, bfloat16 or float32" if wrong else None
+
+
+def _written_reason(output: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> str | None:
+    """Why this memory cannot be written while the inputs are read."""
+    if output is None:
+        return None
+    if any(stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)):
+        return "an output whose elements share memory"
+    if not output.untyped_storage().data_ptr():  # a tensor without memory
+        return None
+    start, end = _bytes(output)
+    for one in inputs:
+        first, last = _bytes(one)
+        same = one.data_ptr() == start and one.shape == output.shape and one.stride() == output.stride()
+        if first < end and start < last and not (same and one.dtype == output.dtype):
+            return "an output that overlaps an input"
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (span + 1) * tensor.element_size()
+
+
+rowwise = Op("rowwise", reference, "accel_kernels.rowwise.rowwise_triton:rowwise", supports, CASES)

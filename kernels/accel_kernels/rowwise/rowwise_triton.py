@@ -1,0 +1,95 @@
+"""Row programs in one pass: chooses how rows are cut into programs, and launches the kernel written for the program."""
+
+import hashlib
+import linecache
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.rowwise import functions_triton
+from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
+from accel_kernels.rowwise.source import Source
+from accel_kernels.rowwise.tiling import Access, Memory, Tiling, access_of, collapsed, farthest, tiled, warps_of
+from accel_kernels.warmup import launch
+
+# What the text may call.
+FUNCTIONS = (
+    "bfloat16", "float16", "float32", "larger", "divided", "reciprocal", "rsqrt", "exp", "log", "sin", "cos", "sigmoid",
+    "tanh", "silu", "gelu_erf", "gelu_tanh",
+)  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """A kernel and what it is launched with besides pointers."""
+
+    kernel: Any
+    grid: tuple[int]
+    strides: tuple[tuple[int, ...], ...]  # behind each pointer
+    sizes: tuple[int, ...]
+    warps: int
+
+
+def rowwise(first, *others, program, shape, outputs=None):
+    """Same arguments and result as the reference."""
+    widths = register_widths(program)
+    read = tuple(_memory(one, len(shape) + 1) for one in (first, *others))
+    given = outputs or (None,) * len(program.results)
+    results = tuple(
+        torch.empty((*shape, lanes(widths[number], program)), dtype=dtype, device=first.device) if one is None else one
+        for number, dtype, one in zip(program.results, program.dtypes, given, strict=True)
+    )
+    written = tuple(Memory(one.stride(), one.dtype) for one in results)
+    plan = plan_of(program, tuple(shape), read, written)
+    arguments: list[Any] = []
+    for tensor, strides in zip((first, *others, *results), plan.strides, strict=True):
+        arguments += [tensor, *strides]
+    launch(plan.kernel, plan.grid, *arguments, *plan.sizes, num_warps=plan.warps, enable_fp_fusion=False)
+    return results
+
+
+def _memory(tensor: torch.Tensor, dims: int) -> Memory:
+    """Its strides where it is expanded to so many dimensions."""
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return Memory((0,) * (dims - len(strides)) + tuple(strides), tensor.dtype)
+
+
+@lru_cache(maxsize=4096)
+def plan_of(
+    program: RowProgram, shape: tuple[int, ...], inputs: tuple[Memory, ...], outputs: tuple[Memory, ...]
+) -> Plan:
+    """How a call is launched."""
+    tensors = (*inputs, *outputs)
+    sizes, strides = collapsed(shape, [one.strides[:-1] for one in tensors])
+    accesses = [access_of(rows, one) for rows, one in zip(strides, tensors, strict=True)]
+    wide = any(farthest(sizes, rows, one, program.width) >= 2**31 for rows, one in zip(strides, tensors, strict=True))
+    tiling, programs = tiled(program, sizes, wide)
+    kernel = kernel_of(program, tuple(accesses[: len(inputs)]), tuple(accesses[len(inputs) :]), tiling)
+    passed = []
+    for access, rows, one in zip(accesses, strides, tensors, strict=True):
+        by_unit = tuple(stride // access.unit for stride in rows if stride)
+        passed.append(by_unit + (one.strides[-1],) * (access.lanes < 0))
+    return Plan(kernel, (programs,), tuple(passed), sizes, warps_of(program, tiling))
+
+
+@lru_cache(maxsize=1024)
+def kernel_of(program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling) -> Any:
+    """The compiled-on-demand kernel of a text, under a name by which Python finds its lines again."""
+    return _jit(Source(program, inputs, outputs, tiling).text)
+
+
+@lru_cache(maxsize=1024)
+def _jit(text: str) -> Any:
+    # Triton reads a function's lines from its file; Python's cache of lines takes the place of one.
+    name = f"<rowwise {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    scope = {"tl": tl, "__name__": __name__}
+    scope |= {one: getattr(functions_triton, one) for one in FUNCTIONS}
+    exec(compile(text, name, "exec"), scope)  # the text is made of names of our own and numbers
+    function = scope["rowwise_kernel"]
+    numbers = [
+        one for one in function.__code__.co_varnames[: function.__code__.co_argcount] if not one.endswith("_ptr")
+    ]
+    return triton.jit(do_not_specialize=numbers)(function)
