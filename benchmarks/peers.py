@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 import accel
+from accel.bench.compiled import fresh_inductor_cache
 from accel.bench.llm import cases
-from accel.bench.llm.interleaved import Clock, TimedCase, Variant, interleaved
+from accel.bench.llm.interleaved import TimedCase, Variant, interleaved
 from accel.bench.llm.models import build, prompt
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.machine import commit, machine, now
 from accel.bench.memory import release
-from accel.bench.runner import fresh_inductor_cache
-from accel.bench.timing import seconds
+from accel.bench.timing import Clock, seconds
 from accel.verification.agreement import distributions
 
 PROMPT, PREFILL = 512, 2048

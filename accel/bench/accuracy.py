@@ -1,30 +1,21 @@
 """How far an output is from the same model run in full precision."""
 
-import copy
-from typing import Any
-
 import torch
 from torch import nn
 
-from accel.bench.cases import Case
-from accel.verification.precision import finer, full_precision
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, dict):
-        return {key: _cast(inner, dtype) for key, inner in value.items()}
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+from accel.bench.case import Case, cast
+from accel.verification.precision import finer, full_precision, upcast
 
 
 def reference(case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs of an upcast copy of the module: float32, or float64 where the module is in float32 itself."""
-    return in_full(case, nn.Module.to(copy.deepcopy(module), finer(dtype)), inputs, dtype)
+    return in_full(case, upcast(module, finer(dtype)), inputs, dtype)
 
 
 def in_full(case: Case, twin: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs of such a copy, on inputs cast to it. dtype: of the module that it is a copy of."""
     with full_precision():
-        return [case.call(twin, _cast(kwargs, finer(dtype))) for kwargs in inputs]
+        return [case.call(twin, cast(kwargs, finer(dtype))) for kwargs in inputs]
 
 
 def relative_error(outputs: list[torch.Tensor], references: list[torch.Tensor]) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel import saved
-from accel.bench.cases import SEED, shapes
+from accel.bench.case import SEED, shapes
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
 from accel.bench.runner import WrongResult

@@ -5,7 +5,7 @@ from torch import nn
 
 import accel
 from accel.bench import accuracy
-from accel.bench.cases import Case
+from accel.bench.case import Case
 from accel.planning.plan import PLAN
 from accel.verification.metrics import Quality, compare
 from accel.verification.precision import finer, upcast

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 import accel
-from accel.bench.cases import CASES, Case
+from accel.bench.case import Case
+from accel.bench.cases import CASES
 from accel.bench.timing import seconds
 
 # Every cache that outlives a process and holds compiled kernels or choices made by measuring.
@@ -64,12 +65,16 @@ def spawn(module: str, arguments: list[str], caches: Path, timeout: float | None
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def time_to_ready(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
-    """Cold and warm seconds until the first optimized call is done, and of stock's first call in a fresh process."""
+def time_to_ready(case: Case, device: torch.device, dtype: torch.dtype, timeout: float | None = None) -> dict:
+    """Cold and warm seconds until the first optimized call is done, and of stock's first call in a fresh process.
+
+    Raises RuntimeError where one of the three processes fails or takes more than `timeout` seconds.
+    """
     given = [case.name, str(device), str(dtype).removeprefix("torch.")]
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
         cold, warm, stock = (
-            spawn("accel.bench.ready", [*given, variant], Path(folder)) for variant in ("accel", "accel", "stock")
+            spawn("accel.bench.ready", [*given, variant], Path(folder), timeout)
+            for variant in ("accel", "accel", "stock")
         )
     return {
         "cold_s": cold["ready_s"],

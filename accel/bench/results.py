@@ -25,7 +25,8 @@ def _memory(result: dict, variant: str) -> str:
 def _ready(result: dict, variant: str) -> str:
     ready = result["ready"]
     if variant == "compile":
-        return f"{ready['compile_s']:.1f}"
+        warm = f" / {ready['compile_warm_s']:.1f}" if "compile_warm_s" in ready else ""
+        return f"{ready['compile_s']:.1f}{warm}"
     if variant == "accel":
         return f"{ready['cold_s']:.1f} / {ready['warm_s']:.1f}" if "cold_s" in ready else f"{ready['in_process_s']:.1f}"
     return f"{ready['stock_first_call_s']:.1f}" if "stock_first_call_s" in ready else "-"
@@ -40,19 +41,20 @@ def table(results: list[dict]) -> Table:
     for name in ("ms", "speed-up", "cold / warm s", "peak", "error"):
         shown.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        for variant in (name for name in VARIANTS if name in result):
+        present = [name for name in VARIANTS if name in result]
+        for variant in present:
             median = result[variant]["median_ms"]
             error = result["error"].get(f"{variant}_vs_fp32")
             shown.add_row(
-                result["case"] if variant == "stock" else "",
+                result["case"] if variant == present[0] else "",
                 variant,
                 f"{median:.2f}",
-                f"{result['stock']['median_ms'] / median:.2f}x",
+                f"{result['stock']['median_ms'] / median:.2f}x" if "stock" in result else "-",
                 _ready(result, variant),
                 _memory(result, variant),
                 f"{error:.1e}" if error is not None else "-",
                 style="bold" if variant == "accel" else None,
-                end_section=variant == "accel",
+                end_section=variant == present[-1],
             )
     return shown
 

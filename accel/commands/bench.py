@@ -1,6 +1,8 @@
 """`accel bench`: cases of the registry, and models of the user's own."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 def bench(
     cases: Annotated[
         list[str] | None,
-        typer.Argument(help="names of cases, or folders with a saved pipeline or model; all cases on a GPU, else tiny"),
+        typer.Argument(help="names of cases, or folders with a saved pipeline or model; UNets on a GPU, else tiny"),
     ] = None,
     out: Annotated[Path, typer.Option(help="folder for the JSON files")] = Path("benchmarks/results"),
     compiled: Annotated[
@@ -28,6 +30,9 @@ def bench(
     ] = None,
     ready: Annotated[bool, typer.Option(help="measure a case's time to ready, in fresh processes")] = True,
     seconds: Annotated[float, typer.Option(min=0.01, help="about how long to time each variant")] = 2.0,
+    limit: Annotated[
+        float | None, typer.Option(min=1.0, help="cases: seconds after which no compiling and no other process begins")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="cases: of accel.optimize, such as int8; stock keeps its own; no time to ready")
     ] = None,
@@ -41,31 +46,47 @@ def bench(
     size: Annotated[int | None, typer.Option(min=1, help="folder: pixels of the image, of a UNet's latents")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="folder: images a call")] = None,
 ) -> None:
-    """Time stock, accel and torch.compile, correctness first; writes JSON. Folders are timed stock against accel."""
+    """Time stock, accel and torch.compile, correctness first; writes JSON. Folders are timed stock against accel.
+
+    Cases: sd15, sd15-b16, sd21, sdxl, vae512, vae1024, flux, flux512, flux2, sd3, zimage, qwen-image,
+    qwen-image-masked, wan, wan-14b, ltx, pixart, hunyuan-video, vae-wan, vae-ltx, vae-hunyuan, tiny.
+    """
+    import torch
+
     from accel.bench import folder, machine, results, runner
 
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     folders, chosen = _chosen(cases or [], place)
+    usual = {case.name: case.dtype or torch.float16 for case in chosen}
+    kinds = {name: one if place.type == "cuda" and dtype is None else kind for name, one in usual.items()}
     given: dict[str, Any] = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
     if not folders and (without := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
     if weights is not None:
         _checked(weights, folders, chosen)
     if activations is not None:
-        _fit(activations, weights, kind)
+        _fit(activations, weights, set(kinds.values()))
     compiled = place.type == "cuda" if compiled is None else compiled
+
+    def keep(result: dict, usual: str = "float16") -> Path:
+        return results.save(result, out, machine.slug(place), usual)
 
     def run_case(case: Any, stage: Callable[[str], None]) -> dict:
         given: dict[str, Any] = {"compiled": compiled, "ready": ready, "budget_s": seconds}
-        given |= {"weights": weights, "activations": activations}
-        return runner.run(case, place, kind, **given, stage=stage)
+        given |= {"weights": weights, "activations": activations, "limit_s": math.inf if limit is None else limit}
+        kept = partial(keep, usual=str(usual[case.name]).removeprefix("torch."))
+        result = runner.run(case, place, kinds[case.name], **given, stage=stage, keep=kept)
+        progress.console.print(f"wrote {kept(result)}", highlight=False)
+        return result
 
     def run_folder(path: Path, stage: Callable[[str], None]) -> dict:
         try:
-            return folder.bench_folder(path, place, kind, **given, budget_s=seconds, stage=stage)
+            result = folder.bench_folder(path, place, kind, **given, budget_s=seconds, stage=stage)
         except (TypeError, ValueError, OSError) as error:
             raise wrong_folder(error) from None
+        progress.console.print(f"wrote {keep(result)}", highlight=False)
+        return result
 
     jobs: list[tuple[str, tuple[str, ...], Callable[..., dict], Any]]
     jobs = [(path.name, folder.STAGES, run_folder, path) for path in folders]
@@ -83,19 +104,23 @@ def bench(
                 wrong.append(f"{name}: {error}")
             else:
                 done.append(result)
-                progress.console.print(f"wrote {results.save(result, out, machine.slug(place))}", highlight=False)
             progress.update(task, completed=start + len(stages))
     if done:
         console.print(results.table(done))
     for result in (result for result in done if "lost" in result):
         console.print(results.lost(result), highlight=False)
-    for failed in (result for result in done if "compile_failed" in result):
+    for result in (result for result in done if "compile_failed" in result):
         console.print(
-            f"{failed['case']}: torch.compile failed: {failed['compile_failed']}", highlight=False, markup=False
+            f"{result['case']}: torch.compile failed: {result['compile_failed']}", highlight=False, markup=False
         )
+    failed = [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
+    for case, what, reason in failed:
+        console.print(f"{case}: {what} failed: {reason}", highlight=False, markup=False)
+    for result in (result for result in done if "skipped" in result):
+        console.print(f"{result['case']}: no time was left for {', '.join(result['skipped'])}", highlight=False)
     for line in wrong:
         console.print(f"[red]wrong result[/red] {line}", highlight=False)
-    if wrong:
+    if wrong or failed:
         raise typer.Exit(1)
 
 
@@ -122,17 +147,17 @@ def _checked(weights: str, folders: list[Path], cases: list) -> None:
         raise typer.BadParameter(f"{weights!r} is none of {', '.join(valid)}", param_hint="--weights")
     others = [str(path) for path in folders] + [case.name for case in cases if case.entry != "forward"]
     if others:
-        raise typer.BadParameter(f"for cases of UNets; not for {', '.join(others)}", param_hint="--weights")
+        raise typer.BadParameter(f"for cases of denoisers; not for {', '.join(others)}", param_hint="--weights")
 
 
-def _fit(activations: str, weights: str | None, dtype: "torch.dtype") -> None:
+def _fit(activations: str, weights: str | None, dtypes: "set[torch.dtype]") -> None:
     import torch
 
     if activations not in ACTIVATIONS:
         message = f"{activations!r} is none of {', '.join(ACTIVATIONS)}"
     elif weights is None:
         message = f"{activations!r} needs --weights {activations.partition('-')[0]}"
-    elif activations == "fp8" and dtype == torch.float16:
+    elif activations == "fp8" and torch.float16 in dtypes:
         message = "'fp8' gives bfloat16: give --dtype bf16"
     else:
         try:

@@ -1,6 +1,8 @@
 """`accel bench`: what it refuses, and the file it writes."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     """Of the three fresh processes one is started, in make test-all; what the others measure is measured here."""
     started, fresh = [], ready.spawn
 
-    def spawn(module, arguments, caches):
+    def spawn(module, arguments, caches, timeout):
         started.append((arguments[-1], caches))
         if len(started) == 1 and EVERYTHING:
             return fresh(module, arguments, caches)
@@ -161,3 +163,34 @@ def test_bench_refuses_what_does_not_go_together(arguments, message):
     result = run_command("bench", *arguments, "--device", "cpu")
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_every_case_is_named_in_the_help_in_the_docs_and_where_one_is_unknown():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"[\w-]+", run_command("bench", "--help").output))
+    unknown = set(re.findall(r"[\w-]+", run_command("bench", "sd99", "--device", "cpu").output))
+    for name in CASES:
+        assert f"`{name}`" in page and name in told and name in unknown, name
+
+
+def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
+    """On a GPU, and the file has that dtype's name only where another was asked for."""
+    from accel.bench import machine, runner
+
+    def run(case, device, dtype, *, keep, limit_s, **given):
+        ran.append((case.name, dtype, limit_s))
+        result = {"case": case.name, "dtype": str(dtype).removeprefix("torch."), "failed": {"accel": "no luck"}}
+        keep(result)
+        return result | {"skipped": ["torch.compile"]}
+
+    ran = []
+    monkeypatch.setattr("accel.commands.bench.parse_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(machine, "slug", lambda device: "gpu")
+    monkeypatch.setattr(runner, "run", run)
+    result = run_command("bench", "sdxl", "flux", "--out", tmp_path, "--limit", "60")
+    assert ran == [("sdxl", torch.float16, 60.0), ("flux", torch.bfloat16, 60.0)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-flux.json", "gpu-sdxl.json"]
+    assert result.exit_code == 1 and "flux: accel failed: no luck" in result.output
+    assert "sdxl: no time was left for torch.compile" in result.output
+    run_command("bench", "flux", "--dtype", "fp16", "--out", tmp_path)
+    assert ran[-1][1] == torch.float16 and (tmp_path / "gpu-flux-float16.json").is_file()

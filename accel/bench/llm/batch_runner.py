@@ -12,14 +12,13 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import accel
 from accel.bench.llm import quantized
 from accel.bench.llm.configs import CONFIGS
-from accel.bench.llm.interleaved import Clock
 from accel.bench.llm.models import beside, build
 from accel.bench.llm.runner import BenchRequest
 from accel.bench.llm.workloads import WORKLOADS, Workload
 from accel.bench.machine import provenance
 from accel.bench.memory import release
 from accel.bench.runner import WrongResult
-from accel.bench.timing import seconds
+from accel.bench.timing import Clock, seconds
 from accel.errors import told
 from accel.tolerances import LOGITS, bound
 

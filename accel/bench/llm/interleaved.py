@@ -1,14 +1,13 @@
 """Stock and accel taking turns at the same piece of work; one that fails is told, and the others go on."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.bench.timing import seconds
+from accel.bench.timing import Clock, seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,16 +64,6 @@ class TimedCase:
 def case_name(about: Mapping) -> str:
     """Of a case, for a reader."""
     return ", ".join(f"{key} {value}" if key != "mode" else str(value) for key, value in about.items())
-
-
-class Clock:
-    """Seconds until a deadline."""
-
-    def __init__(self, total: float):
-        self.total, self.start = total, time.perf_counter()
-
-    def left(self) -> float:
-        return self.total - (time.perf_counter() - self.start)
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import accel
-from accel.bench.llm.interleaved import Clock, Variant
+from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import build, prompt
 from accel.bench.ready import spawn
-from accel.bench.timing import seconds
+from accel.bench.timing import Clock, seconds
 
 NEW, LATER = 16, 3
 

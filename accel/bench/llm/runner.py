@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import accel
+from accel.bench.compiled import fresh_inductor_cache
 from accel.bench.llm import cases, memory, ready
 from accel.bench.llm import latency_spikes as stalls
 from accel.bench.llm import quantized as quantized
 from accel.bench.llm.configs import CONFIGS
-from accel.bench.llm.interleaved import Clock, TimedCase, Variant, interleaved
+from accel.bench.llm.interleaved import TimedCase, Variant, interleaved
 from accel.bench.llm.models import assistant, beside, build
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.machine import provenance
 from accel.bench.memory import release
-from accel.bench.runner import WrongResult, fresh_inductor_cache
-from accel.bench.timing import seconds
+from accel.bench.runner import WrongResult
+from accel.bench.timing import Clock, seconds
 from accel.errors import told
 from accel.llm.recording.inputs import example_inputs
 

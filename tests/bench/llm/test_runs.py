@@ -10,6 +10,7 @@ from accel import api
 from accel.bench.llm import cases, runner
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm import latency_spikes as stalls
+from accel.bench.timing import Clock
 from support.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -150,7 +151,7 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
 
 def test_parts_keep_time_for_those_after_them():
     request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
-    going = runner.BenchRun(request, turns.Clock(100.0))
+    going = runner.BenchRun(request, Clock(100.0))
     going.clock.start -= 79
     assert not going.out_of_time("decode")
     going.clock.start -= 2

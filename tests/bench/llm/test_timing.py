@@ -24,8 +24,7 @@ def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
     """A model whose calls cost 30 ms, and 1 ms a token."""
     work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (2,), (16,), 40, 0)
     now = [0.0]
-    for module in (turns, timing):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def generate(input_ids, attention_mask, max_new_tokens, do_sample):
         now[0] += 0.03 + 0.001 * max_new_tokens

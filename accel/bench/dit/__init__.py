@@ -1,0 +1,1 @@
+"""Diffusion transformers and decoders of video at published sizes, with random weights."""
