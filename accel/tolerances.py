@@ -67,6 +67,12 @@ UNITS = 16
 SUM_UNITS = 4
 # In times of the median token's error: one that is further off was sent to other experts. It is counted, not judged.
 FAR = 4
+# Where routers choose in each run: the token that is judged, by the share of tokens that are nearer. The median one has
+# most of its experts in common with stock's, unless there are so many layers that no token has.
+MEDIAN = 0.5
+# The token that says how far noise puts stock then. With few layers less than a fourth of tokens change their experts,
+# and it is an error of rounding. Where as many as half may or may not, chance makes no difference to it.
+MOVED = 0.75
 # A whole output this near to stock's, root mean square, is the same to the eye: one step of the eight bits of an image.
 SEEN = 1 / 256
 # Further apart, it may drift this many times as far as stock itself drifts when its models err by their own rounding:

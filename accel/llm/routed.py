@@ -1,9 +1,9 @@
 """Layers that send each token to experts of a router's choice, compared by themselves.
 
 Where two experts are nearly equal to the router, rounding decides, in stock as in ours: what such a token becomes has
-little in common, and tokens after it attend to it. How many there are on either side is chance. A model with routers is
-therefore judged by its median token, and what the median may miss here: each routed layer on equal inputs, where both
-choose alike, each expert on its own, and each router by its median token.
+little in common, and tokens after it attend to it. The whole model is therefore compared with the routing fixed, see
+`logits`. Here is what that does not show, and which layer it is: each routed layer on equal inputs, where both choose
+alike, each expert on its own, and each router by its median token.
 """
 
 import math
@@ -18,20 +18,28 @@ from torch import nn
 from accel.llm.analysis.router import INDEX, LOGITS, SHARE
 from accel.llm.analysis.router_trial import GIVEN, held
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.routing import routed_modules
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.router import RouterForward
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
-from accel.tolerances import FAR, FLOOR, SUM_UNITS
+from accel.tolerances import FAR, FLOOR, MEDIAN, SUM_UNITS
 from accel.verification.metrics import Quality
 from accel.verification.model_record import ModelRecord, ModelRecorder
 
 
-def median_rms(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """Error of the median row by the size of the median row, of the worst of pairs (rows, columns)."""
+def rms_of_token(wanted: list[torch.Tensor], got: list[torch.Tensor], share: float) -> float:
+    """Error of one row by the size of the median row, of the worst of pairs (rows, columns).
+
+    share: of rows that are nearer, which is which row that is.
+    """
     pairs = [(a.double().cpu(), b.double().cpu()) for a, b in zip(wanted, got, strict=True)]
-    found = [(b - a).norm(dim=-1).median() / a.norm(dim=-1).median().clamp_min(1e-30) for a, b in pairs]
+    found = []
+    for a, b in pairs:
+        errors = (b - a).norm(dim=-1)
+        one = errors.sort().values[int(share * (len(errors) - 1))] if errors.isfinite().all() else errors.max()
+        found.append(one / a.norm(dim=-1).median().clamp_min(1e-30))
     return torch.stack(found).max().item()
 
 
@@ -45,13 +53,18 @@ def routed(plan: Plan) -> dict[str, nn.Module]:
     """By path, the modules that are called as a whole since they choose: of layers without one first projection; of
     layers that are not understood what holds a stack of experts.
     """
-    patches = [patch for patch in plan.patches if isinstance(patch, ForwardPatch)]
-    layers = [layer for patch in patches if isinstance(patch.value, DecoderForward) for layer in patch.value.layers]
-    wholes = {layer.module.get_submodule(layer.spec.mlp.whole) for layer in layers if not layer.spec.mlp.first}
+    forward = decoder_forward(plan)
+    wholes = set() if forward is None else set(routed_modules(forward))
     paths = {path: module for path, module in plan.root.named_modules() if module in wholes}
     inside = {child for module in wholes for child in module.modules()}
     stacks = [module for module in plan.root.modules() if module not in inside and _stacked(module)]
     return paths | {path: module for path, module in plan.root.named_modules() if module in stacks}
+
+
+def decoder_forward(plan: Plan) -> DecoderForward | None:
+    """The fused forward of the whole model, if it has one."""
+    forwards = (patch.value for patch in plan.patches if isinstance(patch, ForwardPatch))
+    return next((forward for forward in forwards if isinstance(forward, DecoderForward)), None)
 
 
 def _stacked(module: nn.Module) -> bool:
@@ -121,7 +134,7 @@ class Router(ModelRecord):
         return compared
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return median_rms(wanted, got)
+        return rms_of_token(wanted, got, MEDIAN)
 
 
 @dataclass

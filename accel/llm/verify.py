@@ -8,16 +8,15 @@ any model's output by the error against full precision.
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from accel.llm.logits import GREEDY, Decode, Logits, Prompt
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
-from accel.llm.routed import Layers, far, median_rms
+from accel.llm.routed import Layers
 from accel.planning.plan import Plan
 from accel.quantization.activation_quantization import rounding
 from accel.quantization.module import unrounded
@@ -25,74 +24,10 @@ from accel.tolerances import TIMES_STOCK
 from accel.verification.agreement import Agreement, distributions, first_differences, perplexity
 from accel.verification.call import seeded
 from accel.verification.metrics import Quality, compare
-from accel.verification.model_record import ModelRecord
 from accel.verification.rounded_products import judge
 from accel.verification.verify import stock_models
 
-DEEP = 4  # times the units of rounding that one module may be off where full precision cannot be computed
 NEW = 16  # tokens written: a first step that runs eagerly, a second that captures a graph, and replays
-GREEDY = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True, "output_logits": True}
-
-
-class Forced:
-    """A logits processor: the next token is the one given. What generate() returns as logits is from before it."""
-
-    def __init__(self, tokens: torch.Tensor):
-        self.tokens, self.step = tokens, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = self.tokens[:, self.step, None].to(scores.device)
-        self.step += 1
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
-
-
-class Logits(ModelRecord):
-    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding.
-
-    routed: rounding may send tokens to other experts, so that the median token is what is judged, see `routed`.
-    """
-
-    routed = False
-
-    @property
-    def allowance(self) -> float:
-        return DEEP * super().allowance
-
-    def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return median_rms(wanted, got) if self.routed else super().apart(wanted, got)
-
-    def judge(self, seed: int) -> Quality:
-        quality = super().judge(seed)
-        if not self.routed:
-            return quality
-        stock, ours = list(chain.from_iterable(self.outputs)), list(chain.from_iterable(self.ours))
-        truth = None if self.exact is None else list(chain.from_iterable(self.exact))
-        tokens = sum(len(logits) for logits in stock)
-        if truth is None:
-            quality = replace(quality, error=self.apart(stock, ours))
-            told = f"{far(stock, ours)} of {tokens} tokens"
-        else:
-            told = f"of {tokens} tokens {far(truth, stock)} of stock's, {far(truth, ours)} of accel's"
-        note = f"judged by the median token; sent to other experts by rounding, or attending to such: {told}"
-        measure = quality.measure.replace("relative RMS", "relative RMS of the median token")
-        return replace(quality, measure=measure, note="; ".join(filter(None, (quality.note, note))))
-
-
-class Prompt(Logits):
-    """Logits of a prompt, (tokens, vocabulary): those of padding mean nothing and are left out."""
-
-    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        logits = module(**kwargs).logits
-        mask = kwargs.get("attention_mask")
-        return [logits.flatten(0, 1) if mask is None else logits[mask.bool()]]
-
-
-class Decode(Logits):
-    """Logits of the steps in which generate() writes the `tokens` it is told to, (rows * steps, vocabulary)."""
-
-    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        prompt = {name: value for name, value in kwargs.items() if name != "tokens"}
-        return [_written(module, prompt, kwargs["tokens"]).flatten(0, 1)]
 
 
 def subject(obj: Any, args: tuple, kwargs: dict) -> tuple[PreTrainedModel, dict, bool] | None:
@@ -155,7 +90,7 @@ def agreement_with_stock(
         tokens, logits = _greedy(model, inputs)
         prompt, decode, layers = _recorded(plan, inputs, tokens)
     stock, read = _joined(prompt.outputs, decode.outputs), prompt.outputs[-1][0]
-    exact = None if prompt.exact is None or decode.exact is None else _joined(prompt.exact, decode.exact)
+    own = _own(prompt, decode)
     if plan.prequantized:
         note = "stock has the quantized weights here that the model arrived with"
     if plan.weights:
@@ -167,6 +102,9 @@ def agreement_with_stock(
             note = "stock has the quantized weights here: the originals were not kept"
     with unrounded(model):
         parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
+        if prompt.choices is not None or decode.choices is not None:  # not yet as calls run
+            prompt, decode = prompt.freely(), decode.freely()
+            parts |= {"prompt, free routing": prompt.judge(seed), "decode, free routing": decode.judge(seed)}
     if "kv_cache" in asked:
         parts = {name: replace(part, lossy=f"kv_cache={asked['kv_cache']!r}") for name, part in parts.items()}
     with unrounded(model):
@@ -189,9 +127,9 @@ def agreement_with_stock(
     if margin is not None:
         # Each of two logits may be off by the largest error, and here by more than where that was looked for.
         agreement = replace(agreement, margin_allowed=2 * TIMES_STOCK * whole.max_error)
-    if exact is not None:
-        own_kl, _, own_top1 = distributions(exact, stock)
-        agreement = replace(agreement, own_kl=own_kl, own_top1=own_top1)
+    if own is not None:
+        own_kl, _, own_top1 = distributions(own[1], stock)
+        agreement = replace(agreement, own_kl=own_kl, own_top1=own_top1, own_from=own[0])
     if text:
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         found = [perplexity(logits, inputs["input_ids"], mask) for logits in (prompt.ours[-1][0], read)]
@@ -210,17 +148,18 @@ def _told(plan: Plan, rounds: bool) -> dict[str, str]:
     return {name: value for name in names if (value := chosen.get(name)) is not None}
 
 
-def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Prompt, Decode, Layers]:
+def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Logits, Logits, Layers]:
     """The prompt, and the steps in which these tokens are written, as the model computes them now; and its layers that
     choose experts.
     """
     model, layers = plan.root, Layers(plan)
     recorder = layers.recorder()
-    prompt, decode = Prompt(model), Decode(model)
+    prompt: Logits = Prompt(model)
+    decode: Logits = Decode(model)
     for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
-        record.routed = bool(recorder.found)
         with recorder:
-            record.keep(((), given), record.run(model, (), given))
+            record.observe(plan, given)
+        record.shake(plan)
         record.measure()
     layers.keep(recorder)
     return prompt, decode, layers
@@ -231,18 +170,23 @@ def _joined(prompt: list[list[torch.Tensor]], decode: list[list[torch.Tensor]]) 
     return torch.cat([prompt[-1][0], decode[-1][0]])
 
 
+def _own(prompt: Logits, decode: Logits) -> tuple[str, torch.Tensor] | None:
+    """By what stock may be off by itself, in words, and the logits that it is compared with; None if it is not known.
+
+    Full precision repeats the experts that stock chose, and so does not say it of a model that has any.
+    """
+    if prompt.moved is not None and decode.moved is not None:
+        return "itself with noise of the size of rounding", _joined([prompt.moved], [decode.moved])
+    if prompt.exact is None or decode.exact is None:
+        return None
+    return "full precision", _joined(prompt.exact, decode.exact)
+
+
 def _greedy(model: PreTrainedModel, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (rows, `_new`) and the logits they were chosen by, (rows, `_new`, vocabulary)."""
     new = _new(model, inputs)
     written = model.generate(**inputs, min_new_tokens=new, max_new_tokens=new, **GREEDY)
     return written.sequences[:, -new:], torch.stack(written.logits, dim=1)
-
-
-def _written(model: PreTrainedModel, inputs: dict, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (rows, steps, vocabulary) of the steps in which generate() writes these tokens."""
-    steps = tokens.shape[1]
-    options = {"min_new_tokens": steps, "max_new_tokens": steps, "logits_processor": [Forced(tokens)]}
-    return torch.stack(model.generate(**inputs, **options, **GREEDY).logits, dim=1)
 
 
 def _texts(value: object) -> bool:

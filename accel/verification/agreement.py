@@ -14,8 +14,8 @@ class Agreement:
 
     kl, worst_kl: Kullback-Leibler divergence of the optimized next-token distribution from stock's in nats, mean and
     largest over `positions`. top1: share of positions where both hold the same token most likely. own_kl, own_top1:
-    the same of stock against itself in full precision, None where that was not computed. perplexity, stock_perplexity:
-    of the text that was given, None where none was.
+    the same of stock from `own_from`, which says how far it is off by itself; None where that was not computed.
+    perplexity, stock_perplexity: of the text that was given, None where none was.
     equal, tokens: greedily written tokens that are stock's, counted in each row up to the first that differs, and how
     many were written. margin: by how much stock's logits preferred its own token where a row first differs, the
     largest over rows, None where none does; margin_allowed: what the errors of the logits explain of that.
@@ -31,6 +31,7 @@ class Agreement:
     margin_allowed: float | None = None
     own_kl: float | None = None
     own_top1: float | None = None
+    own_from: str = "full precision"
     perplexity: float | None = None
     stock_perplexity: float | None = None
 
@@ -54,7 +55,7 @@ class Agreement:
             f"{self.positions} positions"
         ]
         if self.own_kl is not None:
-            found.append(f"(stock against full precision: KL {self.own_kl:.1e} nats, same one at {self.own_top1:.2%})")
+            found.append(f"(stock against {self.own_from}: KL {self.own_kl:.1e} nats, same one at {self.own_top1:.2%})")
         if self.perplexity is not None and self.stock_perplexity is not None:
             more = self.perplexity / self.stock_perplexity - 1
             found.append(

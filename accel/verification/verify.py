@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from accel.planning.plan import Plan
 from accel.quantization.activation_quantization import rounding
@@ -21,6 +19,7 @@ from accel.tolerances import DRIFT, SEEN
 from accel.verification.call import SeededCall, as_tensors
 from accel.verification.metrics import Quality, compare
 from accel.verification.model_record import ModelRecord, ModelRecorder
+from accel.verification.noise import with_noise
 from accel.verification.rounded_products import judge
 
 SAME_WEIGHTS = "over the same weights"  # the part that is judged of a single model whose weights are quantized
@@ -106,30 +105,14 @@ def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict
     judged = replace(whole, error=whole.relative_rms, allowed=SEEN, measure="relative RMS from stock")
     if whole.relative_rms <= SEEN:
         return judged
-    handles = [record.module.register_forward_hook(_Noise(record)) for record in records.values()]
-    try:
+    with with_noise((record.module, _own(record)) for record in records.values()):
         drift = compare(stock, call())
-    finally:
-        for handle in handles:
-            handle.remove()
     return replace(judged, allowed=max(SEEN, DRIFT * drift.relative_rms))
 
 
-class _Noise:
-    """A forward hook that moves outputs by a module's own rounding error."""
-
-    def __init__(self, record: ModelRecord):
-        self.size = record.own_error if 0 < record.own_error < 1 else record.unit
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return pytree.tree_map(self._moved, output)
-
-    def _moved(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
-        scale = self.size * value.float().square().mean().sqrt()
-        return (value.float() + scale * noise).to(value.dtype)
+def _own(record: ModelRecord) -> float:
+    """A module's own rounding error."""
+    return record.own_error if 0 < record.own_error < 1 else record.unit
 
 
 @contextlib.contextmanager

@@ -32,6 +32,15 @@ class Choices:
         """Whether something that was given choices lies in each of these modules."""
         return all(any(module in self.notes for module in whole.modules()) for whole in wholes)
 
+    def carried(self, root: nn.Module, twin: nn.Module) -> "Choices":
+        """The same for the modules of a twin of the model, whose paths are those in root."""
+        if twin is root:
+            return self
+        paths = {module: path for path, module in root.named_modules()}
+        found = Choices(self.rows)
+        found.notes = {twin.get_submodule(paths[module]): notes for module, notes in self.notes.items()}
+        return found
+
 
 def routed_modules(forward: DecoderForward) -> list[nn.Module]:
     """Of layers that are understood, what is called as a whole, since it sends tokens to experts of its choice."""
@@ -117,6 +126,7 @@ def _repeat(rows: int, waiting: dict, module: nn.Module, args: tuple, kwargs: di
 
 def _replaced(now: torch.Tensor, before: torch.Tensor, rows: int) -> torch.Tensor:
     """`before` in the place of the first tokens of each row of `now`; both (rows * tokens, k)."""
+    before = before.to(now.dtype)  # shares, of a run in another precision
     if now.shape == before.shape:
         return before
     if now.shape[1] != before.shape[1] or len(now) < len(before) or len(now) % rows or len(before) % rows:

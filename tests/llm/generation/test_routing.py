@@ -14,27 +14,8 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention
-from support.llm.families import ROTARY, make
-
-
-def deep_gpt_oss(dtype: torch.dtype = torch.bfloat16, layers: int = 12):
-    """Random weights, in which routers find many experts nearly equal."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 32, "num_experts_per_tok": 4}
-    config = GptOssConfig(
-        vocab_size=99, num_hidden_layers=layers, head_dim=16, sliding_window=8, initializer_range=0.1,
-        pad_token_id=0, eos_token_id=1, bos_token_id=2, rope_parameters=ROTARY | {"rope_type": "default"},
-        **sizes, **experts,
-    )  # fmt: skip
-    model = GptOssForCausalLM(config).eval()
-    for layer in model.model.layers:  # else sinks and biases are zeros
-        for name in ("gate_up_proj_bias", "down_proj_bias"):
-            getattr(layer.mlp.experts, name).data.normal_(std=0.1)
-        layer.self_attn.sinks.data.normal_()
-    return model.to(dtype)
+from support.llm.families import make
+from support.llm.runtime.near_ties import deep_gpt_oss
 
 
 def forward_of(model) -> DecoderForward | None:

@@ -1,4 +1,4 @@
-"""Prompts on which no router of a model finds its last choice and the next expert nearly equal."""
+"""Near-ties of routers, between their last choice and the next expert: a model with many, and prompts without."""
 
 import itertools
 
@@ -6,10 +6,30 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from support.llm.families import prompt
+from support.llm.families import ROTARY, prompt
 from support.llm.gpu import talk
 
 LEAST = 1e-4  # of the largest logit: a hundred times what the order of sums moves logits in float32
+
+
+def deep_gpt_oss(dtype: torch.dtype = torch.bfloat16, layers: int = 12, spread: float = 0.1):
+    """Random weights, in which routers find many experts nearly equal. spread: standard deviation of the matrices."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 32, "num_experts_per_tok": 4}
+    config = GptOssConfig(
+        vocab_size=99, num_hidden_layers=layers, head_dim=16, sliding_window=8, initializer_range=spread,
+        pad_token_id=0, eos_token_id=1, bos_token_id=2, rope_parameters=ROTARY | {"rope_type": "default"},
+        **sizes, **experts,
+    )  # fmt: skip
+    model = GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:  # else sinks and biases are zeros
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            getattr(layer.mlp.experts, name).data.normal_(std=0.1)
+        layer.self_attn.sinks.data.normal_()
+    return model.to(dtype)
 
 
 def clear_seeds(model: nn.Module, rows: int, length: int, count: int) -> list[int]:
