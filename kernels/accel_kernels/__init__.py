@@ -12,6 +12,7 @@ from accel_kernels.elementwise.geglu import geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
+from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.int8_linear import int8_linear
 from accel_kernels.gemm.linear_geglu import linear_geglu
 from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
@@ -42,6 +43,7 @@ OPS = (
     gated,
     geglu,
     group_norm,
+    hopper_gemm,
     image_concat,
     image_sum,
     int8_linear,
@@ -79,6 +81,7 @@ __all__ = [
     "gated",
     "geglu",
     "group_norm",
+    "hopper_gemm",
     "image_concat",
     "image_sum",
     "int8_linear",

@@ -12,12 +12,13 @@ from accel_kernels.op import Case
 def product_case(
     name: str, shape: tuple[int, ...], n: int, *, weight: Callable[[torch.Tensor], Any] | None = None,
     rows: Callable[[torch.Tensor], Any] | None = None, norm: str | None = None, bias=False, gate=False,
-    activation: str | None = None, residual=False, scale=1.0, small=False,
+    activation: str | None = None, residual=False, scale=1.0,
+    modulation=False, small=False,
 ) -> Case:  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
-    residual: whether there is one.
+    residual, modulation: whether there is one, the last for each of shape[0] parts.
     """
 
     def make(device, dtype):
@@ -42,6 +43,8 @@ def product_case(
             given |= {"up": wide(), "up_bias": rand(n) if bias else None}
         if residual:
             given["residual"] = rand(*shape[:-1], n)
+        if modulation:
+            given["modulation"] = rand(shape[0], n)
         x = rand(*shape)
         return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
 

@@ -18,12 +18,23 @@ class EpilogueArguments(NamedTuple):
     scale: float
 
 
+def by_part(y: torch.Tensor, modulation: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """residual + modulation * y, rounded once; modulation: as of `Epilogue`."""
+    factor, parts = modulation[:, None], (len(modulation), -1, y.shape[-1])
+    if residual is None:
+        return (y.reshape(parts) * factor).view(y.shape)
+    return torch.addcmul(residual.reshape(parts), y.reshape(parts), factor).view(y.shape)
+
+
 class Epilogue(NamedTuple):
-    """y = residual + scale * act(product + bias), or with a gate act(product + bias) * (up product + up_bias).
+    """y = residual + modulation * scale * h; h = act(product + bias), or with a gate
+    act(product + bias) * (up product + up_bias).
 
     bias, up_bias: (N,) or None. up: a second weight, of the kind and shape of the product's own, or None.
     activation: a name of ACTIVATIONS or None; needed with `up`. residual: (..., N), of the dtype of the result, or
-    None. scale: a float, the multiplier of what is added to the residual.
+    None. scale: a float, the multiplier of what is added to the residual. modulation: (B, N) or None, a row of it for
+    each of B equal parts of the rows of x: the gate of an adaptive norm (Peebles and Xie, "Scalable diffusion models
+    with transformers", 2023).
 
     A sum over ranks, where each has a part of the columns, belongs between the gate and the residual.
     """
@@ -34,11 +45,13 @@ class Epilogue(NamedTuple):
     activation: str | None = None
     residual: torch.Tensor | None = None
     scale: float = 1.0
+    modulation: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether a residual is all there may be."""
-        return self.bias is None and self.up is None and self.activation is None and self.scale == 1.0
+        nothing = all(one is None for one in (self.bias, self.up, self.activation, self.modulation))
+        return nothing and self.scale == 1.0
 
     def weights(self, weight: Any) -> Iterator[Any]:
         """The product's weight and its gate's, as far as there is one."""
@@ -55,6 +68,8 @@ class Epilogue(NamedTuple):
             y = y * product(self.up, self.up_bias)
         if self.scale != 1.0:
             y = y * self.scale
+        if self.modulation is not None:
+            y = by_part(y, self.modulation if wide is None else self.modulation.to(wide))
         if self.residual is None:
             return y
         return (self.residual if wide is None else self.residual.to(wide)) + y
@@ -66,12 +81,18 @@ class Epilogue(NamedTuple):
             y = gated(y, product(self.up, self.up_bias), self.activation)
         elif self.activation is not None:
             y = ACTIVATIONS[self.activation](y)
+        if self.residual is None or self.modulation is not None:
+            y = y if self.scale == 1.0 else y * self.scale
+        if self.modulation is not None:
+            return by_part(y, self.modulation, self.residual)
         if self.residual is None:
-            return y if self.scale == 1.0 else y * self.scale
+            return y
         return torch.add(self.residual, y, alpha=self.scale)
 
-    def refusal(self, weight: torch.Tensor) -> str | None:
-        """Why no kernel takes it; weight: the product's own, or its numbers."""
+    def refusal(self, weight: torch.Tensor, modulated: bool = False) -> str | None:
+        """Why no kernel takes it; weight: the product's own, or its numbers. modulated: whether this kernel can."""
+        if self.modulation is not None and not modulated:
+            return "a modulation"
         if self.activation is not None and self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r}"
         up = None if self.up is None else getattr(self.up, "data", self.up)

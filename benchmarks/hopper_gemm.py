@@ -1,0 +1,246 @@
+"""The product by specialized warps at the sizes of Flux, SDXL and Llama-3.1-8B, on a Hopper GPU.
+
+python benchmarks/hopper_gemm.py OUT.json [--only WORD]: TFLOP/s by product: cuBLASLt's best algorithm without what
+follows, hopper_gemm without and with it in several tiles, the library's product between passes, and linear_geglu;
+then int8 and fp8, beside int8_linear and fp8_linear. A kernel is timed only when its result is right: off float32 by at
+most twice what torch is. What fails is told and leaves the others be.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accel_kernels import Quantized, fp8_linear, hopper_gemm, int8_linear, linear_geglu, quantize_rows
+from accel_kernels.gemm import cublaslt
+from accel_kernels.gemm.hopper.tiles import SQUARE, WIDE, HopperTile, by_size, fitting
+from accel_kernels.op import multiprocessors
+from accel_kernels.warmup import warmup
+
+from accel.bench.machine import commit, machine, now
+
+DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
+ALGORITHMS, SECONDS, ROUNDS = 8, 4e-3, 3
+MORE = (WIDE._replace(lead=0), WIDE._replace(lead=3), SQUARE._replace(lead=0), HopperTile(256, 128, 3, 1, 8))
+GELU, TANH, SILU = "gelu", "gelu_tanh", "silu"
+PRODUCTS = {  # rows, outputs, inputs, what follows
+    "flux qkv": (4096, 9216, 3072, {"bias"}),
+    "flux out": (4096, 3072, 3072, {"bias", "modulation", "residual"}),
+    "flux up": (4096, 12288, 3072, {"bias", TANH}),
+    "flux down": (4096, 3072, 12288, {"bias", "modulation", "residual"}),
+    "flux single in": (4608, 21504, 3072, {"bias"}),
+    "flux single up": (4608, 12288, 3072, {"bias", TANH}),
+    "flux single out": (4608, 3072, 15360, {"bias", "modulation", "residual"}),
+    "flux text qkv": (512, 9216, 3072, {"bias"}),
+    "flux text up": (512, 12288, 3072, {"bias", TANH}),
+    "sdxl geglu 64": (8192, 2560, 640, {"bias", "gate", GELU}),
+    "sdxl down 64": (8192, 640, 2560, {"bias", "residual"}),
+    "sdxl out 64": (8192, 640, 640, {"bias", "residual"}),
+    "sdxl geglu 32": (2048, 5120, 1280, {"bias", "gate", GELU}),
+    "sdxl down 32": (2048, 1280, 5120, {"bias", "residual"}),
+    "sdxl out 32": (2048, 1280, 1280, {"bias", "residual"}),
+    "sdxl qkv 32": (2048, 3840, 1280, set()),
+    "llama qkv": (2048, 6144, 4096, set()),
+    "llama out": (2048, 4096, 4096, {"residual"}),
+    "llama gate-up": (2048, 14336, 4096, {"gate", SILU}),
+    "llama down": (2048, 4096, 14336, {"residual"}),
+}
+EIGHT_BITS = ("flux up", "llama qkv", "llama gate-up", "llama down")
+
+
+def rand(*shape: int, spread: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_(0, spread)
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Least of a few replays of a graph of several runs, a run of them."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    repeats = max(2, min(50, int(SECONDS / (time.perf_counter() - start))))
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / repeats)
+    return min(times)
+
+
+class Problem:
+    """A product, its operands and what follows it."""
+
+    def __init__(self, name: str, kind: torch.dtype | None = None):
+        """kind: of 8 bits, or None."""
+        self.rows, self.n, self.k, self.after = PRODUCTS[name]
+        self.gate = "gate" in self.after
+        self.columns = self.n * (2 if self.gate else 1)
+        x, both = rand(self.rows, self.k), rand(self.columns, self.k, spread=self.k**-0.5)
+        self.x, self.both, self.kind = x, both, kind
+        weights = list(both.split(self.n))
+        if kind is not None:
+            self.x = quantize_rows(x, dtype=kind)
+            weights = [Quantized(r.data, r.scales) for r in (quantize_rows(w, dtype=kind) for w in weights)]
+        shifts = list(rand(self.columns).split(self.n)) if "bias" in self.after else [None, None]
+        self.args = self.x, weights[0], shifts[0]
+        self.given = {"activation": next((one for one in self.after if one in (GELU, TANH, SILU)), None)}
+        if self.gate:
+            self.given |= {"up": weights[1], "up_bias": shifts[1]}
+        if "residual" in self.after:
+            self.given["residual"] = rand(self.rows, self.n)
+        if "modulation" in self.after:
+            self.given["modulation"] = rand(1, self.n)
+
+    def rate(self, ms: float) -> float:
+        return round(2e-9 * self.rows * self.columns * self.k / ms, 1)
+
+    @property
+    def plain(self) -> tuple[tuple, dict]:
+        """The product alone, of both weights where there is a gate."""
+        if self.kind is None:
+            return (self.x, self.both), {}
+        return (self.x, self.args[1]), {}
+
+    def best_algorithm(self) -> float:
+        cublaslt.CANDIDATES = ALGORITHMS
+        product = cublaslt.Product(cublaslt.CublasLt(), self.rows, self.columns, self.k, DTYPE, bias=False)
+        y = torch.empty(self.rows, self.columns, device=DEVICE, dtype=DTYPE)
+
+        def run(rank: int) -> Callable[[], object]:
+            return lambda: product.run(rank, self.x, self.both, None, None, y)
+
+        return min(milliseconds(run(rank)) for rank in range(len(product.algorithms)))
+
+    def tiles(self) -> list[HopperTile]:
+        promoted = self.kind == FP8
+        more = [tile for tile in MORE if not (promoted and tile.rows * tile.columns > 128 * 128)]
+        return [*fitting(self.gate, promoted), *(more if self.kind is None else more[:2])]
+
+
+def exact(args: tuple, given: dict) -> tuple[torch.Tensor, float]:
+    """In float32, and the largest error of torch's own in 16 bits."""
+    if isinstance(args[0], torch.Tensor):
+        wide = [None if one is None else one.float() for one in args]
+        more = {name: one.float() if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+        found = hopper_gemm.reference(*wide, **more)
+        return found, float((hopper_gemm.reference(*args, **given).float() - found).abs().max())
+    x, weight, bias = (*args, None)[:3]
+    more = {name: one.dequantized(torch.float32) if isinstance(one, Quantized) else one for name, one in given.items()}
+    more = {name: one.float() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
+    shift = None if bias is None else bias.float()
+    found = hopper_gemm.reference(x.dequantized(torch.float32), weight.dequantized(torch.float32), shift, **more)
+    return found, float((found.bfloat16().float() - found).abs().max())
+
+
+def measured(problem: Problem, call: Callable, right: tuple[torch.Tensor, float]) -> float | str:
+    """TFLOP/s, or why not."""
+    try:
+        found = call()
+        torch.cuda.synchronize()
+        off = float((found.float() - right[0]).abs().max())
+        if not off <= 2 * right[1] + 1e-6:
+            return f"wrong by {off:.2e}, torch by {right[1]:.2e}"
+        return problem.rate(milliseconds(call))
+    except Exception as reason:
+        return f"{type(reason).__name__}: {str(reason)[:200]}"
+
+
+def products(name: str) -> dict:
+    torch.manual_seed(0)
+    problem = Problem(name)
+    args, given = problem.args, problem.given
+    found: dict = {"cuBLASLt": problem.rate(problem.best_algorithm()), "plain": {}, "whole": {}}
+    plain = exact(*problem.plain)
+    for tile in [one for one in problem.tiles() if one in fitting(False, False) or one in MORE]:
+        call = lambda tile=tile: hopper_gemm.triton(*problem.plain[0], tile=tile)  # noqa: E731
+        found["plain"][tile.name] = measured(problem, call, plain)
+    whole = exact(args, given)
+    for tile in problem.tiles():
+        call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile)  # noqa: E731
+        found["whole"][tile.name] = measured(problem, call, whole)
+    found["passes"] = measured(problem, lambda: hopper_gemm.instead(*args, **given), (whole[0], 4 * whole[1]))
+    if problem.gate and GELU in problem.after:
+        value, shift = torch.cat((given["up"], args[1])), torch.cat((given["up_bias"], args[2]))
+        found["linear_geglu"] = measured(problem, lambda: linear_geglu.triton(args[0], value, shift), whole)
+    size = by_size(problem.rows, problem.columns, problem.gate, False, multiprocessors(torch.device("cuda", 0)))
+    return found | {"by size": size.name}
+
+
+def in_eight_bits(name: str, kind: torch.dtype) -> dict:
+    torch.manual_seed(0)
+    problem = Problem(name, kind)
+    args, given = problem.args, problem.given
+    right = exact(args, given)
+    found: dict = {"whole": {}}
+    for tile in problem.tiles():
+        call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile)  # noqa: E731
+        found["whole"][tile.name] = measured(problem, call, right)
+    loose = right[0], 20 * right[1]
+    if kind == FP8:
+        for tile in (WIDE, SQUARE):
+            call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile, fast=True)  # noqa: E731
+            found["whole"]["fast " + tile.name] = measured(problem, call, loose)
+    for fast in (False, True)[: 2 if kind == FP8 else 1]:
+        more = {"fast": fast} if kind == FP8 else {}
+        call = lambda more=more: (fp8_linear if kind == FP8 else int8_linear).triton(*args, **given, **more)  # noqa: E731
+        key = "fp8_linear" + ", fast" * fast if kind == FP8 else "int8_linear"
+        found[key] = measured(problem, call, (hopper_gemm.reference(*args, **given).float(), loose[1]))
+    return found
+
+
+def compile_all(names: list[str]) -> None:
+    """At once, in threads; what is launched does not run."""
+    problems = [(name, None) for name in names]
+    problems += [(name, kind) for name in names if name in EIGHT_BITS for kind in (torch.int8, FP8)]
+    with warmup():
+        for name, kind in problems:
+            problem = Problem(name, kind)
+            args, given = problem.args, problem.given
+            for tile in problem.tiles():
+                hopper_gemm.triton(*args, **given, tile=tile)
+                if kind is None:
+                    hopper_gemm.triton(*problem.plain[0], tile=tile)
+            if kind is None and problem.gate and GELU in problem.after:
+                linear_geglu.triton(args[0], problem.both, rand(problem.columns))
+            elif kind == torch.int8:
+                int8_linear.triton(*args, **given)
+            elif kind == FP8:
+                for tile in (WIDE, SQUARE):
+                    hopper_gemm.triton(*args, **given, tile=tile, fast=True)
+
+
+def main(path: Path, only: str) -> None:
+    start = time.perf_counter()
+    names = [name for name in PRODUCTS if only in name]
+    compile_all(names)
+    result: dict = {"case": "hopper-gemm", "date": now(), "commit": commit(), "machine": machine(DEVICE)}
+    result |= {"unit": "TFLOP/s", "tile": " ".join(HopperTile._fields)}
+    result["compiled_s"] = round(time.perf_counter() - start, 1)
+    result["products"], result["eight bits"] = {}, {}
+    for name in names:
+        result["products"][name] = found = products(name)
+        print(name, PRODUCTS[name][:3], json.dumps(found), flush=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    for name in (name for name in names if name in EIGHT_BITS):
+        for kind in (torch.int8, FP8):
+            found = result["eight bits"][f"{name} {str(kind)[6:]}"] = in_eight_bits(name, kind)
+            print(name, kind, json.dumps(found), flush=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    result["took_s"] = round(time.perf_counter() - start, 1)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print("took", result["took_s"], "compiled in", result["compiled_s"])
+
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.no_grad():
+        main(Path(sys.argv[1]), sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else "")

@@ -1,0 +1,157 @@
+"""A linear layer for Hopper with everything that follows it in the same pass, of 16-bit or 8-bit operands.
+
+y = residual + modulation * scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c) in place of the
+activation, such as GEGLU and SwiGLU (Shazeer, "GLU variants improve transformer", 2020). 8-bit operands are numbers
+times scales by row, as `int8_linear` and `fp8_linear` take them. What follows the sums is fp32 and rounded once.
+"""
+
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.gemm.epilogue import Epilogue, by_part
+from accel_kernels.gemm.fp8_linear import fp8_linear
+from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
+from accel_kernels.gemm.int8_linear import MOST_COLUMNS, int8_linear
+from accel_kernels.gemm.quantize_rows import QuantizedRows
+from accel_kernels.gemm.quantize_rows import reference as quantize
+from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.product_cases import product_case
+
+EIGHT_BITS = {torch.int8: int8_linear, torch.float8_e4m3fn: fp8_linear}
+HOPPER = (9, 0)
+ALIGNED = 16  # bytes, of a tensor map's base and rows
+
+
+def reference(x, weight, bias=None, *, rounded=False, fast=False, **after):
+    """x: (..., K), weight: (N, K), of one dtype of 16 bits; or QuantizedRows (..., K), Quantized (N, K), scales (N, 1).
+
+    Returns (..., N) of x.dtype. bias, after: the fields of `Epilogue`, `up` of the kind of the weight. What only the
+    kernel asks: rounded, whether to round to x.dtype after the product, activation, gate, scale and modulation too, as
+    separate passes do; fast, whether float8 is summed in the tensor cores' own, shorter accumulators throughout.
+    """
+    if isinstance(x, QuantizedRows):
+        return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)
+    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(x, one, shift))
+
+
+def in_passes(x, weight, bias=None, *, rounded=False, fast=False, modulation=None, residual=None, **after):
+    """The same with the library's products, and passes for what follows them."""
+    if not isinstance(x, QuantizedRows):
+        return full_in_passes(x, weight, bias, modulation=modulation, residual=residual, **after)
+    other = EIGHT_BITS[x.data.dtype]
+    if other is fp8_linear and x.is_cuda:
+        after["fast"] = fast
+    if modulation is None:
+        return other(x, weight, bias, residual=residual, **after)
+    return by_part(other(x, weight, bias, **after), modulation, residual)
+
+
+def supports(x, weight, bias=None, *, rounded=False, fast=False, **after) -> str | None:
+    epilogue = Epilogue(bias, **after)
+    if not x.is_cuda:
+        return "not on a GPU: no interpreter runs this kernel"
+    numbers = x.data if isinstance(x, QuantizedRows) else x
+    if capability(numbers.device) != HOPPER:
+        return "a GPU of another generation than Hopper (compute capability 9.0)"
+    weights = [one.data if isinstance(one, Quantized) else one for one in epilogue.weights(weight)]
+    if numbers.numel() == 0 or weights[0].numel() == 0:
+        return "empty"
+    if any(one.dim() != 2 or one.shape[1] != numbers.shape[-1] for one in weights):
+        return f"input {tuple(numbers.shape)} and weight {tuple(weights[0].shape)}"
+    if (reason := epilogue.refusal(weights[0], modulated=True)) is not None:
+        return reason
+    if any(one.dtype != numbers.dtype for one in weights):
+        return f"{numbers.dtype} times {weights[0].dtype}"
+    if weights[0].shape[0] % 8:
+        return f"{weights[0].shape[0]} outputs, not a multiple of 8"
+    for name, tensor in (("x", numbers), *(("weight", one) for one in weights)):
+        if not _mapped(tensor):
+            return f"{name}: rows not evenly spaced at multiples of {ALIGNED} bytes"
+    if isinstance(x, QuantizedRows):
+        reason = _scales_reason(x, list(epilogue.weights(weight)))
+    else:
+        reason = None if x.dtype in (torch.float16, torch.bfloat16) else f"dtype {x.dtype} is not float16 or bfloat16"
+    return reason or _epilogue_reason(numbers, x.dtype, weights[0].shape[0], epilogue)
+
+
+def _mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor map can describe it as a matrix of evenly spaced rows."""
+    *steps, last = tensor.stride()
+    sizes = [(n, step) for n, step in zip(tensor.shape, steps, strict=False) if n > 1]
+    even = all(above == n * step for (_, above), (n, step) in pairwise(sizes))
+    rise = sizes[-1][1] if sizes else tensor.shape[-1]
+    return even and last == 1 and not (rise * tensor.element_size() % ALIGNED or tensor.data_ptr() % ALIGNED)
+
+
+def _scales_reason(x: QuantizedRows, weights: list[Quantized]) -> str | None:
+    if x.data.dtype not in EIGHT_BITS or x.outliers is not None:
+        return f"rows of {x.data.dtype}, or outliers"
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"x of {x.dtype}, which numbers of fewer bits do not pay for"
+    if x.data.shape[-1] > MOST_COLUMNS:
+        return f"{x.data.shape[-1]} inputs, more than {MOST_COLUMNS}"
+    if any(one.zeros is not None or one.scales.numel() != one.data.shape[0] for one in weights):
+        return "scales that are not by row of the weight, or zeros"
+    if not (x.scales.is_contiguous() and all(one.scales.is_contiguous() for one in weights)):
+        return "scales not contiguous"
+    return dtype_reason(x.scales, *(one.scales for one in weights))
+
+
+def _epilogue_reason(x: torch.Tensor, dtype: torch.dtype, n: int, epilogue: Epilogue) -> str | None:
+    residual, modulation = epilogue.residual, epilogue.modulation
+    for name, shift in (("bias", epilogue.bias), ("bias of up", epilogue.up_bias)):
+        if shift is not None and (shift.shape != (n,) or not shift.is_contiguous()):
+            return f"{name}: not {n} numbers in a row"
+    if residual is not None and (residual.dtype != dtype or residual.shape != (*x.shape[:-1], n)):
+        return "residual of another shape or dtype than the result"
+    if residual is not None and not _mapped(residual):
+        return f"residual: rows not evenly spaced at multiples of {ALIGNED} bytes"
+    if modulation is not None:
+        if modulation.dim() != 2 or modulation.shape[1] != n or x.numel() // x.shape[-1] % len(modulation):
+            return f"modulation {tuple(modulation.shape)} of {x.numel() // x.shape[-1]} rows of {n}"
+        if modulation.stride(1) != 1 or modulation.stride(0) % 8:
+            return "modulation: rows not at multiples of 8 numbers"
+    given = [one for one in (epilogue.bias, epilogue.up_bias, residual, modulation) if one is not None]
+    if any(one.device != x.device for one in given):
+        return "tensors on several devices"
+    return dtype_reason(*given) if given else None
+
+
+def _case(name, *shape, n, kind=None, **more) -> Case:
+    """kind: of 8 bits, or None."""
+    if kind is None:
+        return product_case(name, shape, n, **more)
+
+    def weight(full):
+        rows = quantize(full, dtype=kind)
+        return Quantized(rows.data, rows.scales)
+
+    return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=kind), **more)
+
+
+CASES = (
+    _case("tiny", 2, 5, 64, n=48, bias=True, residual=True, modulation=True, small=True),
+    _case("odd-geglu", 3, 47, 72, n=136, gate=True, bias=True, activation="gelu", small=True),
+    _case("flux-single-in", 1, 4608, 3072, n=21504, bias=True),
+    _case("flux-up", 1, 4096, 3072, n=12288, bias=True, activation="gelu_tanh"),
+    _case("flux-down", 1, 4096, 12288, n=3072, bias=True, modulation=True, residual=True),
+    _case("sdxl-geglu", 2, 1024, 1280, n=5120, gate=True, bias=True, activation="gelu"),
+    _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
+    _case("llama-down", 2048, 14336, n=4096, residual=True),
+    _case("int8-gate-up", 2048, 4096, n=14336, kind=torch.int8, gate=True, activation="silu"),
+    _case("int8-down", 2048, 14336, n=4096, kind=torch.int8, residual=True),
+    _case("fp8-up", 1, 4096, 3072, n=12288, kind=torch.float8_e4m3fn, bias=True, activation="gelu_tanh"),
+)
+
+hopper_gemm = Op(
+    "hopper_gemm",
+    reference,
+    "accel_kernels.gemm.hopper.hopper_gemm_triton:hopper_gemm",
+    supports,
+    CASES,
+    instead=in_passes,
+)

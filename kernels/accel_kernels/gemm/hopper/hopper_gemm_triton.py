@@ -1,0 +1,261 @@
+"""A persistent product of 16-bit or 8-bit operands by specialized warps, for Hopper.
+
+A program is a warp that loads and two warpgroups that multiply. The warp brings steps of K through the tensor memory
+accelerator into a ring, of one tile after the other, as soon as both warpgroups are done with a slot. Each warpgroup
+multiplies its half of a tile's rows and writes it, and never waits for the other. The first begins a few steps before
+the second and stays that far ahead: while it writes, the second has the tensor cores, and the other way around.
+
+A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds as many rows of its weight as
+of the other, side by side, so that one instruction multiplies both and a thread has what belongs together.
+
+Serves rows in 16 bits, or in 8 bits with scales by row, on compute capability 9.0. Not measured yet; nothing uses it.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces
+from accel_kernels.gemm.hopper.tiles import PIECE, SLOTS, STEP, by_size
+from accel_kernels.gemm.int8_wgmma_triton import all_threads, start_load
+from accel_kernels.gemm.quantize_rows import QuantizedRows
+from accel_kernels.op import multiprocessors
+from accel_kernels.warmup import launch
+
+# Names since Triton 3.7, and until then.
+start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+WIDTH, BUFFERS = gl.constexpr(PIECE), gl.constexpr(SLOTS)
+FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+# Registers of a thread that multiplies and of one that loads: of two warpgroups and of a third, in steps of 8, at most
+# 65536. WORKERS: warps, and registers, of all partitions but the first.
+MULTIPLY, LOAD = 232, 40
+WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([MULTIPLY, LOAD])
+
+
+@gluon.jit
+def _place(tile, tiles_m, tiles_n, group):
+    """Row and column of a tile; rows are grouped."""
+    first = tile // (group * tiles_n) * group
+    height = gl.minimum(tiles_m - first, group)
+    return first + tile % (group * tiles_n) % height, tile % (group * tiles_n) // height
+
+
+@gluon.jit
+def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
+    """The warp that loads, step by step of all tiles of this program.
+
+    rings: of the first warpgroup's rows of x, of the second's, and of weights. ready: barriers of loads into a slot.
+    free: of each warpgroup, that it is done with a slot. sizes: tiles along rows and columns, K, rows of tiles in a
+    group, and the lead.
+    """
+    tiles_m, tiles_n, depth, group, _ = sizes
+    STAGES: gl.constexpr = rings[0].shape[0]
+    HALF: gl.constexpr = rings[0].shape[1]
+    BLOCK_K: gl.constexpr = rings[0].shape[2]
+    BOX: gl.constexpr = rings[2].shape[1]
+    COLUMNS: gl.constexpr = 2 * BOX if GATE else BOX
+    STEP_BYTES: gl.constexpr = (2 * HALF + COLUMNS) * BLOCK_K * rings[0].dtype.primitive_bitwidth // 8
+    slot, phase = gl.to_tensor(0), gl.to_tensor(1)  # the phase before the first: every slot is free
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = _place(tile, tiles_m, tiles_n, group)
+        for k in range(0, depth, BLOCK_K):
+            mbarrier.wait(free[0].index(slot), phase)
+            mbarrier.wait(free[1].index(slot), phase)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, STEP_BYTES)
+            start_load(descs[0], [2 * m * HALF, k], bar, rings[0].index(slot))
+            if GATE:
+                start_load(descs[1], [n * BOX, k], bar, rings[2].index(2 * slot))
+                start_load(descs[2], [n * BOX, k], bar, rings[2].index(2 * slot + 1))
+            else:
+                start_load(descs[1], [n * BOX, k], bar, rings[2].index(slot))
+            start_load(descs[0], [2 * m * HALF + HALF, k], bar, rings[1].index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = gl.to_tensor(0)
+                phase = phase ^ 1
+
+
+@gluon.jit
+def _whole(ring, COLUMNS: gl.constexpr):
+    """The ring of weights, with a gate's rows in the same buffer."""
+    STAGES: gl.constexpr = ring.shape[0] * ring.shape[1] // COLUMNS
+    if ring.shape[1] == COLUMNS:
+        return ring
+    elif RENAMED:
+        return ring.reinterpret(ring.dtype, [STAGES, COLUMNS, ring.shape[2]], ring.layout)
+    else:
+        return ring._reinterpret(ring.dtype, [STAGES, COLUMNS, ring.shape[2]], ring.layout)
+
+
+@gluon.jit
+def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.constexpr, KIND: gl.constexpr,
+              ROUNDED: gl.constexpr, PROMOTED: gl.constexpr, COLUMNS: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
+    """A warpgroup: its half of the rows of all tiles of this program. MINE: 0, the one that is ahead, or 1.
+
+    out: each warpgroup's buffers of pieces. PROMOTED: whether the sums of a step are added to the others in registers.
+    """
+    tiles_m, tiles_n, depth, group, lead = sizes
+    xs, ws, mine = rings[MINE], _whole(rings[2], COLUMNS), free[MINE]
+    STAGES: gl.constexpr = xs.shape[0]
+    HALF: gl.constexpr = xs.shape[1]
+    BLOCK_K: gl.constexpr = xs.shape[2]
+    INTEGERS: gl.constexpr = xs.dtype == gl.int8
+    SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
+    # The hardware takes 256 columns of integers, the compiler refuses them (Triton 3.6 and 3.9).
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1],
+        [16, min(COLUMNS, 128) if INTEGERS else COLUMNS, 256 // xs.dtype.primitive_bitwidth],
+    )  # fmt: skip
+    PIECES: gl.constexpr = COLUMNS // WIDTH
+    WRITTEN: gl.constexpr = PIECES // 2 if GATE else PIECES
+    tiles = tiles_m * tiles_n
+    if MINE == 1:
+        steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * gl.cdiv(depth, BLOCK_K)
+        if (lead > 0) & (lead <= steps):
+            mbarrier.wait(free[0].index(lead - 1), 0)
+    slot, phase, last = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        acc = gl.zeros([HALF, COLUMNS], SUM, MMA)
+        for k in range(0, depth, BLOCK_K):
+            mbarrier.wait(ready.index(slot), phase)
+            w = ws.index(slot).permute((1, 0))
+            if PROMOTED:
+                part = gl.zeros([HALF, COLUMNS], SUM, MMA)
+                part = warpgroup_mma(xs.index(slot), w, part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(mine.index(slot))
+                acc += part
+            else:
+                acc = warpgroup_mma(xs.index(slot), w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before this one
+                mbarrier.arrive(mine.index(last), pred=k > 0)
+            last = slot
+            slot += 1
+            if slot == STAGES:
+                slot = gl.to_tensor(0)
+                phase = phase ^ 1
+        if not PROMOTED:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(mine.index(last))
+        m, n_tile = _place(tile, tiles_m, tiles_n, group)
+        row, column = (2 * m + MINE) * HALF, n_tile * (WRITTEN * WIDTH)
+        pieces = in_pieces(acc, PIECES)
+        for piece in gl.static_range(WRITTEN):
+            buffer = out[MINE].index(piece % BUFFERS)
+            y = finished(pieces[piece], pieces[(piece + WRITTEN) % PIECES], row, column + piece * WIDTH, after, places,
+                         y_desc.dtype, GATE, KIND, ROUNDED)  # fmt: skip
+            tma.store_wait(BUFFERS - 1)  # the store before the last one has read this buffer
+            all_threads()
+            buffer.store(y)
+            fence_async_shared()
+            all_threads()
+            start_store(y_desc, [row, column + piece * WIDTH], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=("rows", "eighths", "depth", "modulation_rise", "residual_rise", "share", "group", "lead"))
+def hopper_gemm_kernel(
+    x_desc, w_desc, u_desc, y_desc, after, rows, eighths, depth, modulation_rise, residual_rise, share, group, lead,
+    GATE: gl.constexpr, KIND: gl.constexpr, ROUNDED: gl.constexpr, PROMOTED: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """eighths: of the outputs. modulation_rise, residual_rise: eighths of the numbers from row to row. So the compiler
+    sees how they are aligned. share: rows of x to a row of modulation. group, lead: as of `HopperTile`.
+    """
+    HALF: gl.constexpr = x_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    BOX: gl.constexpr = w_desc.block_type.shape[0]
+    DTYPE: gl.constexpr = x_desc.dtype
+    upper = gl.allocate_shared_memory(DTYPE, [STAGES, HALF, BLOCK_K], x_desc.layout)
+    lower = gl.allocate_shared_memory(DTYPE, [STAGES, HALF, BLOCK_K], x_desc.layout)
+    ws = gl.allocate_shared_memory(DTYPE, [STAGES * COLUMNS // BOX, BOX, BLOCK_K], w_desc.layout)
+    out_upper = gl.allocate_shared_memory(y_desc.dtype, [BUFFERS, HALF, WIDTH], y_desc.layout)
+    out_lower = gl.allocate_shared_memory(y_desc.dtype, [BUFFERS, HALF, WIDTH], y_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free_upper = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free_lower = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free_upper.index(slot), count=1)
+        mbarrier.init(free_lower.index(slot), count=1)
+    fence_async_shared()
+    all_threads()
+    sizes = (gl.cdiv(rows, 2 * HALF), gl.cdiv(eighths * (16 if GATE else 8), COLUMNS), depth, group, lead)
+    places = (rows, eighths, modulation_rise, residual_rise, share)
+    descs, rings = (x_desc, w_desc, u_desc), (upper, lower, ws)
+    free, out = (free_upper, free_lower), (out_upper, out_lower)
+    # Written out: a variable would hold tensors of the constants.
+    gl.warp_specialize(
+        [
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, PROMOTED, COLUMNS,
+                         FIRST)),
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, PROMOTED, COLUMNS,
+                         SECOND)),
+            (_load, (descs, rings, ready, free, sizes, GATE)),
+        ],
+        WORKER_WARPS, WORKER_REGISTERS,
+    )  # fmt: skip
+
+
+def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, tile=None, **after):
+    """Same arguments and result as the reference. tile: a HopperTile that fits, else one by size."""
+    epilogue = Epilogue(bias, **after)
+    modulation, residual = epilogue.modulation, epilogue.residual
+    gate, quantized = epilogue.up is not None, isinstance(x, QuantizedRows)
+    numbers, *weights = (one.data if quantized else one.detach() for one in (x, *epilogue.weights(weight)))
+    (n, depth), rows = weights[0].shape, numbers.numel() // numbers.shape[-1]
+    promoted = numbers.dtype == torch.float8_e4m3fn and not fast
+    columns, processors = n * (2 if gate else 1), multiprocessors(numbers.device)
+    tile = tile or by_size(rows, columns, gate, promoted, processors)
+    y = torch.empty((*numbers.shape[:-1], n), device=numbers.device, dtype=x.dtype)
+    step, box = STEP // numbers.element_size(), tile.columns // 2 if gate else tile.columns
+    described = [
+        _described(matrix, height, width)
+        for matrix, height, width in (
+            (_matrix(numbers), tile.rows // 2, step),
+            (weights[0], box, step),
+            (weights[-1], box, step),
+            (y.view(rows, n), tile.rows // 2, PIECE),
+        )
+    ]
+    scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
+    launch(
+        hopper_gemm_kernel, (min(tile.count(rows, columns), processors),),
+        *described, _finish(epilogue, scales), rows, n // 8, depth,
+        1 if modulation is None else modulation.stride(0) // 8,
+        1 if residual is None else _matrix(residual).stride(0) // 8,
+        1 if modulation is None else rows // len(modulation), tile.group, tile.lead,
+        **epilogue.flags, ROUNDED=rounded, PROMOTED=promoted, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., N) of evenly spaced rows as (M, N), a view."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _described(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+    kind = {1: gl.int8, 2: gl.float16}[matrix.element_size()]
+    layout = gl.NVMMASharedLayout.get_default_for([height, width], kind)
+    strides = [matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1], 1]
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [height, width], layout)
+
+
+def _finish(epilogue: Epilogue, scales: list) -> FinishArguments:
+    shifts, of_weights = epilogue.arguments, scales[1:] or [None]
+    return FinishArguments(
+        shifts.bias, shifts.up_bias, scales[0], of_weights[0], of_weights[-1], epilogue.modulation, epilogue.residual,
+        shifts.scale,
+    )  # fmt: skip

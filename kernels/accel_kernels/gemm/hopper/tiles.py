@@ -1,0 +1,56 @@
+"""How `hopper_gemm` divides a product: tiles, and the ring of steps of K through which they are loaded."""
+
+from typing import NamedTuple
+
+STEP = 128  # bytes of a row in a step of K: a tensor map's widest swizzle
+PIECE = 64  # columns of a tile that are written at a time
+SLOTS = 2  # pieces of a warpgroup in shared memory: one is read by its store while the next is made
+SPARE = 2048  # bytes of shared memory for barriers, alignment, and what the compiler hands to warpgroups
+
+
+class HopperTile(NamedTuple):
+    """rows: 128, or 256 where columns are at most 128; half of them are a warpgroup's. columns: rows of the weight, and
+    of a gate's: 64, 128 or 256; with a gate not 64.
+
+    stages: steps of K in the ring. lead: steps by which the first warpgroup is ahead of the second, fewer than stages,
+    so that one multiplies while the other writes. group: rows of tiles that walk along the columns together.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    lead: int
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory."""
+        return self.stages * STEP * (self.rows + self.columns) + SLOTS * PIECE * 2 * self.rows + SPARE
+
+    @property
+    def name(self) -> str:
+        return " ".join(map(str, self))
+
+    def count(self, rows: int, columns: int) -> int:
+        """Tiles of a product; columns: rows of the weight, with a gate's."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+
+WIDE, SQUARE, NARROW = HopperTile(128, 256, 4, 2, 16), HopperTile(128, 128, 6, 2, 16), HopperTile(128, 64, 8, 2, 16)
+TILES = (WIDE, WIDE._replace(group=8), SQUARE, SQUARE._replace(lead=3, group=8), NARROW)
+# Time of a tile, by its share of a wide one's arithmetic: smaller ones read more for it.
+EFFORT = {256: 1.0, 128: 0.54, 64: 0.32}
+
+
+def fitting(gate: bool, promoted: bool) -> list[HopperTile]:
+    """The tiles that such a product can take. promoted: whether sums of a step are added to others in registers."""
+    return [tile for tile in TILES if tile.columns >= 128 * gate and not (promoted and tile.columns > 128)]
+
+
+def by_size(rows: int, columns: int, gate: bool, promoted: bool, processors: int) -> HopperTile:
+    """The tile of the fewest rounds, each by its effort; columns: rows of the weight, with a gate's."""
+
+    def time(tile: HopperTile) -> float:
+        return -(-tile.count(rows, columns) // processors) * EFFORT[tile.columns]
+
+    return min(fitting(gate, promoted), key=time)

@@ -1,0 +1,237 @@
+"""The product by specialized warps on a Hopper GPU: every epilogue, odd sizes, strides, memory that was NaN, graphs.
+
+Barriers that are wrong hang: the first test runs the smallest product in a process that is given a minute, and where it
+fails none of the others runs.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accel_kernels import Quantized, QuantizedRows, hopper_gemm, quantize_rows
+from accel_kernels.gemm.hopper.tiles import TILES, HopperTile, fitting
+
+pytest.importorskip("triton")
+FP8 = torch.float8_e4m3fn
+TALL = HopperTile(256, 128, 3, 1, 8)  # taken where it is asked for
+
+SMALLEST = """
+import torch
+from accel_kernels import hopper_gemm
+for m, n, k in ((8, 8, 64), (128, 256, 128), (300, 264, 200), (2000, 4104, 640)):
+    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16() * k**-0.5
+    assert hopper_gemm.supports(x, w) is None
+    found, wanted = hopper_gemm.triton(x, w), x.double() @ w.double().t()
+    assert float((found.double() - wanted).abs().max()) < 0.05, (m, n, k)
+print("right")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for compute capability 9.0 alone")
+    try:
+        done = subprocess.run([sys.executable, "-c", SMALLEST], capture_output=True, text=True, timeout=90, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.exit("the smallest product of hopper_gemm hangs", returncode=3)
+    if "right" not in done.stdout:
+        pytest.exit(f"the smallest product of hopper_gemm fails: {done.stderr[-3000:]}", returncode=3)
+
+
+def rand(*size, dtype=torch.bfloat16, spread=1.0):
+    return torch.randn(*size, device="cuda").mul_(spread).to(dtype)
+
+
+def quantized(n, k, kind, dtype=torch.bfloat16):
+    rows = quantize_rows.reference(rand(n, k, spread=k**-0.5), dtype=kind)
+    return Quantized(rows.data, rows.scales.to(dtype))
+
+
+def checked(as_good, args, given, dtype=torch.bfloat16):
+    """Three runs: a race would show in one of them."""
+    assert hopper_gemm.supports(*args, **given) is None
+    for _ in range(3):
+        as_good(hopper_gemm, args, given, dtype)
+
+
+def tiled(monkeypatch, tile):
+    """The launcher with this tile; gives what was launched."""
+    from accel_kernels.gemm.hopper import hopper_gemm_triton as kernels
+
+    launched, real = [], kernels.launch
+
+    def launch(kernel, grid, *args, **meta):
+        launched.append((2 * args[0].block_shape[0], meta["COLUMNS"], meta["STAGES"]))
+        real(kernel, grid, *args, **meta)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "by_size", lambda *_: tile)
+    return launched
+
+
+# rows, outputs, inputs
+SIZES = [(1000, 3072, 3072), (4097, 264, 200), (33, 9216, 64), (1, 8, 8), (513, 12288, 72), (129, 640, 4104)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, TALL], ids=lambda tile: tile.name)
+def test_every_tile(sizes, tile, as_good_as_torch, monkeypatch):
+    m, n, k = sizes
+    launched = tiled(monkeypatch, tile)
+    checked(as_good_as_torch, (rand(m, k), rand(n, k, spread=k**-0.5), rand(n)), {})
+    assert launched == [tile[:3]] * 3
+
+
+@pytest.mark.parametrize("lead", range(4))
+def test_every_lead(lead, as_good_as_torch, monkeypatch):
+    """One step alone too, which is fewer than the lead."""
+    tiled(monkeypatch, TILES[0]._replace(lead=lead))
+    for m, n, k in ((1000, 3072, 640), (100, 200, 64), (20000, 512, 64), (300, 512, 192)):
+        checked(as_good_as_torch, (rand(m, k), rand(n, k, spread=k**-0.5)), {})
+
+
+EPILOGUES = {
+    "bias": {"bias": True},
+    "gelu": {"bias": True, "activation": "gelu"},
+    "gelu_tanh": {"bias": True, "activation": "gelu_tanh"},
+    "silu": {"activation": "silu"},
+    "relu2": {"activation": "relu2"},
+    "residual, scale": {"residual": True, "scale": 0.5},
+    "modulated": {"bias": True, "modulation": True},
+    "modulated residual": {"bias": True, "modulation": True, "residual": True},
+    "geglu": {"bias": True, "gate": True, "activation": "gelu"},
+    "swiglu": {"gate": True, "activation": "silu"},
+    "swiglu, one bias, all": {"gate": True, "activation": "silu", "bias": True, "up_bias": False, "residual": True,
+                              "modulation": True, "scale": -1.5},
+}  # fmt: skip
+
+
+def epilogue(wanted, b, s, n, k, dtype, weight):
+    given = {name: wanted[name] for name in ("activation", "scale") if name in wanted}
+    if "gate" in wanted:
+        given |= {"up": weight(), "up_bias": rand(n, dtype=dtype) if wanted.get("up_bias", "bias" in wanted) else None}
+    if "residual" in wanted:
+        given["residual"] = rand(b, s, n, dtype=dtype)
+    if "modulation" in wanted:
+        given["modulation"] = rand(b, n, dtype=dtype)
+    return (rand(n, dtype=dtype) if "bias" in wanted else None), given
+
+
+@pytest.mark.parametrize("wanted", EPILOGUES.values(), ids=list(EPILOGUES))
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((2, 500, 3072, 256), torch.bfloat16), ((3, 47, 136, 72), torch.float16), ((1, 4097, 640, 1280), torch.bfloat16)],
+    ids=str,
+)
+def test_every_epilogue(wanted, sizes, dtype, as_good_as_torch):
+    b, s, n, k = sizes
+
+    def weight():
+        return rand(n, k, dtype=dtype, spread=k**-0.5)
+
+    bias, given = epilogue(wanted, b, s, n, k, dtype, weight)
+    checked(as_good_as_torch, (rand(b, s, k, dtype=dtype), weight(), bias), given, dtype)
+
+
+@pytest.mark.parametrize("wanted", EPILOGUES.values(), ids=list(EPILOGUES))
+def test_rounded_as_separate_passes_round(wanted):
+    """Equal bits, but where sums in another order fall to the other side of a half."""
+    b, s, n, k = 2, 250, 520, 64
+    bias, given = epilogue(wanted, b, s, n, k, torch.bfloat16, lambda: rand(n, k, spread=k**-0.5))
+    args = rand(b, s, k), rand(n, k, spread=k**-0.5), bias
+    found = hopper_gemm.triton(*args, rounded=True, **given)
+    theirs = hopper_gemm.reference(*args, **given)
+    assert float((found != theirs).float().mean()) < 0.02
+    peak = theirs.double().abs().max()
+    assert float((found.double() - theirs.double()).abs().max()) <= 2**-6 * peak
+
+
+def test_strides(as_good_as_torch):
+    """Rows of x, weight and residual in wider matrices, and a modulation that is one of six."""
+    b, s, n, k = 2, 130, 520, 192
+    x, weight, residual = rand(b, s, 3 * k)[..., k : 2 * k], rand(n, 2 * k)[:, :k], rand(b, s, 2 * n)[..., n:]
+    modulation = rand(b, 6 * n).chunk(6, dim=1)[4]
+    assert not any(t.is_contiguous() for t in (x, weight, residual, modulation))
+    checked(as_good_as_torch, (x, weight, rand(n)), {"residual": residual, "modulation": modulation})
+
+
+def test_the_halves_of_one_weight(as_good_as_torch):
+    """As diffusers stores GEGLU: value over gate, and biases likewise."""
+    x, weight, bias = rand(2, 300, 320), rand(2 * 1288, 320, spread=320**-0.5), rand(2 * 1288)
+    (value, gate), (shift, other) = weight.chunk(2), bias.chunk(2)
+    checked(as_good_as_torch, (x, gate, other), {"up": value, "up_bias": shift, "activation": "gelu"})
+
+
+@pytest.mark.parametrize("kind", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 47, 136, 80), (2, 500, 3072, 1040)], ids=str)
+@pytest.mark.parametrize("wanted", EPILOGUES.values(), ids=list(EPILOGUES))
+def test_eight_bits(wanted, sizes, kind, as_good_as_torch):
+    b, s, n, k = sizes
+    bias, given = epilogue(wanted, b, s, n, k, torch.bfloat16, lambda: quantized(n, k, kind))
+    x = quantize_rows.reference(rand(b, s, k), dtype=kind)
+    args = QuantizedRows(*x), quantized(n, k, kind), bias
+    checked(as_good_as_torch, args, given)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+def test_eight_bits_with_every_tile(gate, kind, as_good_as_torch, monkeypatch):
+    m, n, k = 1000, 1160, 1040
+    given = {"up": quantized(n, k, kind), "activation": "silu"} if gate else {}
+    for tile in fitting(gate, kind == FP8):
+        tiled(monkeypatch, tile)
+        checked(as_good_as_torch, (quantize_rows.reference(rand(m, k), dtype=kind), quantized(n, k, kind)), given)
+
+
+def test_float8_in_shorter_sums():
+    """Less exact, by no more than the sum of 13 bits that Hopper's tensor cores keep."""
+    m, n, k = 500, 520, 4096
+    x, weight = quantize_rows.reference(rand(m, k), dtype=FP8), quantized(n, k, FP8)
+    exact = x.dequantized(torch.float64) @ weight.dequantized(torch.float64).t()
+    for fast, most in ((False, 4e-3), (True, 2e-2)):
+        found = hopper_gemm.triton(x, weight, fast=fast).double()
+        assert float((found - exact).norm() / exact.norm()) < most, fast
+
+
+def test_in_a_graph_one_after_another():
+    """Each product reads what the one before it wrote."""
+    weights = [rand(1024, 1024, spread=1 / 32) for _ in range(6)]
+    x = rand(700, 1024)
+
+    def run():
+        h = x
+        for weight in weights:
+            h = hopper_gemm.triton(h, weight, activation="relu2")
+        return h
+
+    wanted = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for _ in range(5):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("case", hopper_gemm.cases, ids=lambda case: case.name)
+def test_cases(case, as_good_as_torch):
+    args, given = case.make(torch.device("cuda"), torch.bfloat16)
+    checked(as_good_as_torch, args, given)
+
+
+def test_what_it_refuses():
+    x, weight = rand(64, 128), rand(72, 128)
+    for args, given, word in (
+        ((x.float(), weight.float()), {}, "float32"),
+        ((x, weight[:70]), {}, "multiple of 8"),
+        ((rand(64, 100), rand(72, 100)), {}, "16 bytes"),
+        ((x, weight.half()), {}, "times"),
+        ((x.cpu(), weight), {}, "GPU"),
+        ((x, weight), {"modulation": rand(7, 72)}, "modulation"),
+        ((x, weight), {"residual": rand(64, 73)[:, :72]}, "residual"),
+        ((x, weight), {"up": weight}, "activation"),
+    ):
+        assert word in hopper_gemm.supports(*args, **given)
