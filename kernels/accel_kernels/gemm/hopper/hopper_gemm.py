@@ -43,8 +43,6 @@ def in_passes(x, weight, bias=None, *, rounded=False, fast=False, modulation=Non
     if not isinstance(x, QuantizedRows):
         return full_in_passes(x, weight, bias, modulation=modulation, residual=residual, **after)
     other = EIGHT_BITS[x.data.dtype]
-    if other is fp8_linear and x.is_cuda:
-        after["fast"] = fast
     if modulation is None:
         return other(x, weight, bias, residual=residual, **after)
     return by_part(other(x, weight, bias, **after), modulation, residual)
