@@ -119,6 +119,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
     )  # fmt: skip
     PIECES: gl.constexpr = COLUMNS // WIDTH
     WRITTEN: gl.constexpr = PIECES // 2 if GATE else PIECES
+    PENDING: gl.constexpr = BUFFERS - 1 if WRITTEN % BUFFERS == 0 else 0
     tiles = tiles_m * tiles_n
     if MINE == 1:
         steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * gl.cdiv(depth, BLOCK_K)
@@ -155,7 +156,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
             buffer = out[MINE].index(piece % BUFFERS)
             y = finished(pieces[piece], pieces[(piece + WRITTEN) % PIECES], row, column + piece * WIDTH, after, places,
                          y_desc.dtype, GATE, KIND, ROUNDED)  # fmt: skip
-            tma.store_wait(BUFFERS - 1)  # the store before the last one has read this buffer
+            tma.store_wait(PENDING)  # what was in this buffer has been read
             all_threads()
             buffer.store(y)
             fence_async_shared()

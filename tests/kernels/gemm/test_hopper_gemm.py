@@ -1,0 +1,113 @@
+"""The product by specialized warps: no interpreter runs it, so here its partitions run as threads over numpy."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from accel_kernels import Quantized, QuantizedRows, hopper_gemm
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
+from accel_kernels.gemm.hopper.finish_triton import FinishArguments
+from accel_kernels.gemm.hopper.tiles import TILES, HopperTile, by_size, fitting
+
+from support.kernels.warp_partitions import MatrixDescriptor, Partitions
+from support.kernels.warpgroups import Array, Pointer, rebuilt
+
+OPERANDS = SimpleNamespace(primitive_bitwidth=16)
+
+
+def emulate(x, weights, bias, modulation, residual, tile, programs, promoted=False, at_once=True, seed=0):
+    """What the kernel gives in float64: with two weights relu(x W^T + b) * (x U^T + b), times 0.5 and modulation."""
+    machine = Partitions(at_once, OPERANDS, seed)
+    names = rebuilt(
+        (finish_triton, hopper_gemm_triton), gl=machine, mbarrier=machine, tma=machine,
+        start_load=machine.start_load, start_store=machine.start_store, warpgroup_mma=machine.warpgroup_mma,
+        warpgroup_mma_wait=machine.warpgroup_mma_wait, fence_async_shared=lambda: None, all_threads=lambda: None,
+        activate=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, BUFFERS=2, FIRST=0, SECOND=1,
+        WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40], range=lambda *to: map(Array, range(*map(int, to))),
+    )  # fmt: skip
+    (m, k), n, gate = x.shape, len(weights[0]), len(weights) == 2
+    step, box, y = 64, tile.columns // len(weights), np.full((m, n), np.nan)
+    described = [
+        MatrixDescriptor(data, shape, OPERANDS, 2)
+        for data, shape in (
+            (x, (tile.rows // 2, step)), (weights[0], (box, step)), (weights[-1], (box, step)),
+            (y, (tile.rows // 2, 64)),
+        )
+    ]  # fmt: skip
+    shift, factor, added = (None if one is None else Pointer(one.reshape(-1)) for one in (bias, modulation, residual))
+    after = FinishArguments(shift, shift, None, None, None, factor, added, 0.5)
+    machine.programs = programs
+    for machine.program in range(programs):
+        names["hopper_gemm_kernel"](
+            *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
+            tile.group, tile.lead, GATE=gate, KIND="relu" if gate else None, ROUNDED=False, PROMOTED=promoted,
+            COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+CASES = {  # rows, outputs, inputs, gate, programs, tile, promoted
+    "tails": (200, 136, 72, False, 2, HopperTile(128, 128, 3, 2, 2), False),
+    "one step, fewer than the lead": (100, 64, 64, False, 1, HopperTile(128, 128, 4, 3, 16), False),
+    "one step a tile": (300, 264, 64, False, 1, HopperTile(128, 128, 4, 3, 2), False),
+    "no lead": (260, 200, 200, False, 2, HopperTile(128, 64, 2, 0, 2), False),
+    "wide": (140, 520, 320, False, 2, HopperTile(128, 256, 4, 2, 1), False),
+    "tall": (300, 136, 136, False, 1, HopperTile(256, 128, 3, 1, 2), False),
+    "gate": (200, 200, 200, True, 2, HopperTile(128, 256, 3, 2, 2), False),
+    "promoted": (200, 136, 320, True, 1, HopperTile(128, 128, 3, 2, 2), True),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_emulated(case, at_once):
+    m, n, k, gate, programs, tile, promoted = case
+    random = np.random.default_rng(0)
+    x, weights = random.normal(size=(m, k)), [random.normal(size=(n, k)) for _ in range(1 + gate)]
+    bias, modulation, residual = random.normal(size=n), random.normal(size=(2, n)), random.normal(size=(m, n))
+    wanted = x @ weights[0].T + bias
+    if gate:
+        wanted = np.maximum(wanted, 0) * (x @ weights[1].T + bias)
+    wanted = residual + 0.5 * wanted * modulation.repeat(m // 2, 0)
+    found = emulate(x, weights, bias, modulation, residual, tile, programs, promoted, at_once)
+    assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
+
+
+def test_every_tile_fits_into_shared_memory():
+    for tile in TILES:
+        assert tile.bytes <= 232448 and tile.lead < tile.stages
+    assert all(tile.columns >= 128 for tile in fitting(True, False))
+    assert all(tile.columns <= 128 for tile in fitting(False, True))
+    assert by_size(4096, 9216, False, False, 132).columns == 256
+    assert by_size(128, 640, False, False, 132).columns == 64
+
+
+def test_a_modulation_multiplies_each_part():
+    """By torch, one after the other and in passes; kernels that know none refuse it."""
+    x, weight, residual = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(2, 3, 16)
+    modulation = torch.randn(2, 16)
+    wanted = residual + modulation[:, None] * (x @ weight.t()) * 0.5
+    given = {"modulation": modulation, "residual": residual, "scale": 0.5}
+    torch.testing.assert_close(hopper_gemm(x, weight, **given), wanted)
+    torch.testing.assert_close(hopper_gemm.instead(x, weight, **given), wanted)
+    assert Epilogue(modulation=modulation).refusal(weight) == "a modulation"
+    assert not Epilogue(modulation=modulation).plain and Epilogue(residual=residual).plain
+
+
+def test_eight_bits_on_a_cpu_are_the_reference():
+    from accel_kernels import quantize_rows
+
+    x, weight, modulation = torch.randn(2, 3, 32).bfloat16(), torch.randn(16, 32), torch.randn(2, 16).bfloat16()
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        rows, numbers = quantize_rows(x, dtype=kind), quantize_rows(weight, dtype=kind)
+        args = QuantizedRows(*rows), Quantized(numbers.data, numbers.scales)
+        exact = args[0].dequantized(torch.float64) @ args[1].dequantized(torch.float64).t() * modulation[:, None]
+        for run in (hopper_gemm, hopper_gemm.instead):
+            found = run(*args, modulation=modulation)
+            assert found.dtype == torch.bfloat16
+            assert float((found.double() - exact).norm() / exact.norm()) < 5e-3
