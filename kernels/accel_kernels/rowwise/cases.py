@@ -70,6 +70,17 @@ def normed_rotary(width: int, dtype: torch.dtype, take: str = "even") -> RowProg
     return w.program(y, dtypes=(dtype,))
 
 
+def rotary_across(width: int, dtype: torch.dtype) -> RowProgram:
+    """rms_norm(q) * weight over all heads, its pairs rotated by a head's cos and sin; of q, weight, cos, sin."""
+    w = Writer(2, width, *(FULL,) * 4)
+    q = w.op("mul", w.op("rms_norm", 0, number=1e-6), 1, dtype=dtype)
+    real, imaginary = w.op("even", q, dtype=dtype), w.op("odd", q, dtype=dtype)
+    cos, sin = w.op("even", 2), w.op("odd", 3)
+    left = w.op("sub", w.op("mul", real, cos), w.op("mul", imaginary, sin), dtype=dtype)
+    right = w.op("add", w.op("mul", real, sin), w.op("mul", imaginary, cos), dtype=dtype)
+    return w.program(w.op("interleave", left, right, dtype=dtype), dtypes=(dtype,))
+
+
 def gated_halves(width: int, dtype: torch.dtype, activation: str = "silu", views: bool = True) -> RowProgram:
     """act(gate) * up, of two inputs, or of the halves of one: up first, as GEGLU has it."""
     w = Writer(2, width, FULL, FULL) if views else Writer(2, width, FULL)
@@ -136,6 +147,14 @@ def _rotary(take: str, joint: bool = True):
     return arguments
 
 
+def _across(head: int):
+    def arguments(random: Random, dtype, b, s, c):
+        cos, sin = (random(s, head, dtype=torch.float32) for _ in range(2))
+        return rotary_across(c, dtype), (random(b, s, c), random(c), cos, sin), None
+
+    return arguments
+
+
 def _half_rotary(random: Random, dtype, b, h, s, d):
     """Heads before tokens, as some models have them."""
     q = random(b, s, h, d).transpose(1, 2)
@@ -162,6 +181,7 @@ CASES = (
     _case("rotary-pairs", (2, 3, 5, 40), _rotary("even"), small=True),
     _case("rotary-halves", (1, 4, 3, 72), _rotary("first"), small=True),
     _case("half-tables", (2, 4, 3, 16), _half_rotary, small=True),
+    _case("across-heads", (2, 3, 120), _across(24), small=True),
     _case("swiglu", (2, 3, 130), _gate("silu", True), small=True),
     _case("geglu", (1, 5, 144), _gate("gelu", False), small=True),
     _case("flux-adaptive", (1, 4608, 3072), _adaptive),
@@ -171,6 +191,7 @@ CASES = (
     _case("wan-tokens", (1, 32760, 1536), _tokens),
     _case("flux-rotary", (1, 4096, 24, 128), _rotary("even")),
     _case("flux-rotary-b2", (2, 1024, 24, 128), _rotary("even")),
+    _case("wan-across-heads", (1, 32760, 1536), _across(128)),
     _case("halves-rotary", (1, 4128, 30, 128), _rotary("first")),
     _case("half-tables-rotary", (1, 24, 4096, 128), _half_rotary),
     _case("flux2-swiglu", (1, 4608, 9216), _gate("silu", True)),

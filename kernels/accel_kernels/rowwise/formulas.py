@@ -18,6 +18,7 @@ FORMULAS = {
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "add_number": "{0} + {number}",
     "mul_number": "{0} * {number}",
+    "div_number": "{0} * {reciprocal}",
     "rsub_number": "{number} - {0}",
     "rdiv_number": "divided({number}, {0})",
     "clamp_min": "tl.maximum({0}, {number}, propagate_nan=tl.PropagateNan.ALL)",

@@ -12,7 +12,7 @@ import torch
 FULL, HALF, ONE = "full", "half", "one"  # the width of a register: C lanes, C // 2, or one
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
-WITH_NUMBER = ("add_number", "mul_number", "rsub_number", "rdiv_number", "clamp_min", "clamp_max")
+WITH_NUMBER = ("add_number", "mul_number", "div_number", "rsub_number", "rdiv_number", "clamp_min", "clamp_max")
 UNARY = (
     "neg", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "sin", "cos", "abs", "tanh", "sigmoid", "silu",
     "gelu", "gelu_tanh", "relu", "round",
@@ -32,6 +32,7 @@ class RowOp(NamedTuple):
     """One operation on registers.
 
     name: one of OPERATIONS. `rsub_number` is number - x, `rdiv_number` number / x, `round` rounds to the dtype only.
+        `div_number` multiplies by 1 / number on a GPU, as torch does there.
         `layer_norm` is (x - mean) / sqrt(var + number), `rms_norm` x / sqrt(mean(x^2) + number), not rounded inside.
         `even` and `odd` take every second lane, `first` and `second` each half; `interleave` and `concatenate` undo it.
     args: the numbers of the registers it takes.

@@ -16,7 +16,9 @@ from accel_kernels.rowwise.cases import CASES
 from accel_kernels.rowwise.program import (
     MOVES_HALVES,
     MOVES_PAIRS,
+    NORMS,
     REDUCTIONS,
+    WITH_NUMBER,
     RowOp,
     RowProgram,
     lanes,
@@ -34,6 +36,7 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "minimum": torch.minimum,
     "add_number": torch.add,
     "mul_number": torch.mul,
+    "div_number": torch.div,
     "rsub_number": lambda x, number: number - x,
     "rdiv_number": lambda x, number: torch.div(torch.full_like(x, number), x),
     "clamp_min": torch.clamp_min,
@@ -67,21 +70,13 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "interleave": lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1).flatten(-2),
     "concatenate": lambda a, b: torch.cat(torch.broadcast_tensors(a, b), -1),
 }
-NUMBERED = (
-    "add_number",
-    "mul_number",
-    "rsub_number",
-    "rdiv_number",
-    "clamp_min",
-    "clamp_max",
-    "layer_norm",
-    "rms_norm",
-)
+NUMBERED = (*WITH_NUMBER, *NORMS)
 ROUND_INSIDE = ("rdiv_number", "rms_norm")  # as they are written above, in 16 bits
 
 
 def reference(first, *others, program, shape, outputs=None):
     """first, others: tensors broadcastable to (*shape, lanes), of any strides; program: a RowProgram; shape: of rows.
+    A last dimension that divides the lanes is repeated along them: one table of a head for a row of many heads.
 
     outputs: None, or for each result None or a tensor (*shape, lanes) of its dtype that is written; what is written
     must not overlap. Returns the results, a tuple. Raises ValueError for what the program cannot mean.
@@ -89,7 +84,7 @@ def reference(first, *others, program, shape, outputs=None):
     widths = checked(first, *others, program=program, shape=shape, outputs=outputs)
     registers = []
     for tensor, width in zip((first, *others), program.inputs, strict=True):
-        registers.append(tensor.expand(*tensor.shape[:-1], lanes(width, program)))
+        registers.append(_along(tensor, lanes(width, program)))
     for op in program.ops:
         registers.append(_apply(op, [registers[arg] for arg in op.args]))
     read = {tensor.untyped_storage().data_ptr() for tensor in (first, *others)}
@@ -101,6 +96,14 @@ def reference(first, *others, program, shape, outputs=None):
         found.append(value)
     given = outputs or (None,) * len(found)
     return tuple(value if one is None else one.copy_(value) for one, value in zip(given, found, strict=True))
+
+
+def _along(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The tensor with so many lanes."""
+    last = tensor.shape[-1] if tensor.dim() else 1
+    if last in (1, count):
+        return tensor.expand(*tensor.shape[:-1], count)
+    return tensor.repeat(*(1,) * (tensor.dim() - 1), count // last)
 
 
 def _apply(op: RowOp, args: list[torch.Tensor]) -> torch.Tensor:
@@ -131,9 +134,11 @@ def checked(first, *others, program: RowProgram, shape, outputs=None) -> tuple[s
 
 
 def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can be expanded to that."""
-    last = wanted[len(wanted) - len(given) :]
-    return len(given) <= len(wanted) and all(a in (1, b) for a, b in zip(given, last, strict=True))
+    """Whether a tensor of this shape can be expanded to that, or repeated along the last dimension."""
+    if len(given) > len(wanted):
+        return False
+    rows = zip(given[:-1], wanted[len(wanted) - len(given) : -1], strict=True)
+    return all(a in (1, b) for a, b in rows) and (not given or (given[-1] > 0 and wanted[-1] % given[-1] == 0))
 
 
 def supports(first, *others, program, shape, outputs=None) -> str | None:

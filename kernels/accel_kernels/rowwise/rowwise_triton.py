@@ -12,7 +12,7 @@ import triton.language as tl
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
-from accel_kernels.rowwise.tiling import Access, Memory, Tiling, access_of, collapsed, farthest, tiled, warps_of
+from accel_kernels.rowwise.tiling import Access, Memory, Tiling, access_of, collapsed, farthest, tiled
 from accel_kernels.warmup import launch
 
 # What the text may call.
@@ -35,13 +35,16 @@ class Plan(NamedTuple):
 def rowwise(first, *others, program, shape, outputs=None):
     """Same arguments and result as the reference."""
     widths = register_widths(program)
-    read = tuple(_memory(one, len(shape) + 1) for one in (first, *others))
+    read = tuple(
+        _memory(one, len(shape) + 1, lanes(width, program))
+        for one, width in zip((first, *others), program.inputs, strict=True)
+    )
     given = outputs or (None,) * len(program.results)
     results = tuple(
         torch.empty((*shape, lanes(widths[number], program)), dtype=dtype, device=first.device) if one is None else one
         for number, dtype, one in zip(program.results, program.dtypes, given, strict=True)
     )
-    written = tuple(Memory(one.stride(), one.dtype) for one in results)
+    written = tuple(Memory(one.stride(), 0, one.dtype) for one in results)
     plan = plan_of(program, tuple(shape), read, written)
     arguments: list[Any] = []
     for tensor, strides in zip((first, *others, *results), plan.strides, strict=True):
@@ -50,10 +53,11 @@ def rowwise(first, *others, program, shape, outputs=None):
     return results
 
 
-def _memory(tensor: torch.Tensor, dims: int) -> Memory:
-    """Its strides where it is expanded to so many dimensions."""
+def _memory(tensor: torch.Tensor, dims: int, width: int) -> Memory:
+    """Its strides where it is expanded to so many dimensions and lanes."""
     strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return Memory((0,) * (dims - len(strides)) + tuple(strides), tensor.dtype)
+    last = tensor.shape[-1] if strides else 1
+    return Memory((0,) * (dims - len(strides)) + tuple(strides), 0 if last in (1, width) else last, tensor.dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -71,7 +75,7 @@ def plan_of(
     for access, rows, one in zip(accesses, strides, tensors, strict=True):
         by_unit = tuple(stride // access.unit for stride in rows if stride)
         passed.append(by_unit + (one.strides[-1],) * (access.lanes < 0))
-    return Plan(kernel, (programs,), tuple(passed), sizes, warps_of(program, tiling))
+    return Plan(kernel, (programs,), tuple(passed), sizes, tiling.warps)
 
 
 @lru_cache(maxsize=1024)

@@ -2,9 +2,9 @@
 
 A kernel that walked the program itself would read it again at every launch, as a part of what it is compiled for.
 
-A row is cut into parts of the powers of two that it needs. A register is a tile (rows, lanes) for each part; where
-lanes move, a full register is two tiles for each part: of even and odd lanes, or of the first and the second half. So
-a move costs nothing but the names of tiles. What does not depend on a row has tiles of one row.
+A register is a tile (rows, lanes), or several that follow one another. Where lanes move, a full register is two tiles
+in the place of each: of even and odd lanes, or of the first and the second half. So a move costs nothing but names.
+All tiles have one shape: Triton then holds them alike, and no value has to go from thread to thread.
 """
 
 from typing import NamedTuple
@@ -12,22 +12,26 @@ from typing import NamedTuple
 import torch
 
 from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, larger_of, literal, rounding
-from accel_kernels.rowwise.program import FULL, HALF, NORMS, ONE, RowOp, RowProgram, lanes, register_widths
+from accel_kernels.rowwise.program import FULL, NORMS, ONE, RowOp, RowProgram, lanes, register_widths
 from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, form_of
 
 EARLY = 6  # inputs that are read before anything is computed, so that no reduction stands between; the others at use
 
 
 class Register(NamedTuple):
-    """Names of the tiles of a register: for each part one, or two. One name alone for one lane.
-
-    varies: whether it differs between the rows of a tile. dtype: of which it holds values.
-    """
+    """The names of its tiles, of which one lane has but one, and the dtype of which it holds values."""
 
     width: str
     tiles: tuple[str, ...]
-    varies: bool
     dtype: torch.dtype
+
+
+class Place(NamedTuple):
+    """Where a tile lies in its row: which part, its lanes by name, and how many."""
+
+    part: int
+    lanes: str
+    count: int
 
 
 class Source:
@@ -35,142 +39,134 @@ class Source:
 
     def __init__(self, program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling):
         self.program, self.tiling = program, tiling
-        self.accesses = [(f"x{n}", one) for n, one in enumerate(inputs)]
-        self.written = [(f"y{n}", one) for n, one in enumerate(outputs)]
+        self.inputs = [(f"x{n}", one) for n, one in enumerate(inputs)]
+        self.outputs = [(f"y{n}", one) for n, one in enumerate(outputs)]
+        self.dims = len(inputs[0].moves)
         self.widths = register_widths(program)
         self.form = form_of(program)
-        self.units = program.width if self.form == PLAIN else program.width // 2  # lanes or pairs that parts count
+        self.units = program.width if self.form == PLAIN else program.width // 2  # lanes or pairs that tiles count
+        self.ragged = tiling.block * tiling.parts * tiling.split > self.units
         self.lines: list[str] = []
         self.registers: dict[int, Register] = {}
         self.unused: set[int] = set()  # inputs that are still as they are in memory
         self._index()
         used = [arg for op in program.ops for arg in op.args] + list(program.results)
-        order = [n for n in dict.fromkeys(used) if n < len(inputs)]
-        for number in order[:EARLY]:
+        for number in [n for n in dict.fromkeys(used) if n < len(inputs)][:EARLY]:
             self._load(number)
         for number, op in enumerate(program.ops, len(inputs)):
             self._apply(number, op)
         for number, register in enumerate(program.results):
             self._store(number, register)
         body = "\n".join(f"    {line}" for line in self.lines)
-        self.text = f"def rowwise_kernel({', '.join(self.parameters())}):\n{body}\n"
+        self.text = f"def rowwise_kernel({', '.join(self._parameters())}):\n{body}\n"
 
-    def parameters(self) -> list[str]:
-        """Pointers, strides in the tensor's unit, then sizes, the innermost first."""
+    def _parameters(self) -> list[str]:
+        """Each pointer and the strides that its tensor has, in its unit; then sizes, the innermost first."""
         found = []
-        for name, access in self.accesses + self.written:
+        for name, access in self.inputs + self.outputs:
             found += [f"{name}_ptr", *(f"{name}_s{d}" for d, moves in enumerate(access.moves) if moves)]
             found += [f"{name}_lane"] * (access.lanes < 0)
-        return found + [f"n{d}" for d in range(self.program_dims())]
-
-    def program_dims(self) -> int:
-        return len(self.accesses[0][1].moves)
+        return found + [f"n{d}" for d in range(self.dims)]
 
     def _index(self) -> None:
-        """The rows and lanes of this program, and what is beyond their end."""
-        rows, wide, count = self.tiling.rows, ".to(tl.int64)" if self.tiling.wide else "", self.program_dims()
+        """The rows and lanes of this program, and which of them are there."""
+        rows, split, block = self.tiling.rows, self.tiling.split, self.tiling.block
         line = self.lines.append
-        line(f"pid = tl.program_id(0){wide}")
-        if self.tiling.split > 1:
-            line(f"lane_tile = (pid % {self.tiling.split}).to(tl.int32)")
-            line(f"pid = pid // {self.tiling.split}")
-        row = f" * {rows} + tl.arange(0, {rows})[:, None]" if rows > 1 else ""
-        if self.tiling.inner and count > 1:
-            line(f"tiles = (n0 + {rows - 1}) // {rows}" if rows > 1 else "tiles = n0")
-            line(f"i0 = pid % tiles{row}")
-            line("pid = pid // tiles")
+        line(f"pid = tl.program_id(0){'.to(tl.int64)' if self.tiling.wide else ''}")
+        if split > 1:
+            line(f"lane_tile = (pid % {split}).to(tl.int32)")
+            line(f"pid = pid // {split}")
+        within = f" * {rows} + tl.arange(0, {rows})[:, None]" if rows > 1 else ""
+        last = self.dims - 1
+        if self.tiling.inner and last:
+            line(f"tiles = (n0 + {rows - 1}) // {rows}")
+            line(f"i0 = pid % tiles{within}")
+            line("rest = pid // tiles")
         else:
-            line(f"row = pid{row}")
-            line("i0 = row % n0" if count > 1 else "i0 = row")
-        rest = "pid" if self.tiling.inner and count > 1 else "row // n0"
-        for d in range(1, count):
-            if d < count - 1:
-                line(f"rest = {rest}")
-                line(f"i{d} = rest % n{d}")
-                rest = f"rest // n{d}"
-            else:
-                line(f"i{d} = {rest}")
+            line(f"rest = pid{within}")
+            if last:
+                line("i0 = rest % n0")
+                line("rest = rest // n0")
+        for d in range(1, last):
+            line(f"i{d} = rest % n{d}")
+            line(f"rest = rest // n{d}")
+        line(f"i{last} = rest")
         if rows > 1:
-            flat = not self.tiling.inner and count > 1
-            line(f"there = i{count - 1} < n{count - 1}" if flat else "there = i0 < n0")
+            checked = 0 if self.tiling.inner else last
+            line(f"there = i{checked} < n{checked}")
+            line(f"every = tl.zeros([{rows}, 1], tl.int32)")
         line("one = tl.arange(0, 1)[None, :]")
-        for p, (start, block) in enumerate(self.tiling.parts):
-            for name, factor in [("c", 1), ("d", 2)] if self.form == PAIRS else [("c", 1)]:
+        for p in range(self.tiling.parts):
+            for name, factor in (("c", 1), ("d", 2))[: 2 if self.form == PAIRS else 1]:
                 size = factor * block
-                first = f"lane_tile * {size} + " if self.tiling.split > 1 else f"{factor * start} + " if start else ""
+                first = f"lane_tile * {size} + " if split > 1 else f"{p * size} + " if p else ""
                 line(f"{name}{p} = {first}tl.arange(0, {size})[None, :]")
-                if self._ragged(p):
+                if self.ragged:
                     line(f"{name}{p}_in = {name}{p} < {factor * self.units}")
 
-    def _ragged(self, part: int) -> bool:
-        """Whether a part's tile has lanes beyond the end of the row."""
-        start, block = self.tiling.parts[part]
-        return start + block * self.tiling.split > self.units
-
-    def _varies(self, access: Access) -> bool:
-        """Whether a tensor differs between the rows of a tile."""
-        if self.tiling.rows == 1:
-            return False
-        return access.moves[0] if self.tiling.inner else any(access.moves)
-
     def _base(self, name: str, access: Access) -> str:
+        """Where the rows of a tile begin."""
         terms = [f"i{d} * {name}_s{d}" for d, moves in enumerate(access.moves) if moves]
-        if not terms:
-            return f"{name}_ptr"
         unit = f" * {access.unit}" if access.unit > 1 else ""
-        return f"{name}_ptr + ({' + '.join(terms)}){unit}"
+        found = f"{name}_ptr + ({' + '.join(terms)}){unit}" if terms else f"{name}_ptr"
+        return f"{found} + every" if self.tiling.rows > 1 else found
 
-    def _mask(self, part: int, varies: bool, lane: str = "c") -> str:
-        masks = ["there"] * varies + [f"{lane}{part}_in"] * (part >= 0 and self._ragged(part))
+    def _mask(self, name: str, access: Access, lane: str) -> str:
+        """What is there of a tile; `lane` is empty where it has one lane."""
+        masks = ["there"] * (self.tiling.rows > 1 and any(access.moves)) + [f"{lane}_in"] * (self.ragged and lane != "")
         return " & ".join(masks)
 
-    def _lane(self, name: str, access: Access, index: str) -> str:
-        by = {0: f"({index}) * 0", 1: f"({index})", 2: f"({index}) * 2", -1: f"({index}) * {name}_lane"}
-        return by[access.lanes]
-
-    def _places(self, width: str) -> list[tuple[int, str]]:
-        """Of every tile of a register its part, -1 for one lane, and its lanes."""
+    def _places(self, width: str) -> list[Place]:
+        """Of every tile of a register."""
         if width == ONE:
-            return [(-1, "one")]
-        places = []
-        for p in range(len(self.tiling.parts)):
-            if width == HALF or self.form == PLAIN:
-                places.append((p, f"c{p}"))
-            elif self.form == HALVES:
-                places += [(p, f"c{p}"), (p, f"c{p} + {self.units}")]
-            else:
-                places += [(p, f"c{p} * 2"), (p, f"c{p} * 2 + 1")]
+            return [Place(-1, "one", 1)]
+        places, block = [], self.tiling.block
+        for p in range(self.tiling.parts):
+            names = [f"c{p}"]
+            if width == FULL and self.form == HALVES:
+                names = [f"c{p}", f"c{p} + {self.units}"]
+            if width == FULL and self.form == PAIRS:
+                names = [f"c{p} * 2", f"c{p} * 2 + 1"]
+            places += [Place(p, name, block) for name in names]
         return places
 
+    def _in_pairs(self, width: str, access: Access) -> bool:
+        """Whether even and odd lanes are read and written together."""
+        return self.form == PAIRS and width == FULL and access.lanes == 1
+
+    def _address(self, name: str, access: Access, place: Place) -> str:
+        if place.part < 0 or access.lanes == 0:
+            return f"{name}_at + one"
+        factor = {1: "", 2: " * 2", -1: f" * {name}_lane"}[access.lanes]
+        return f"{name}_at + {self._repeated(access, f'({place.lanes})')}{factor}"
+
+    @staticmethod
+    def _repeated(access: Access, lane: str) -> str:
+        return f"({lane} % {access.period})" if access.period else lane
+
     def _load(self, number: int) -> None:
-        name, access = self.accesses[number]
-        width, varies = self.widths[number], self._varies(access)
+        (name, access), width, rows = self.inputs[number], self.widths[number], self.tiling.rows
         line = self.lines.append
         line(f"{name}_at = {self._base(name, access)}")
-        tiles = []
-        for part, index in self._places(width):
-            tile = f"r{number}_{len(tiles)}"
-            tiles.append(tile)
-            paired = self.form == PAIRS and width == FULL and access.lanes == 1
-            if paired and len(tiles) % 2 == 0:
-                continue  # read with the one before
-            if width != ONE and access.lanes == 0:
-                block = self.tiling.parts[part][1]
-                line(f"{tile} = {self._read(f'{name}_at + one', 'there' if varies else '')}")
-                line(f"{tile} = tl.broadcast_to({tile}, {self.tiling.rows if varies else 1}, {block})")
-            elif paired:
-                shape = f"{self.tiling.rows if varies else 1}, {self.tiling.parts[part][1]}, 2"
-                read = self._read(f"{name}_at + d{part}", self._mask(part, varies, "d"))
-                line(f"{tile}, r{number}_{len(tiles)} = tl.split(tl.reshape({read}, {shape}))")
-            else:
-                at = "one" if width == ONE else self._lane(name, access, index)
-                line(f"{tile} = {self._read(f'{name}_at + {at}', self._mask(part, varies))}")
-        self.registers[number] = Register(width, tuple(tiles), varies, access.dtype)
+        places = self._places(width)
+        tiles = tuple(f"r{number}_{n}" for n in range(len(places)))
+        if self._in_pairs(width, access):
+            for p in range(self.tiling.parts):
+                read = self._read(f"{name}_at + {self._repeated(access, f'd{p}')}", self._mask(name, access, f"d{p}"))
+                shape = f"{rows}, {self.tiling.block}, 2"
+                line(f"{tiles[2 * p]}, {tiles[2 * p + 1]} = tl.split(tl.reshape({read}, {shape}))")
+        else:
+            for tile, place in zip(tiles, places, strict=True):
+                alike = width == ONE or access.lanes == 0
+                mask = self._mask(name, access, "" if alike else f"c{place.part}")
+                read = self._read(self._address(name, access, place), mask)
+                line(f"{tile} = tl.broadcast_to({read}, {rows}, {place.count})" if alike else f"{tile} = {read}")
+        self.registers[number] = Register(width, tiles, access.dtype)
         self.unused.add(number)
 
     @staticmethod
-    def _read(place: str, mask: str) -> str:
-        return f"tl.load({place}, mask={mask}, other=0.0)" if mask else f"tl.load({place})"
+    def _read(address: str, mask: str) -> str:
+        return f"tl.load({address}, mask={mask}, other=0.0)" if mask else f"tl.load({address})"
 
     def _register(self, number: int) -> Register:
         if number not in self.registers:
@@ -184,86 +180,70 @@ class Source:
     def _apply(self, number: int, op: RowOp) -> None:
         args = [self._register(arg) for arg in op.args]
         width = self.widths[number]
-        varies = any(arg.varies for arg in args)
-        tiles = [f"r{number}_{n}" for n in range(len(self._places(width)))]
-        values = self._values(op, args, width, len(tiles))
+        tiles = tuple(f"r{number}_{n}" for n in range(len(self._places(width))))
+        values = self._values(op, args, len(tiles))
         exact = op.name in KEEPS and all(arg.dtype == op.dtype for arg in args)
         rounds = "{}" if exact or op.dtype == torch.float32 else f"{rounding(op.dtype)}({{}}).to(tl.float32)"
         self.lines += [f"{tile} = {rounds.format(value)}" for tile, value in zip(tiles, values, strict=True)]
-        self.registers[number] = Register(width, tuple(tiles), varies, op.dtype)
+        self.registers[number] = Register(width, tiles, op.dtype)
 
-    def _values(self, op: RowOp, args: list[Register], width: str, count: int) -> list[str]:
+    def _values(self, op: RowOp, args: list[Register], count: int) -> list[str]:
         """An expression for each tile of the result."""
+        x = args[0]
         if op.name in ("even", "first"):
-            return list(args[0].tiles[0::2])
+            return list(x.tiles[0::2])
         if op.name in ("odd", "second"):
-            return list(args[0].tiles[1::2])
+            return list(x.tiles[1::2])
         if op.name in ("interleave", "concatenate"):
-            return [tile for pair in zip(args[0].tiles, args[1].tiles, strict=True) for tile in pair]
+            return [tile for pair in zip(x.tiles, args[1].tiles, strict=True) for tile in pair]
+        size = lanes(x.width, self.program)
         if op.name in ("sum", "amax"):
-            return [self._reduced(args[0], args[0].tiles, op.name)]
-        size = lanes(args[0].width, self.program)
+            return [self._reduced(x, x.tiles, op.name)]
         if op.name == "mean":
-            return [f"{self._reduced(args[0], args[0].tiles, 'sum')} * {literal(1 / size)}"]
+            return [f"{self._reduced(x, x.tiles)} * {literal(1 / size)}"]
         if op.name in NORMS:
-            return self._normed(op, args[0], size)
+            return self._normed(op, x, size)
         spread = [arg.tiles * count if arg.width == ONE else arg.tiles for arg in args]
-        formula = FORMULAS[op.name]
-        return [formula.format(*(tiles[n] for tiles in spread), number=literal(op.number)) for n in range(count)]
+        numbers = {"number": literal(op.number), "reciprocal": literal(1 / op.number) if op.number else 'float("inf")'}
+        return [FORMULAS[op.name].format(*(tiles[n] for tiles in spread), **numbers) for n in range(count)]
 
-    def _reduced(self, register: Register, tiles: tuple[str, ...], name: str) -> str:
-        """The sum or the maximum over all lanes, of tiles that lie as the register's do."""
+    def _reduced(self, register: Register, tiles: tuple[str, ...], name: str = "sum") -> str:
+        """The sum or the maximum over all lanes, of tiles that lie as the register's do; of their sum, tile by tile."""
         empty = "0.0" if name == "sum" else 'float("-inf")'
-        by_block: dict[int, str] = {}
-        for tile, (part, _) in zip(tiles, self._places(register.width), strict=True):
-            inside = f"tl.where(c{part}_in, {tile}, {empty})" if self._ragged(part) else tile
-            block = self.tiling.parts[part][1]
-            before = by_block.get(block)
-            if before is None:
-                by_block[block] = inside
-            else:  # two tiles are added before they are reduced
-                by_block[block] = f"{before} + {inside}" if name == "sum" else larger_of(before, inside)
+        all_of = ""
+        for tile, place in zip(tiles, self._places(register.width), strict=True):
+            inside = f"tl.where(c{place.part}_in, {tile}, {empty})" if self.ragged else tile
+            both = f"{all_of} + {inside}" if name == "sum" else larger_of(all_of, inside)
+            all_of = both if all_of else inside
         if name == "sum":
-            return "(" + " + ".join(f"tl.sum({tile}, axis=1, keep_dims=True)" for tile in by_block.values()) + ")"
-        found = [f"tl.reduce({tile}, 1, larger, keep_dims=True)" for tile in by_block.values()]
-        return found[0] if len(found) == 1 else larger_of(*found)
+            return f"tl.sum({all_of}, axis=1, keep_dims=True)"
+        return f"tl.reduce({all_of}, 1, larger, keep_dims=True)"
 
     def _normed(self, op: RowOp, x: Register, size: int) -> list[str]:
-        line, by = self.lines.append, literal(1 / size)
-        tiles = x.tiles
+        by, tiles = literal(1 / size), x.tiles
         if op.name == "layer_norm":
-            line(f"mean = {self._reduced(x, tiles, 'sum')} * {by}")
-            centered = [f"centered_{n}" for n in range(len(tiles))]
-            for name, tile in zip(centered, tiles, strict=True):
-                line(f"{name} = {tile} - mean")
-            tiles = tuple(centered)
-        for n, tile in enumerate(tiles):
-            line(f"squared_{n} = {tile} * {tile}")
-        squared = tuple(f"squared_{n}" for n in range(len(tiles)))
-        line(f"scale = tl.rsqrt({self._reduced(x, squared, 'sum')} * {by} + {literal(op.number)})")
+            self.lines.append(f"mean = {self._reduced(x, tiles)} * {by}")
+            tiles = tuple(f"centered_{n}" for n in range(len(tiles)))
+            self.lines += [f"{name} = {tile} - mean" for name, tile in zip(tiles, x.tiles, strict=True)]
+        squares = tuple(f"squared_{n}" for n in range(len(tiles)))
+        self.lines += [f"{name} = {tile} * {tile}" for name, tile in zip(squares, tiles, strict=True)]
+        self.lines.append(f"scale = tl.rsqrt({self._reduced(x, squares)} * {by} + {literal(op.number)})")
         return [f"{tile} * scale" for tile in tiles]
 
     def _store(self, number: int, result: int) -> None:
-        name, access = self.written[number]
-        register = self._register(result)
-        varies, dtype = self._varies(access), rounding(access.dtype)
-        rows = self.tiling.rows if varies else 1
-        places = self._places(register.width)
+        name, access = self.outputs[number]
+        register, dtype = self._register(result), rounding(access.dtype)
         self.lines.append(f"{name}_at = {self._base(name, access)}")
-
-        def block(part: int) -> int:
-            return 1 if part < 0 else self.tiling.parts[part][1]
-
-        if self.form == PAIRS and register.width == FULL and access.lanes == 1:
-            for (even, odd), (part, _) in zip(zip(*[iter(register.tiles)] * 2, strict=True), places[::2], strict=True):
-                two = [f"tl.broadcast_to({dtype}({tile}), {rows}, {block(part)})" for tile in (even, odd)]
-                value = f"tl.interleave({two[0]}, {two[1]})"
-                self._write(f"{name}_at + d{part}", value, self._mask(part, varies, "d"))
+        places = self._places(register.width)
+        if self._in_pairs(register.width, access):
+            for p in range(self.tiling.parts):
+                even, odd = register.tiles[2 * p : 2 * p + 2]
+                value = f"tl.interleave({dtype}({even}), {dtype}({odd}))"
+                self._write(f"{name}_at + d{p}", value, self._mask(name, access, f"d{p}"))
             return
-        for tile, (part, index) in zip(register.tiles, places, strict=True):
-            at = "one" if part < 0 else self._lane(name, access, index)
-            value = f"tl.broadcast_to({dtype}({tile}), {rows}, {block(part)})"
-            self._write(f"{name}_at + {at}", value, self._mask(part, varies))
+        for tile, place in zip(register.tiles, places, strict=True):
+            mask = self._mask(name, access, "" if register.width == ONE else f"c{place.part}")
+            self._write(self._address(name, access, place), f"{dtype}({tile})", mask)
 
     def _write(self, place: str, value: str, mask: str) -> None:
         self.lines.append(f"tl.store({place}, {value}, mask={mask})" if mask else f"tl.store({place}, {value})")

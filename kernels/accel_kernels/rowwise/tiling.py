@@ -1,24 +1,29 @@
 """How the rows and lanes of an index space are cut into programs, and how a kernel reaches each tensor."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from accel_kernels.launch import floor_power_of_two, power_of_two
+from accel_kernels.launch import power_of_two
 from accel_kernels.rowwise.program import HALF, MOVES_HALVES, MOVES_PAIRS, REDUCTIONS, RowProgram, register_widths
 
 PLAIN, PAIRS, HALVES = "plain", "pairs", "halves"  # how a full register is held
-ELEMENTS = 2048  # of a tile with several rows
-PARTS = (256, 512, 1024, 2048)  # lanes of one part, where programs share a row
-THREAD = 16  # elements of a tile to one thread
+WARP = 256  # elements of a tile to one warp: 16 bytes of 16 bit to a thread
+ROWS = 4  # warps of a tile of several short rows
 MOST_WARPS = 16
-FULL_ENOUGH = 0.9  # of the best share of rows or lanes that are there, for which a larger tile is taken
+TILES = (2, 3, 4, 1)  # how many tiles of a long row a thread holds, the likeliest first
+PARTS = (256, 512, 1024, 2048)  # lanes of one part, where programs share a row
+THREAD = 16  # of its elements to one thread
+FULL_ENOUGH = 0.9  # of the best share of rows or lanes that are there, for which a better shape is taken
 
 
 class Memory(NamedTuple):
-    """What a launch knows of a tensor: strides for the index space, and the dtype."""
+    """What a launch knows of a tensor: strides for the index space, after how many lanes it repeats, and the dtype."""
 
     strides: tuple[int, ...]
+    period: int
     dtype: torch.dtype
 
 
@@ -28,12 +33,14 @@ class Access(NamedTuple):
     moves: for each dimension of the rows, the innermost first, whether its stride is not 0.
     lanes: the stride of the last dimension where it is 0, 1 or 2; -1 where it is given to the kernel.
     unit: the largest power of two up to 16 that divides all other strides, which are given in it.
+    period: after how many lanes it repeats; 0 where it does not.
     dtype: of its elements.
     """
 
     moves: tuple[bool, ...]
     lanes: int
     unit: int
+    period: int
     dtype: torch.dtype
 
 
@@ -42,17 +49,20 @@ class Tiling(NamedTuple):
 
     rows: of a tile, a power of two.
     inner: whether a tile's rows are of the innermost dimension; else of all dimensions in one.
-    parts: where the parts of a row begin and the power of two that holds each, in lanes, or in pairs of lanes where
-        full registers are two tiles.
-    split: how many programs share a row, each with one part.
+    block: of a tile, a power of two, in lanes, or in pairs of lanes where a full register holds two for each.
+    parts: how many such tiles follow one another in a program.
+    split: how many programs share a row.
     wide: whether offsets take 64 bits.
+    warps: of a program.
     """
 
     rows: int
     inner: bool
-    parts: tuple[tuple[int, int], ...]
+    block: int
+    parts: int
     split: int
     wide: bool
+    warps: int
 
 
 def form_of(program: RowProgram) -> str:
@@ -91,60 +101,61 @@ def access_of(rows: tuple[int, ...], memory: Memory) -> Access:
     while any(stride % unit for stride in rows):
         unit //= 2
     lane = memory.strides[-1]
-    return Access(tuple(stride != 0 for stride in rows), lane if lane in (0, 1, 2) else -1, unit, memory.dtype)
+    moves = tuple(stride != 0 for stride in rows)
+    return Access(moves, lane if lane in (0, 1, 2) else -1, unit, memory.period, memory.dtype)
 
 
 def farthest(sizes: tuple[int, ...], strides: tuple[int, ...], memory: Memory, width: int) -> int:
     """How many elements from the first the last one may lie, past the ends of tiles too."""
-    over = sum(max(size, 64) * stride for size, stride in zip(sizes, strides, strict=True))
-    return over + 2 * width * max(1, memory.strides[-1])
-
-
-def warps_of(program: RowProgram, tiling: Tiling) -> int:
-    """How many warps hold a tile."""
-    elements = tiling.rows * sum(block for _, block in tiling.parts) * (1 if form_of(program) == PLAIN else 2)
-    return min(MOST_WARPS, power_of_two(cdiv(elements, 32 * THREAD)))
+    over = sum((size + 64) * stride for size, stride in zip(sizes, strides, strict=True))
+    return over + (2 * width + 4096) * max(1, memory.strides[-1])
 
 
 def tiled(program: RowProgram, sizes: tuple[int, ...], wide: bool) -> tuple[Tiling, int]:
     """How rows, of these sizes from the innermost out, are cut into programs, and how many programs that makes."""
-    pair = 1 if form_of(program) == PLAIN else 2
-    units = program.width // pair or 1
-    parts, split = _parts(units, any(op.name in REDUCTIONS for op in program.ops))
-    most = max(1, ELEMENTS // (pair * sum(block for _, block in parts)))
-    total = 1
-    for size in sizes:
-        total *= size
-    rows = _fullest(sizes[0], floor_power_of_two(most))
+    form = form_of(program)
+    units = program.width if form == PLAIN else program.width // 2
+    lanes_read = 2 if form == PAIRS else 1  # of a tile in memory to one of its units
+    total = prod(sizes)
+    if units * lanes_read <= WARP:
+        return _short_rows(units, lanes_read, sizes, wide)
+    if any(op.name in REDUCTIONS for op in program.ops):
+        warps, parts = _long_row(units, WARP // lanes_read, 2 if form == HALVES else 1)
+        return Tiling(1, True, WARP // lanes_read * warps, parts, 1, wide, warps), total
+    block = fullest(units, PARTS if form == PLAIN else PARTS[:-1])
+    elements = block if form == PLAIN else 2 * block
+    split = cdiv(units, block)
+    return Tiling(1, True, block, 1, split, wide, cdiv(elements, 32 * THREAD)), total * split
+
+
+def _short_rows(units: int, lanes_read: int, sizes: tuple[int, ...], wide: bool) -> tuple[Tiling, int]:
+    """Several rows to a tile, where they are side by side of the innermost dimension."""
+    block, total = power_of_two(units), prod(sizes)
+    most = ROWS * WARP // (block * lanes_read)
+    choices = [1 << n for n in range(most.bit_length())]
+    rows = fullest(sizes[0], choices)
     inner = len(sizes) == 1 or 4 * rows >= most
     if not inner:  # few rows side by side: tiles go on into the next ones
-        rows = _fullest(total, floor_power_of_two(most))
+        rows = fullest(total, choices)
     programs = cdiv(sizes[0], rows) * (total // sizes[0]) if inner else cdiv(total, rows)
-    return Tiling(rows, inner, parts, split, wide), programs * split
+    return Tiling(rows, inner, block, 1, 1, wide, max(1, rows * block * lanes_read // WARP)), programs
 
 
-def _fullest(count: int, most: int) -> int:
-    """The largest power of two up to `most` that leaves few of the rows of tiles empty."""
-    choices = [1 << n for n in range(most.bit_length())]
-    full = {rows: count / (cdiv(count, rows) * rows) for rows in choices}
-    return max(rows for rows in choices if full[rows] >= FULL_ENOUGH * max(full.values()))
+def _long_row(units: int, warp: int, tiles: int) -> tuple[int, int]:
+    """How many warps hold a row, and in how many parts. warp: units of a part to each; tiles: to a part."""
+    shapes = {}
+    for warps in (1, 2, 4, 8, MOST_WARPS):
+        parts = cdiv(units, warps * warp)
+        if parts * tiles in TILES:
+            shapes[warps, parts] = units / (warps * warp * parts)
+    good = [shape for shape, full in shapes.items() if full >= FULL_ENOUGH * max(shapes.values())]
+    return min(good, key=lambda shape: TILES.index(shape[1] * tiles))
 
 
-def _parts(units: int, whole: bool) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The parts of a row that one program holds, and how many programs share a row.
-
-    whole: whether a program needs the whole row: then the largest power of two and one more for the rest.
-    """
-    if whole or units <= PARTS[0]:
-        block = floor_power_of_two(units)
-        rest = power_of_two(units - block) if units > block else 0
-        if rest in (0, block):
-            return ((0, block + rest),), 1
-        return ((0, block), (block, rest)), 1
-    sizes = [size for size in PARTS if size < 2 * units]
-    full = {size: units / (cdiv(units, size) * size) for size in sizes}
-    block = max(size for size in sizes if full[size] >= FULL_ENOUGH * max(full.values()))
-    return ((0, block),), cdiv(units, block)
+def fullest(count: int, sizes: Sequence[int]) -> int:
+    """The largest of the sizes that leaves few places empty where `count` things are put in boxes of it."""
+    full = {size: count / (cdiv(count, size) * size) for size in sizes}
+    return max(size for size in sizes if full[size] >= FULL_ENOUGH * max(full.values()))
 
 
 def cdiv(a: int, b: int) -> int:
