@@ -26,7 +26,7 @@ class Register(NamedTuple):
     dtype: torch.dtype
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where a tile lies in its row: which part, its lanes by name, and how many."""
 
     part: int
@@ -116,10 +116,10 @@ class Source:
         masks = ["there"] * (self.tiling.rows > 1 and any(access.moves)) + [f"{lane}_in"] * (self.ragged and lane != "")
         return " & ".join(masks)
 
-    def _places(self, width: str) -> list[Place]:
+    def _places(self, width: str) -> list[TilePlace]:
         """Of every tile of a register."""
         if width == ONE:
-            return [Place(-1, "one", 1)]
+            return [TilePlace(-1, "one", 1)]
         places, block = [], self.tiling.block
         for p in range(self.tiling.parts):
             names = [f"c{p}"]
@@ -127,14 +127,14 @@ class Source:
                 names = [f"c{p}", f"c{p} + {self.units}"]
             if width == FULL and self.form == PAIRS:
                 names = [f"c{p} * 2", f"c{p} * 2 + 1"]
-            places += [Place(p, name, block) for name in names]
+            places += [TilePlace(p, name, block) for name in names]
         return places
 
     def _in_pairs(self, width: str, access: Access) -> bool:
         """Whether even and odd lanes are read and written together."""
         return self.form == PAIRS and width == FULL and access.lanes == 1
 
-    def _address(self, name: str, access: Access, place: Place) -> str:
+    def _address(self, name: str, access: Access, place: TilePlace) -> str:
         if place.part < 0 or access.lanes == 0:
             return f"{name}_at + one"
         factor = {1: "", 2: " * 2", -1: f" * {name}_lane"}[access.lanes]
