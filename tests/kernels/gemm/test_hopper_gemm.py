@@ -1,5 +1,6 @@
 """The product by specialized warps: no interpreter runs it, so here its partitions run as threads over numpy."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,3 +112,40 @@ def test_eight_bits_on_a_cpu_are_the_reference():
             found = run(*args, modulation=modulation)
             assert found.dtype == torch.bfloat16
             assert float((found.double() - exact).norm() / exact.norm()) < 5e-3
+
+
+def test_the_fastest_tile_is_measured_later_and_kept(monkeypatch, tmp_path):
+    """The race is told: the last tile wins, and the first disagrees with the passes."""
+    from accel_kernels.gemm.hopper import chooser as module
+    from accel_kernels.trials import Trials
+
+    ran, tiles = [], fitting(True, False)
+
+    def triton(x, weight, bias=None, tile=None, **after):
+        ran.append(tile)
+        y = hopper_gemm.reference(x, weight, bias, **after)
+        return y if tile != tiles[0] else y + 1
+
+    fake = SimpleNamespace(
+        name="hopper_gemm", reference=hopper_gemm.reference, instead=hopper_gemm.reference, triton=triton,
+        supports=lambda *args, **after: None,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "hopper_gemm", fake)
+    monkeypatch.setattr(module, "race", lambda runs: [9.0, *[8.9] * (len(runs) - 2), 7.0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    choose = module.HopperChooser(tmp_path / "hopper.json")
+    x, weight, trials = torch.randn(2, 5, 8), torch.randn(16, 8), Trials()
+    given = {"up": torch.randn(16, 8), "activation": "silu"}
+    wanted = hopper_gemm.reference(x, weight, **given)
+    assert torch.equal(choose(x, weight, **given), wanted) and not choose.choices  # nobody collects
+    with trials.noting() as asked:
+        assert torch.equal(choose(x, weight, **given), wanted) and not ran
+    assert trials.work(asked) == [] and ran == tiles
+    key = "10x16x8 float32 activation=silu up"
+    assert choose.choices == {key: tiles[-1].name}
+    assert torch.equal(choose(x, weight, **given), wanted) and ran[-1] == tiles[-1]
+    again = module.HopperChooser(tmp_path / "hopper.json")
+    assert again.stored(key) == tiles[-1].name == again.neighbor("11x16x8 float32 activation=silu up", 1.1)
+    assert again.neighbor("10x16x8 float32 activation=silu bias up", 1.1) is None
