@@ -21,9 +21,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
     device = torch.device(given.device)
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
     for name in given.cases:
         case = CASES[name]
+        dtype = (case.dtype or torch.float16) if device.type == "cuda" else torch.float32
         module = case.build(device, dtype)
         inputs = case.inputs(device, dtype)
         calls = iter(range(10**9))

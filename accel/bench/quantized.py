@@ -13,12 +13,14 @@ from accel.verification.rounded_products import judge
 
 
 def over_the_same_weights(
-    case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype
+    case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype, exact: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs of stock code over the module's quantized weights, in its dtype and in full precision."""
+    """Outputs of stock code over the quantized weights: in the module's dtype, the last `exact` in full precision."""
     with vars(module)[PLAN].unfused():
         outputs = [case.call(module, kwargs) for kwargs in inputs]
-        return outputs, accuracy.in_full(case, upcast(module, finer(dtype)), inputs, dtype)
+        if not exact:
+            return outputs, []
+        return outputs, accuracy.in_full(case, upcast(module, finer(dtype)), inputs[-exact:], dtype)
 
 
 def products(case: Case, module: nn.Module, given: dict) -> dict[str, Quality]:

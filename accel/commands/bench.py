@@ -1,6 +1,7 @@
 """`accel bench`: cases of the registry, and models of the user's own."""
 
 import math
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, wrong_folder
+from accel.errors import told
 from accel.options import ACTIVATIONS, SCHEMES, check_activations
 from accel.progress import progress_bar
 
@@ -93,7 +95,9 @@ def bench(
     jobs += [(case.name, runner.STAGES, run_case, case) for case in chosen]
     quiet()
     console = Console()
-    done, wrong = [], []
+    done: list[dict] = []
+    wrong: list[str] = []
+    failed: list[tuple[str, str, str]] = []
     with progress_bar(console) as progress:
         task = progress.add_task("", total=sum(len(stages) for _, stages, _, _ in jobs))
         for name, stages, run, subject in jobs:
@@ -102,6 +106,11 @@ def bench(
                 result = run(subject, _stage(progress, task, name, stages))
             except runner.WrongResult as error:
                 wrong.append(f"{name}: {error}")
+            except typer.BadParameter:
+                raise
+            except Exception as error:  # the next one may run all the same
+                traceback.print_exc()
+                failed.append((name, "stock", told(error)))
             else:
                 done.append(result)
             progress.update(task, completed=start + len(stages))
@@ -109,12 +118,12 @@ def bench(
         console.print(results.table(done))
     for result in (result for result in done if "lost" in result):
         console.print(results.lost(result), highlight=False)
-    for result in (result for result in done if "compile_failed" in result):
-        console.print(
-            f"{result['case']}: torch.compile failed: {result['compile_failed']}", highlight=False, markup=False
-        )
-    failed = [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
-    for case, what, reason in failed:
+    kinder = {"compile_failed": "torch.compile", "reference_failed": "full precision"}
+    told_only = [
+        (result["case"], what, result[key]) for result in done for key, what in kinder.items() if key in result
+    ]
+    failed += [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
+    for case, what, reason in told_only + failed:
         console.print(f"{case}: {what} failed: {reason}", highlight=False, markup=False)
     for result in (result for result in done if "skipped" in result):
         console.print(f"{result['case']}: no time was left for {', '.join(result['skipped'])}", highlight=False)

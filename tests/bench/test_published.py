@@ -250,7 +250,7 @@ def test_full_precision_that_does_not_fit_leaves_the_bound_from_stock(monkeypatc
 
     monkeypatch.setattr(runner.accuracy, "reference", too_large)
     result = runner.run(tiny_case("flux"), CPU, torch.float32, compiled=False, ready=False, budget_s=0.01)
-    assert "CUDA out of memory" in result["failed"]["reference"]
+    assert "CUDA out of memory" in result["reference_failed"]
     assert result["error"]["measure"].startswith("relative RMS against stock") and "accel" in result
 
 

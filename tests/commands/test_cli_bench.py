@@ -181,7 +181,7 @@ def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
         ran.append((case.name, dtype, limit_s))
         result = {"case": case.name, "dtype": str(dtype).removeprefix("torch."), "failed": {"accel": "no luck"}}
         keep(result)
-        return result | {"skipped": ["torch.compile"]}
+        return result | {"skipped": ["torch.compile"], "reference_failed": "too large"}
 
     ran = []
     monkeypatch.setattr("accel.commands.bench.parse_device", lambda name: torch.device("cuda"))
@@ -192,5 +192,20 @@ def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-flux.json", "gpu-sdxl.json"]
     assert result.exit_code == 1 and "flux: accel failed: no luck" in result.output
     assert "sdxl: no time was left for torch.compile" in result.output
+    assert "full precision failed: too large" in result.output
     run_command("bench", "flux", "--dtype", "fp16", "--out", tmp_path)
     assert ran[-1][1] == torch.float16 and (tmp_path / "gpu-flux-float16.json").is_file()
+
+
+def test_a_case_that_fails_does_not_cost_the_next(tmp_path, monkeypatch):
+    from accel.bench import runner
+
+    def run(case, device, dtype, **given):
+        if case.name == "flux":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"case": case.name, "dtype": "float32"}
+
+    monkeypatch.setattr(runner, "run", run)
+    result = run_command("bench", "flux", "tiny", "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 1 and "flux: stock failed: OutOfMemoryError: CUDA out of memory" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu-tiny.json"]
