@@ -93,15 +93,27 @@ def _gatings(module: nn.Module) -> Iterator[Gating]:
         yield Gating(name, alpha, limit, shift)
 
 
+def ordinary(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> torch.Tensor:
+    """x of such a size that gates and ups are about one: smaller, or larger, every activation is as good as straight.
+
+    x: (tokens, channels).
+    """
+    return _sized(x, formula, module, 1.0)
+
+
 def amplified(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> torch.Tensor | None:
     """x made so large that gates and ups pass every number that may be their limit; None where the dtype ends before.
 
     x: (tokens, channels).
     """
-    weights = formula.weights(module)
     target = BEYOND * max([SEEN, *numbers(module)])
     if target**2 > torch.finfo(x.dtype).max / BEYOND:  # gate and up are multiplied
         return None
-    gate_up, _ = weights.matrices(0, x.dtype)
+    return _sized(x, formula, module, target)
+
+
+def _sized(x: torch.Tensor, formula: ExpertFormula, module: nn.Module, target: float) -> torch.Tensor:
+    """x of such a size that gates and ups of the first expert, without biases, have this root mean square."""
+    gate_up, _ = formula.weights(module).matrices(0, x.dtype)
     first = (x.float() @ gate_up.detach().float().t()).square().mean().sqrt()
     return x * float(target / first.clamp_min(1e-6))

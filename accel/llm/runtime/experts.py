@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.llm.analysis.experts import ExpertFormula, amplified, expert_formulas, holds_experts
+from accel.llm.analysis.experts import ExpertFormula, amplified, expert_formulas, holds_experts, ordinary
 from accel.llm.recording.implementation import foreign_experts
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -90,7 +90,7 @@ def find_formula(module: nn.Module, context: Context, kernels: Iterable[Kernels]
 def _disagreement(
     module: nn.Module, formula: ExpertFormula, context: Context, tried: tuple[Kernels, ...]
 ) -> str | None:
-    """Why experts compute something else than this formula: on small inputs, or where a clamp would show."""
+    """Why experts compute something else than this formula: where activations bend, or where a clamp would show."""
     x = example(module, PROBED, formula.weights(module).hidden)
     how: tuple = ()
     if isinstance(module, QuantizedExperts):
@@ -102,7 +102,7 @@ def _disagreement(
         return "a number among its settings is too large for its dtype to be tried as a limit"
     for place, kernels in enumerate(tried):
         candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
-        for size, given in (("small", x), ("large", large)):
+        for size, given in (("ordinary", ordinary(x, formula, module)), ("large", large)):
             variant = (formula, size, place, *how)
             reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant)
             if reason is not None:

@@ -14,6 +14,7 @@ from accel.llm.runtime.experts import ExpertsForward
 from accel.patching.patch import MISSING
 from support.kernels.waiting import NothingWaits
 from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.runtime.near_ties import deep_gpt_oss
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
 GPT_OSS = ExpertFormula(
@@ -97,6 +98,18 @@ def test_nothing_waits_from_the_router_to_the_sum(name, tokens, monkeypatch):
 def test_recognized_in_16_bits(name, dtype):
     formula, many = FORMULAS[name]
     assert [forward.formula for forward in fused(accel.optimize(make(name, dtype))).values()] == [formula] * many
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spread", [0.005, 0.02, 0.1, 1.0])
+def test_experts_of_any_size_have_their_own_factor(spread):
+    """Far below one, and far above, a sigmoid of 1.702 times the gate is as good as a plain one to bf16."""
+    model = deep_gpt_oss(layers=1, spread=spread)
+    experts = model.model.layers[0].mlp.experts
+    for bias in (experts.gate_up_proj_bias, experts.down_proj_bias):
+        bias.mul_(10 * spread)
+    accel.optimize(model)
+    assert vars(experts)["forward"].formula.gating == Gating("silu", 1.702, 7.0, 1.0)
 
 
 @torch.no_grad()
