@@ -12,6 +12,7 @@ from accel.diffusion.blocks.resampling import match_resample
 from accel.diffusion.blocks.resnet import match_resnet
 from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
 from accel.diffusion.blocks.up_block import match_up_block
+from accel.diffusion.dit.block import match_block
 from accel.diffusion.overflow_guard import match_overflow_guard
 from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
 from accel.diffusion.step_cache.rule import match_step_cache
@@ -56,6 +57,7 @@ FORWARDS = (
     Rule("upward block", images(match_up_block)),
     Rule("transformer stack", images(match_transformer_stack)),
     Rule("transformer block", match_transformer_block),
+    Rule("diffusion transformer block", match_block),
     Rule("attention", match_attention),
     Rule("resampling", images(match_resample)),
     Rule("convolution", images(match_convolution)),

@@ -1,0 +1,1 @@
+"""Blocks of diffusion transformers: recorded, and what lies between their products done in one pass each."""

@@ -1,0 +1,284 @@
+"""A block of a diffusion transformer: recorded at its first call, run as passes and products from then on.
+
+Blocks of such models differ in many details, and are alike in what they are made of: products, attention, and between
+them norms, modulations, rotations, gates. So a block is not recognized by its make. What its forward calls is recorded,
+what lies between two products becomes one pass over memory, and the outcome is compared with stock's before it is used.
+"""
+
+import threading
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from accel_kernels.warmup import warming_up
+from torch import nn
+
+from accel.diffusion.dit.executable import Executable
+from accel.diffusion.dit.lanes import without_assignments
+from accel.diffusion.dit.program import Program
+from accel.diffusion.dit.recorder import PLAIN, recorded, tensors_in
+from accel.diffusion.dit.schedule import Schedule
+from accel.errors import reason_of
+from accel.patching.context import Context
+from accel.patching.fast_forward import FastForward
+from accel.patching.patch import foreign_forward
+from accel.patching.relied import BASE, Parts, settings_of
+from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
+from accel.patching.structure import meta_weights, side_effects
+from accel.tolerances import BLOCK, bound
+
+LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
+MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
+
+
+@dataclass
+class Plan:
+    """What runs for one kind of call; or why stock does. compared: with what stock gives."""
+
+    executable: Executable | None = None
+    reason: str = ""
+    compared: bool = False
+
+
+@dataclass
+class BlockPlans:
+    """By kind of block and of call, for all blocks of a model. Copies and pickles record anew."""
+
+    found: dict[tuple, dict[tuple, Plan]] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BlockPlans.__init__(self)
+
+    def of(self, kind: tuple, call: tuple) -> Plan | None:
+        return self.found.get(kind, {}).get(call)
+
+    def keep(self, kind: tuple, call: tuple, plan: Plan) -> None:
+        with self.lock:
+            plans = self.found.setdefault(kind, {})
+            if len(plans) >= MOST_CALLS:
+                del plans[next(iter(plans))]
+            plans[call] = plan
+
+
+class Weight(NamedTuple):
+    """Where a weight is read: in the parameters or buffers of a module, by its name there."""
+
+    held: dict[str, torch.Tensor | None]
+    name: str
+
+
+class BlockForward(FastForward):
+    """Takes and gives what stock does."""
+
+    def __init__(self, module: nn.Module, path: str, context: Context):
+        super().__init__(module, path, context.kernels, context.ledger)
+        self.plans, self.sort = context.of(BlockPlans), sort_of(module)
+
+    def parts(self) -> Parts:
+        return Parts(tuple(_parts(self.module)))
+
+    def changed(self) -> str | None:
+        """What was changed is recorded anew, as adapters that were loaded; unless code of the user's is in it now."""
+        reason = super().changed()
+        if reason is None or self.stale is not None or self._another_class() is not None:
+            return reason
+        reason = side_effects(self.module)
+        if reason is None and any(part.training for part in self.module.modules()):
+            reason = "training mode inside"
+        if reason is None:
+            self.sort = sort_of(self.module)
+            reason = self.remember() or super().changed()
+        return reason
+
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
+        call = call_of((args, kwargs))
+        if call is None:
+            return "an argument that is neither a tensor nor a plain value"
+        plan = self.plans.of(self.sort, call)
+        return plan.reason if plan is not None and plan.reason else None
+
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
+        call = call_of((args, kwargs))
+        assert call is not None
+        plan = self.plans.of(self.sort, call)
+        if plan is None:
+            return self._record(call, args, kwargs)
+        if plan.executable is None:
+            return self.stock(*args, **kwargs)
+        if not plan.compared and not warming_up():
+            return self._compare(plan, args, kwargs)
+        return plan.executable(list(tensors_in((args, kwargs))), self._weight)
+
+    def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
+        """What stock gives; its steps are noted."""
+        if _capturing():
+            return self.stock(*args, **kwargs)
+        output, program = recorded(self.stock, dict(_weights(self.module)), args, kwargs)
+        plan = self._plan(program)
+        if plan.executable is not None:
+            self._try(plan, list(tensors_in((args, kwargs))), output)
+        self.plans.keep(self.sort, call, plan)
+        if plan.reason:
+            self.ledger.fell_back(self.path, plan.reason)
+        return output
+
+    def _plan(self, program: Program | str) -> Plan:
+        if isinstance(program, str):
+            return Plan(reason=f"cannot be recorded: {program}")
+        try:
+            executable = Executable(Schedule(without_assignments(program)), self.kernels)
+        except Exception as error:  # a program of a form that nobody has seen yet
+            return Plan(reason=f"cannot be planned: {reason_of(error)}")
+        return Plan(executable) if executable.passes else Plan(reason="nothing in it can be done in one pass")
+
+    def _compare(self, plan: Plan, args: tuple, kwargs: dict) -> Any:
+        """What stock gives, once more, for a plan that was made while kernels only compiled."""
+        if _capturing():
+            return self.stock(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        output = self.stock(*args, **kwargs)
+        self._try(plan, given, output)
+        if plan.reason:
+            self.ledger.fell_back(self.path, plan.reason)
+        return output
+
+    def _try(self, plan: Plan, given: list[torch.Tensor], wanted: Any) -> None:
+        """Runs the plan beside what stock gave; one that errs or differs is given up."""
+        assert plan.executable is not None
+        try:
+            got = plan.executable(given, self._weight)
+        except Exception as error:
+            plan.executable, plan.reason = None, f"its passes raised {reason_of(error)}"
+            return
+        if warming_up():  # nothing was computed
+            return
+        reason = difference(wanted, got)
+        plan.compared = True
+        if reason is not None:
+            plan.executable, plan.reason = None, reason
+
+    def _weight(self, path: str) -> torch.Tensor:
+        owner, _, name = path.rpartition(".")
+        attributes = vars(self.module.get_submodule(owner))
+        tensor = attributes["_parameters"].get(name)
+        return attributes["_buffers"][name] if tensor is None else tensor
+
+
+def match_block(site: Site, context: Context) -> Match | Skip | None:
+    """One of a list of modules, with linears for an attention and no such block inside of it."""
+    module = site.module
+    if not _is_block(site.path, module) or type(module).__module__.startswith("transformers."):
+        return None
+    if any(_is_block(path, child) for path, child in module.named_modules() if path):
+        return None
+    if meta_weights(module):
+        return Skip("weights not loaded")
+    reason = foreign_forward(module) or side_effects(module)
+    if reason is not None:
+        return Skip(reason)
+    return Match(BlockForward(module, site.path, context), note="recorded at its first call")
+
+
+def _is_block(path: str, module: nn.Module) -> bool:
+    return path.rpartition(".")[2].isdigit() and sum(type(one) is nn.Linear for one in module.modules()) >= LINEARS
+
+
+def sort_of(module: nn.Module) -> tuple:
+    """All that decides what a block computes besides its weights: equal for blocks of one program."""
+    found: list[tuple] = []
+    for path, part in module.named_modules():
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        shapes = ((name, None if t is None else (t.shape, t.dtype, t.device)) for name, t in tensors)
+        found.append((path, type(part), _settings(part), tuple(shapes)))
+        processor = vars(part).get("processor")
+        if processor is not None:
+            found.append((type(processor), _settings(processor)))
+    return tuple(found)
+
+
+def _settings(part: object) -> tuple:
+    held = ((name, value) for name, value in settings_of(part).items() if name not in BASE and name != "processor")
+    return tuple((name, frozen(value)) for name, value in held)
+
+
+def frozen(value: object) -> Hashable:
+    """Plain settings, and containers of them, by what they are; others by which they are."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), *map(frozen, value)
+    if isinstance(value, dict):
+        return type(value), *((frozen(name), frozen(one)) for name, one in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(frozen, value))
+    return Identity(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """An object as itself, whatever it says it equals; kept, so that no other gets its place in memory."""
+
+    held: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def call_of(tree: Any) -> tuple | None:
+    """All that decides which steps a call makes; None where it is not known. Tensors by shape, strides and dtype."""
+    if isinstance(tree, torch.Tensor):
+        if type(tree) not in (torch.Tensor, nn.Parameter) or tree.layout is not torch.strided:
+            return None
+        return "tensor", tree.shape, tree.stride(), tree.dtype, tree.device
+    if isinstance(tree, tuple | list | dict):
+        if type(tree) not in (tuple, list, dict):
+            return None
+        pairs = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
+        members = [(name, call_of(one)) for name, one in pairs]
+        return None if any(one is None for _, one in members) else (type(tree), *members)
+    return ("plain", type(tree), tree) if isinstance(tree, PLAIN) else None
+
+
+def difference(wanted: Any, got: Any) -> str | None:
+    """Why what was computed is not what stock gave."""
+    for theirs, ours in zip(tensors_in(wanted), tensors_in(got), strict=True):
+        if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+            return f"gives {tuple(ours.shape)} {ours.dtype}, not {tuple(theirs.shape)} {theirs.dtype}"
+        if not theirs.is_floating_point():
+            if not torch.equal(theirs, ours):
+                return "computes something else: whole numbers differ"
+            continue
+        finite = theirs.isfinite()
+        if not bool(finite.any()):
+            continue
+        largest = theirs[finite].float().abs().max().clamp_min(1e-6)
+        off = float((theirs.float() - ours.float()).abs()[finite].nan_to_num(torch.inf).max() / largest)
+        if not off <= bound(BLOCK, theirs.dtype):
+            return f"computes something else: off by {off:.1e} of the largest output"
+    return None
+
+
+def _parts(module: nn.Module) -> Iterator[object]:
+    for part in module.modules():
+        yield part
+        processor = vars(part).get("processor")
+        if processor is not None:
+            yield processor
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,130 @@
+"""A schedule bound to a module: runs on tensors in numbered slots, and lets go of each after its last use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.diffusion.dit.lowering import Input, Output, Pass, Window
+from accel.diffusion.dit.program import Ref, Value, refs, replaced
+from accel.diffusion.dit.schedule import Call, Copy, Schedule, Unit
+from accel.patching.fast_forward import Kernels
+
+Slots = list[torch.Tensor | None]
+
+
+class Tree:
+    """Arguments with tensors to be filled in. Most are a flat list, which is filled without looking at all of it."""
+
+    def __init__(self, tree: tuple | dict):
+        members = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
+        self.tree, self.kind = tree, type(tree)
+        self.flat = [(name, one.number) for name, one in members if isinstance(one, Ref)]
+        self.nested = [(name, one) for name, one in members if not isinstance(one, Ref) and any(True for _ in refs(one))]
+
+    def filled(self, slots: Slots) -> Any:
+        if not self.flat and not self.nested:
+            return self.tree
+        members: Any = dict(self.tree) if self.kind is dict else list(self.tree)
+        for name, number in self.flat:
+            members[name] = slots[number]
+        for name, one in self.nested:
+            members[name] = _filled(one, slots)
+        return members
+
+
+class Executable:
+    """Called with the tensors of the arguments, in order, and a function that gives the weight of a path."""
+
+    def __init__(self, schedule: Schedule, kernels: Kernels):
+        self.values, self.kernels = schedule.program.values, kernels
+        self.result, self.units = schedule.program.result, schedule.units
+        roots = [(value.number, value.root) for value in self.values if value.root is not None]
+        taken = {number for unit in self.units for number in unit.takes} | set(refs(self.result))
+        self.inputs = [(number, place) for number, (kind, place) in roots if kind == "input" and number in taken]
+        self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
+        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, Call) else () for u in self.units]
+        kept = set(refs(self.result))
+        last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
+        self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
+
+    @property
+    def passes(self) -> int:
+        """How many do the work of several steps."""
+        return sum(isinstance(unit, Pass) for unit in self.units)
+
+    def __call__(self, inputs: list[torch.Tensor], weight: Callable[[str], torch.Tensor]) -> Any:
+        slots: Slots = [None] * len(self.values)
+        for number, place in self.inputs:
+            slots[number] = inputs[place]
+        for number, path in self.weights:
+            slots[number] = weight(path)
+        for unit, given, ends in zip(self.units, self.given, self.ends, strict=True):
+            self._run(unit, given, slots)
+            for number in ends:
+                slots[number] = None
+        return _filled(self.result, slots)
+
+    def _run(self, unit: Unit, given: tuple[Tree, ...], slots: Slots) -> None:
+        if isinstance(unit, Pass):
+            tensors = [_read(one, slots) for one in unit.inputs]
+            outputs = tuple(self._place(one, slots, tensors[0].device) for one in unit.outputs)
+            self.kernels.rowwise(*tensors, program=unit.program, shape=unit.shape, outputs=outputs)
+        elif isinstance(unit, Copy):
+            source = _read(unit.source, slots)
+            self._place(unit.output, slots, source.device).copy_(source)
+        else:
+            args, kwargs = (tree.filled(slots) for tree in given)
+            _store(unit.step.result, self._function(unit.step.name, unit.step.function, args, kwargs), slots)
+
+    def _function(self, name: str, function: Callable, args: list | tuple, kwargs: dict) -> Any:
+        if name == "linear" and len(args) == 3 and not kwargs:
+            return self.kernels.linear(*args)
+        if name == "scaled_dot_product_attention":
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False))
+            given |= kwargs
+            if isinstance(given.get("attn_mask"), torch.Tensor):
+                return function(*args, **kwargs)
+            q, k, v = (given.pop(one) for one in ("query", "key", "value"))
+            scale = given.pop("scale", None)
+            if all(one is None or one is False or one == 0.0 for one in given.values()) and q.dim() == 4 and q.shape[1] == k.shape[1] and q.dtype == k.dtype == v.dtype:
+                return self.kernels.attention(q, k, v, scale)
+        return function(*args, **kwargs)
+
+    def _place(self, output: Output, slots: Slots, device: torch.device) -> torch.Tensor:
+        """Memory for a result, as torch would have laid it out."""
+        whole = slots[output.number]
+        if whole is None:
+            value = self.values[output.number]
+            whole = slots[output.number] = _empty(value, device)
+        return whole if output.window is None else _windowed(whole, output.window)
+
+
+def _filled(tree: Any, slots: Slots) -> Any:
+    return replaced(tree, lambda one: slots[one.number] if isinstance(one, Ref) else one)
+
+
+def _empty(value: Value, device: torch.device) -> torch.Tensor:
+    if value.dense and value.base == value.number and value.stride[-1] == 1:
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _read(one: Input, slots: Slots) -> torch.Tensor:
+    tensor = slots[one.number]
+    assert tensor is not None
+    if one.part is not None:
+        tensor = getattr(tensor, one.part)
+    return tensor if one.window is None else _windowed(tensor, one.window)
+
+
+def _windowed(tensor: torch.Tensor, window: Window) -> torch.Tensor:
+    return tensor.narrow(window.dim, window.start, window.size)
+
+
+def _store(tree: Any, result: Any, slots: Slots) -> None:
+    if isinstance(tree, Ref):
+        slots[tree.number] = result
+    elif isinstance(tree, tuple | list):
+        for one, part in zip(tree, result, strict=True):
+            _store(one, part, slots)

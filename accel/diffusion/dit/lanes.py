@@ -1,0 +1,224 @@
+"""The lanes of a row: halves that rotary embeddings take apart and put together again, and one number a row.
+
+A rotation multiplies pairs of lanes. Models write it in many ways: views with a step of two, chunks, complex numbers,
+two assignments into an empty tensor. All end by putting two halves together. From there the halves are found backwards,
+down to views of whole rows, told apart by where they begin in memory and how far their lanes lie apart.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from accel.diffusion.dit.operations import operation_of
+from accel.diffusion.dit.program import Program, Ref, Step, Value
+
+EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
+
+
+class Half(NamedTuple):
+    """A value as a half of rows: of the value `whole`, the lanes named; both None for what is computed from halves."""
+
+    space: tuple[int, ...]
+    lanes: str | None = None
+    whole: int | None = None
+
+
+class Join(NamedTuple):
+    """Rows put together. name: "interleave" or "concatenate"; halves: two values, or one that is complex."""
+
+    name: str
+    halves: tuple[int, ...]
+
+
+def interleaved(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Lanes of both in turn."""
+    return torch.stack((even, odd), -1).flatten(-2).to(dtype)
+
+
+def concatenated(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat((first, second), -1).to(dtype)
+
+
+PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
+
+
+def without_assignments(program: Program) -> Program:
+    """The program with one step in the place of an empty tensor and of the two assignments that fill it."""
+    users, values = program.users(), program.values
+    dropped: dict[int, Step | None] = {}
+    for place, step in enumerate(program.steps):
+        if step.name not in ("empty_like", "zeros_like", "empty") or len(step.made) != 1:
+            continue
+        number = step.made[0]
+        views = [v.number for v in values if v.base == number and v.number != number]
+        filled = [i for i in users[number] if program.steps[i].name == "__setitem__"]
+        others = [i for one in (number, *views) for i in users[one] if i not in filled]
+        if len(filled) != 2 or (others and min(others) < filled[1]):
+            continue
+        if any(program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled):
+            continue
+        if any(program.steps[i].writes for i in others):
+            continue
+        found = [_place(program.steps[i].args[1], values[number].shape[-1]) for i in filled]
+        halves = [program.steps[i].args[2] for i in filled]
+        if found in ([EVEN, ODD], [FIRST, SECOND]):
+            pass
+        elif found in ([ODD, EVEN], [SECOND, FIRST]):
+            halves.reverse()
+        else:
+            continue
+        function, name = (interleaved, "interleave") if found[0] in (EVEN, ODD) else (concatenated, "concatenate")
+        joined = Step(function, name, (*halves, values[number].dtype), {}, Ref(number))
+        dropped |= {place: None, filled[0]: None, filled[1]: joined}
+        for value in values:
+            if value.base == number:
+                value.pinned = False
+    steps = [dropped.get(place, step) for place, step in enumerate(program.steps)]
+    return Program(values, [step for step in steps if step is not None], program.result)
+
+
+def _place(index: object, width: int) -> str | None:
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
+        return None
+    taken = list(range(width))[index[1]]
+    wanted = {EVEN: range(0, width, 2), ODD: range(1, width, 2), FIRST: range(width // 2), SECOND: range(width // 2, width)}
+    return next((name for name, places in wanted.items() if taken == list(places)), None)
+
+
+class Lanes:
+    """Which values of a program are halves of rows, and which put halves together.
+
+    joins: by the number of the whole row. complexes: values whose halves are real and imaginary parts.
+    """
+
+    def __init__(self, program: Program):
+        self.program, self.values = program, program.values
+        self.makers, self.users = program.makers(), program.users()
+        self.halves: dict[int, Half] = {}
+        self.joins: dict[int, Join] = {}
+        self.inside: set[int] = set()  # between two halves and a row: in no program by itself
+        for step in program.steps:
+            self._join(step)
+
+    def _join(self, step: Step) -> None:
+        if not isinstance(step.result, Ref):
+            return
+        number = step.result.number
+        value = self.values[number]
+        if step.name in ("interleave", "concatenate"):
+            self._try(number, Join(step.name, tuple(ref.number for ref in step.args[:2])))
+        elif step.name == "stack" and self._last(step, value) and len(list(step.args[0])) == 2:
+            self._flattened(number, Join("interleave", tuple(step.taken)))
+        elif step.name == "view_as_real":
+            self._flattened(number, Join("interleave", (step.taken[0],)))
+        elif step.name == "cat" and self._last(step, value) and len(step.taken) == 2:
+            a, b = (self.values[one] for one in step.taken)
+            if a.shape == b.shape:
+                self._try(number, Join("concatenate", tuple(step.taken)))
+
+    def _last(self, step: Step, value: Value) -> bool:
+        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
+        return dim in (-1, len(value.shape) - 1)
+
+    def _flattened(self, number: int, join: Join) -> None:
+        """Pairs of lanes, (..., C / 2, 2), that are only ever looked at as rows."""
+        pairs = self.values[number]
+        views = [v for v in self.values if v.number != number and v.number in self.makers and self._views(v, number)]
+        used = {place for place in self.users[number]}
+        whole = (*pairs.shape[:-2], pairs.shape[-2] * 2)
+        if not views or used != {self.makers[v.number] for v in views} or any(v.shape != whole for v in views):
+            return
+        if number in self._results():
+            return
+        for view in views:
+            self._try(view.number, join, inside=number)
+
+    def _views(self, value: Value, number: int) -> bool:
+        return self.program.steps[self.makers[value.number]].taken == [number]
+
+    def _results(self) -> set[int]:
+        from accel.diffusion.dit.program import refs
+
+        return set(refs(self.program.result))
+
+    def _try(self, number: int, join: Join, inside: int | None = None) -> None:
+        """Takes the join if its halves come from rows taken apart, or from tables."""
+        value = self.values[number]
+        if value.pinned or value.shape[-1] % 2:
+            return
+        found: dict[int, Half] = {}
+        if all(self._half(half, value.shape, found) for half in join.halves) and any(
+            half.lanes is not None for half in found.values()
+        ):
+            self.halves |= found
+            self.joins[number] = join
+            if inside is not None:
+                self.inside.add(inside)
+
+    def _half(self, number: int, space: tuple[int, ...], found: dict[int, Half]) -> bool:
+        """Whether the value is a half of rows of this space."""
+        if number in found:
+            return True
+        value = self.values[number]
+        if value.shape[-1:] != (space[-1] // 2,) or value.pinned:
+            return False
+        if number in self.halves and self.halves[number].space != space:
+            return False
+        lanes = self._lanes(value, space)
+        if lanes is not None:
+            found[number] = lanes
+            return True
+        place = self.makers.get(number)
+        if value.shape != (*space[:-1], space[-1] // 2):
+            return False
+        operation = None if place is None else operation_of(self.program.steps[place], self.values)
+        if operation is None or operation.name in ("mean", "sum", "amax", "layer_norm", "rms_norm"):
+            return value.dtype is not torch.complex64  # read as it is
+        found[number] = Half(space)
+        for ref in operation.operands:
+            other = self.values[ref.number]
+            if other.shape == value.shape:
+                if not self._half(ref.number, space, found):
+                    return False
+        return True
+
+    def _lanes(self, value: Value, space: tuple[int, ...]) -> Half | None:
+        """As lanes of a whole row: a view of it, or a complex view of pairs of its lanes."""
+        step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
+        if value.dtype is torch.complex64:
+            if step is None or step.name != "view_as_complex":
+                return None
+            pairs = self.values[step.taken[0]]
+            whole = self._whole(pairs, space)
+            if whole is None or pairs.shape != (*space[:-1], space[-1] // 2, 2):
+                return None
+            same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
+            return Half(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
+        whole = self._whole(value, space)
+        if whole is None or value.shape != (*space[:-1], space[-1] // 2):
+            return None
+        if not _same_rows(value, whole):
+            return None
+        lane, ahead = whole.stride[-1], value.offset - whole.offset
+        half = space[-1] // 2
+        for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
+            if ahead == begin * lane and (value.stride[-1] == step_ * lane or half == 1):
+                return Half(space, name, whole.number)
+        return None
+
+    def _whole(self, value: Value, space: tuple[int, ...]) -> Value | None:
+        """The rows of this space that the value is a view of: the nearest value it was made of that has this shape."""
+        number = value.number
+        while number in self.makers:
+            step = self.program.steps[self.makers[number]]
+            if not step.taken or self.values[step.taken[0]].base != value.base:
+                return None
+            number = step.taken[0]
+            if self.values[number].shape == space:
+                return self.values[number]
+        return None
+
+
+def _same_rows(a: Value, b: Value) -> bool:
+    pairs = zip(a.stride[:-1], b.stride[:-1], a.shape[:-1], strict=True)
+    return all(x == y or size == 1 for x, y, size in pairs)

@@ -1,0 +1,194 @@
+"""A region as a row program: registers given out, operations written down, inputs and results named."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
+
+from accel.diffusion.dit.regions import Region, Regions
+
+REAL, IMAGINARY = "real", "imag"
+
+
+class NotLowered(Exception):
+    """Says why a region cannot be a row program."""
+
+
+class Window(NamedTuple):
+    """A stretch of a dimension, counted from the last one: -1."""
+
+    dim: int
+    start: int
+    size: int
+
+
+class Input(NamedTuple):
+    """A value that a pass reads: all of it or a window, a complex one by parts."""
+
+    number: int
+    part: str | None = None
+    window: Window | None = None
+
+
+class Output(NamedTuple):
+    """A value that a pass writes, all of it or a window."""
+
+    number: int
+    window: Window | None = None
+
+
+@dataclass
+class Pass:
+    """One pass over memory. place: of the last step that it does the work of, in the recorded order."""
+
+    program: RowProgram
+    shape: tuple[int, ...]
+    inputs: list[Input]
+    outputs: list[Output]
+    place: int
+
+    @property
+    def takes(self) -> set[int]:
+        return {one.number for one in self.inputs}
+
+    @property
+    def makes(self) -> set[int]:
+        return {one.number for one in self.outputs}
+
+
+class Lowering:
+    """window: the stretch of the space that this pass works on, if not on all; given: values that stand for others on
+    it, as the pieces of a concatenation do for the whole.
+    """
+
+    def __init__(self, regions: Regions, region: Region, window: Window | None = None, given: dict[int, int] | None = None):
+        self.regions, self.region, self.window, self.given = regions, region, window, given or {}
+        self.values = regions.values
+        self.space = resized(region.space, window)
+        self.inputs: dict[Input, int] = {}
+        self.widths: list[str] = []
+        self.ops: list[tuple[int, RowOp]] = []
+        self.registers: dict[int, tuple[int, ...]] = {}  # by value; two of a complex one
+
+    def lowered(self, results: list[int]) -> Pass:
+        """Raises NotLowered."""
+        found = [self._single(number) for number in results]
+        order = [*self.inputs.values(), *(register for register, _ in self.ops)]
+        renamed = {register: place for place, register in enumerate(order)}
+        ops = tuple(op._replace(args=tuple(renamed[one] for one in op.args)) for _, op in self.ops)
+        program = RowProgram(
+            len(self.space) - 1,
+            self.space[-1],
+            tuple(self.widths[register] for register in self.inputs.values()),
+            ops,
+            tuple(renamed[one] for one in found),
+            tuple(self.values[number].dtype for number in results),
+        )
+        outputs = [Output(number, self.window) for number in results]
+        return Pass(program, self.space[:-1], list(self.inputs), outputs, self.region.steps[-1])
+
+    def _single(self, number: int) -> int:
+        registers = self._registers(number)
+        if len(registers) != 1:
+            raise NotLowered("complex results")
+        return registers[0]
+
+    def _registers(self, number: int) -> tuple[int, ...]:
+        number = self.given.get(number, number)
+        if number not in self.registers:
+            self.registers[number] = self._made(number)
+        return self.registers[number]
+
+    def _made(self, number: int) -> tuple[int, ...]:
+        half, joins = self.regions.lanes.halves.get(number), self.regions.lanes.joins
+        if half is not None and half.lanes is not None and half.whole is not None:
+            whole = self._single(half.whole)
+            lanes = ("even", "odd") if half.lanes == "pairs" else (half.lanes,)
+            return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in lanes)
+        if number in self.region.values or self.regions.again(number, self.region.space) or self._continues(number):
+            if number in joins:
+                halves = [one for source in joins[number].halves for one in self._registers(source)]
+                return (self._op(joins[number].name, tuple(halves), self.values[number].dtype, width=FULL),)
+            return self._operation(number)
+        return self._input(number)
+
+    def _continues(self, number: int) -> bool:
+        """Whether a piece of a concatenation is a result of the same space, whose work is then done here."""
+        place = self.regions.places.get(number)
+        if number not in self.given.values() or place is None or place != (self.space, FULL):
+            return False
+        component = next(one for one in self.regions.components if number in one)
+        self.region = Region(self.region.space, self.region.steps, self.region.values | component)
+        return True
+
+    def _operation(self, number: int) -> tuple[int, ...]:
+        operation, dtype = self.regions.operations[number], self.values[number].dtype
+        taken = [self._registers(ref.number) for ref in operation.operands]
+        if dtype is torch.complex64:
+            return self._complex(operation.name, taken)
+        if any(len(registers) != 1 for registers in taken):
+            raise NotLowered(f"{operation.name} of complex numbers")
+        registers = tuple(registers[0] for registers in taken)
+        first = torch.float32 if operation.then else dtype
+        result = self._op(operation.name, registers, first, operation.number)
+        for place, (name, ref) in enumerate(operation.then):
+            last = place == len(operation.then) - 1
+            result = self._op(name, (result, self._single(ref.number)), dtype if last else torch.float32)
+        return (result,)
+
+    def _complex(self, name: str, taken: list[tuple[int, ...]]) -> tuple[int, ...]:
+        if name != "mul" or [len(registers) for registers in taken] != [2, 2]:
+            raise NotLowered(f"{name} of complex numbers")
+        (a, b), (c, d) = taken
+
+        def mul(x: int, y: int) -> int:
+            return self._op("mul", (x, y), torch.float32)
+
+        real = self._op("sub", (mul(a, c), mul(b, d)), torch.float32)
+        return real, self._op("add", (mul(a, d), mul(b, c)), torch.float32)
+
+    def _op(self, name: str, args: tuple[int, ...], dtype: torch.dtype, number: float = 0.0, width: str = "") -> int:
+        if not width:
+            widths = {self.widths[one] for one in args} - {ONE}
+            if len(widths) > 1:
+                raise NotLowered("halves and rows in one operation")
+            width = ONE if name in ("mean", "sum", "amax") else (widths.pop() if widths else ONE)
+        register = len(self.widths)
+        self.widths.append(width)
+        self.ops.append((register, RowOp(name, args, number, dtype)))
+        return register
+
+    def _input(self, number: int) -> tuple[int, ...]:
+        value = self.values[number]
+        if value.pinned:
+            raise NotLowered("memory that is written in place")
+        lanes = value.shape[-1] if value.shape else 1
+        widths = {self.space[-1]: FULL, self.space[-1] // 2: HALF, 1: ONE}
+        if lanes not in widths or len(value.shape) > len(self.space):
+            raise NotLowered(f"a value of {lanes} lanes among rows of {self.space[-1]}")
+        window = None
+        for dim, size in enumerate(reversed(value.shape), 1):
+            wide = self.space[-dim] if dim > 1 else lanes
+            if size in (1, wide):
+                continue
+            if self.window is None or -dim != self.window.dim or size != self.region.space[-dim]:
+                raise NotLowered(f"a value of shape {value.shape} among rows of {self.space}")
+            window = self.window
+        parts = (REAL, IMAGINARY) if value.dtype is torch.complex64 else (None,)
+        found = []
+        for part in parts:
+            key = Input(number, part, window)
+            if key not in self.inputs:
+                self.inputs[key] = len(self.widths)
+                self.widths.append(widths[lanes])
+            found.append(self.inputs[key])
+        return tuple(found)
+
+
+def resized(space: tuple[int, ...], window: Window | None) -> tuple[int, ...]:
+    if window is None:
+        return space
+    sizes = list(space)
+    sizes[window.dim] = window.size
+    return tuple(sizes)

@@ -1,0 +1,121 @@
+"""A recorded forward as data: values, and the calls of torch that made them, in order."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Ref(NamedTuple):
+    """A tensor in the arguments or results of a step, by its number among the values of the program."""
+
+    number: int
+
+
+@dataclass
+class Value:
+    """What is known of a tensor. base: the value whose memory it is a view of, its own number where it is none.
+
+    root: where it comes from, ("input", place) or ("weight", path); None for one that a step makes.
+    pinned: something writes to its memory in place, so that only the steps as they were recorded give it.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    base: int
+    root: tuple[str, Any] | None = None
+    pinned: bool = False
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements fill its memory, in whatever order of dimensions."""
+        needed = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size == 1:
+                continue
+            if stride != needed:
+                return False
+            needed *= size
+        return True
+
+
+@dataclass
+class Step:
+    """One call of a function of torch, with a Ref in the place of each tensor. writes: into memory that was there."""
+
+    function: Callable
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+    writes: bool = False
+
+    @property
+    def taken(self) -> list[int]:
+        return list(refs((self.args, self.kwargs)))
+
+    @property
+    def made(self) -> list[int]:
+        """The values that there were not before: what writes in place returns what it was given."""
+        taken = set(self.taken)
+        return [number for number in refs(self.result) if number not in taken]
+
+
+@dataclass
+class Program:
+    """steps: in the order they were called in; result: what the forward returned, with Refs."""
+
+    values: list[Value] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    result: Any = None
+
+    def makers(self) -> dict[int, int]:
+        """The place of the step that makes each value."""
+        return {number: place for place, step in enumerate(self.steps) for number in step.made}
+
+    def users(self) -> dict[int, list[int]]:
+        """The places of the steps that take each value, each once."""
+        found: dict[int, list[int]] = {value.number: [] for value in self.values}
+        for place, step in enumerate(self.steps):
+            for number in dict.fromkeys(step.taken):
+                found[number].append(place)
+        return found
+
+
+def refs(tree: Any) -> Iterator[int]:
+    """Numbers of the values in nested tuples, lists, dicts and slices."""
+    if isinstance(tree, Ref):
+        yield tree.number
+    elif isinstance(tree, tuple | list):
+        for one in tree:
+            yield from refs(one)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from refs(one)
+    elif isinstance(tree, slice):
+        yield from refs((tree.start, tree.stop, tree.step))
+
+
+def replaced(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The tree with leaf(one) for everything in it that is no tuple, list, dict or slice; of the same types."""
+    if isinstance(tree, Ref):
+        return leaf(tree)
+    if isinstance(tree, tuple | list):
+        members = [replaced(one, leaf) for one in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*members)
+        kind = type(tree) if type(tree) in (tuple, list, torch.Size) else tuple
+        return kind(members)
+    if isinstance(tree, dict):
+        return {name: replaced(one, leaf) for name, one in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(replaced(one, leaf) for one in (tree.start, tree.stop, tree.step)))
+    return leaf(tree)

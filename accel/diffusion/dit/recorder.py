@@ -1,0 +1,208 @@
+"""Watches a forward run: every call of a function of torch becomes a step of a program.
+
+Functions are seen where torch hands them to a `TorchFunctionMode`: products, norms and attention as the one call that a
+model's code makes, views and sums likewise. What Python decides by shapes and settings is decided once; a program holds
+for arguments of the same shapes and the same other values. What Python decides by what a tensor holds is refused.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accel.diffusion.dit.program import Program, Ref, Step, Value, replaced
+
+# Of a tensor, what does not depend on its numbers.
+ABOUT = frozenset(
+    "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size dim"
+    " stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement is_inference"
+    " is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg is_mkldnn".split()
+)
+# Whose results have a shape that hangs on numbers.
+BY_NUMBERS = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose is_nonzero"
+    " tolist item numpy cpu data_ptr".split()
+)
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+
+
+class NotRecordable(Exception):
+    """Says why a forward cannot be written down as steps."""
+
+
+class Recorder(TorchFunctionMode):
+    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        self.program, self.error = Program(), ""
+        self.numbers: dict[int, int] = {}  # by id of a living tensor
+        self.living: dict[int, weakref.ref] = {}
+        self.weights = {id(tensor): path for path, tensor in weights.items()}
+        self.held = list(weights.values())
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.error:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        if name in ABOUT:
+            return func(*args, **kwargs)
+        try:
+            given = self._refs((args, kwargs))
+        except NotRecordable as error:
+            self.error = f"{name}: {error}"
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        try:
+            self._note(func, name, given, (args, kwargs), result)
+        except NotRecordable as error:
+            self.error = f"{name}: {error}"
+        return result
+
+    def input(self, tensor: torch.Tensor, place: int) -> Ref:
+        """A tensor that the forward is given."""
+        known = self.numbers.get(id(tensor))
+        return Ref(self._add(tensor, None, ("input", place)) if known is None else known)
+
+    def finish(self, result: Any) -> Program:
+        """The program, once the forward has returned. Raises NotRecordable."""
+        if self.error:
+            raise NotRecordable(self.error)
+        self.program.result = self._refs(result)
+        return self.program
+
+    def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
+        tensors = list(tensors_in(result))
+        writes = written(name, live[1])
+        if name in BY_NUMBERS or _by_numbers(name, live):
+            raise NotRecordable("goes by what a tensor holds")
+        if not tensors and not writes:
+            if isinstance(result, PLAIN) and not any(True for _ in tensors_in(live)):
+                return  # a question about torch itself
+            raise NotRecordable("reads what a tensor holds")
+        if any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):
+            raise NotRecordable(f"makes a {type(tensors[0]).__name__}")
+        if writes:
+            self._pin(next(tensors_in(live)))
+        sources = {one.untyped_storage().data_ptr(): one for one in tensors_in(live) if not one.is_sparse}
+
+        def number(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, PLAIN):
+                    return leaf
+                raise NotRecordable(f"gives a {type(leaf).__name__}")
+            known = self.numbers.get(id(leaf))
+            if known is not None:
+                return Ref(known)
+            base = sources.get(leaf.untyped_storage().data_ptr())
+            return Ref(self._add(leaf, base))
+
+        before = len(self.program.values)
+        made = replaced(result, number)
+        if len(self.program.values) == before and not writes:
+            return  # what was asked for is what was given
+        self.program.steps.append(Step(func, name, *given, made, writes))
+
+    def _refs(self, tree: Any) -> Any:
+        def leaf(one: Any) -> Any:
+            if isinstance(one, torch.Tensor):
+                return self._ref(one)
+            if isinstance(one, PLAIN) or callable(one):
+                return one
+            raise NotRecordable(f"is given a {type(one).__name__}")
+
+        return replaced(tree, leaf)
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        number = self.numbers.get(id(tensor))
+        if number is None:
+            path = self.weights.get(id(tensor))
+            if path is None:
+                raise NotRecordable("takes a tensor that is neither an argument nor a weight, nor made by torch")
+            number = self._add(tensor, None, ("weight", path))
+        return Ref(number)
+
+    def _add(self, tensor: torch.Tensor, base: torch.Tensor | None, root: tuple[str, Any] | None = None) -> int:
+        number = len(self.program.values)
+        of = number if base is None else self.program.values[self._ref(base).number].base
+        value = Value(number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, of, root)
+        value.pinned = self.program.values[of].pinned if of != number else False
+        self.program.values.append(value)
+        key = id(tensor)
+        self.numbers[key] = number
+        self.living[key] = weakref.ref(tensor, lambda _: (self.numbers.pop(key, None), self.living.pop(key, None)))
+        return number
+
+    def _pin(self, tensor: torch.Tensor) -> None:
+        base = self.program.values[self._ref(tensor).number].base
+        for value in self.program.values:
+            if value.base == base:
+                value.pinned = True
+
+
+def recorded(forward: Callable, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict) -> tuple[Any, Program | str]:
+    """What forward(*args, **kwargs) gives, and its program, or why there is none. weights: by path."""
+    given = list(tensors_in((args, kwargs)))
+    recorder = Recorder(weights)
+    for place, tensor in enumerate(given):
+        recorder.input(tensor, place)
+    counted = [tensor for tensor in given if not tensor.is_inference()]
+    versions, drawn = [tensor._version for tensor in counted], _random_state(given)
+    with recorder:
+        output = forward(*args, **kwargs)
+    try:
+        program = recorder.finish(output)
+    except NotRecordable as error:
+        return output, str(error)
+    if versions != [tensor._version for tensor in counted]:
+        return output, "it writes into its arguments"
+    if not all(map(torch.equal, drawn, _random_state(given))):
+        return output, "it draws random numbers"
+    return output, program
+
+
+def _random_state(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    devices = {tensor.device for tensor in given if tensor.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def name_of(func: Callable) -> str:
+    """As a model's code has it; of a property its own."""
+    name = getattr(func, "__name__", type(func).__name__)
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+def written(name: str, kwargs: dict) -> bool:
+    """Whether a function of this name writes into what it is given."""
+    if kwargs.get("out") is not None or kwargs.get("inplace") or name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") and not name.startswith("_")
+
+
+def _by_numbers(name: str, live: tuple) -> bool:
+    """Whether the shape of the result hangs on numbers, by how it is called."""
+    args, kwargs = live
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave":
+        repeats = [*args[1:2], *(kwargs[name] for name in ("repeats",) if name in kwargs)]
+        return any(isinstance(one, torch.Tensor) for one in repeats) or (len(args) == 1 and not kwargs)
+    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
+        return any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2]))
+    return False
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for one in tree:
+            yield from tensors_in(one)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from tensors_in(one)

@@ -1,0 +1,213 @@
+"""Which steps of a program become one pass over memory: those that work on the rows of one space, with nothing between.
+
+A space is a shape, rows and lanes. A step whose result has that shape, is a half of it, or one number a row, works on
+the rows of that space, where it computes each from the same row of what it takes. Steps that feed each other in one
+space are one region. What lies on a way that leaves the space and comes back, such as a product, must run between two
+regions: so each step has a level, which counts such ways, and a region is of one level.
+
+What is much smaller than the rows that take it, as the modulation of a whole sequence, is computed anew for each row.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from accel_kernels.rowwise.program import FULL, HALF, ONE
+
+from accel.diffusion.dit.lanes import Lanes
+from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, Operation, operation_of
+from accel.diffusion.dit.program import Program, Ref, refs
+
+FEW = 6  # operations that are done anew for each row
+CONCATENATIONS = ("cat", "concat")
+LEAST = 8  # lanes of a row
+SMALLER = 4  # times, that a value must be smaller for it
+
+
+class Place(NamedTuple):
+    """What a value is among the rows of a space: FULL, HALF or ONE."""
+
+    space: tuple[int, ...]
+    width: str
+
+
+@dataclass
+class Region:
+    """steps: places in the program, in order; values: what they make."""
+
+    space: tuple[int, ...]
+    steps: list[int]
+    values: frozenset[int]
+
+
+class Regions:
+    """places: by value, of all that a row program can compute. found: the regions that are worth a kernel."""
+
+    def __init__(self, program: Program):
+        self.program, self.values = program, program.values
+        self.lanes = Lanes(program)
+        self.makers, self.users = self.lanes.makers, self.lanes.users
+        self.operations: dict[int, Operation] = {}  # by value
+        self.places: dict[int, Place] = {}
+        self.levels: dict[int, int] = {}
+        for step in program.steps:
+            for number in step.made:
+                self._place(number)
+                self.levels[number] = self._level(number)
+        self._delay()
+        self.components = self._components()
+        self.found = [region for region in map(self._region, self.components) if region is not None]
+
+    def sources(self, number: int) -> list[int]:
+        """The values that a placed one is computed from; halves of a row come from the whole row."""
+        if number in self.lanes.joins:
+            taken = self.lanes.joins[number].halves
+        else:
+            taken = tuple(ref.number for ref in self._operands(self.operations[number]))
+        return [self.whole(one) for one in taken]
+
+    def whole(self, number: int) -> int:
+        """The row that a value is lanes of, or itself."""
+        half = self.lanes.halves.get(number)
+        return number if half is None or half.whole is None else half.whole
+
+    def again(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
+        """Whether the value is computed anew for each row of the space."""
+        return 0 < self._cost(number, space) <= budget
+
+    def _cost(self, number: int, space: tuple[int, ...]) -> int:
+        """Operations it takes to compute from what lies in memory; 0 for what does, or has to."""
+        place, value = self.places.get(number), self.values[number]
+        if place is None or number in self.lanes.joins or number in self.lanes.halves or place.width == ONE:
+            return 0
+        operation = self.operations[number]
+        if operation.name in (*REDUCTIONS, *ROWWISE) or value.numel * SMALLER > torch.Size(space).numel():
+            return 0
+        if not _broadcasts(value.shape, space):
+            return 0
+        return 1 + sum(self._cost(ref.number, space) for ref in operation.operands)
+
+    def _operands(self, operation: Operation) -> list[Ref]:
+        return [*operation.operands, *(one for _, one in operation.then)]
+
+    def _place(self, number: int) -> None:
+        value = self.values[number]
+        if number in self.lanes.joins:
+            self.places[number] = Place(value.shape, FULL)
+            return
+        step = self.program.steps[self.makers[number]]
+        operation = operation_of(step, self.values)
+        half = self.lanes.halves.get(number)
+        if operation is None or (half is not None and half.lanes is not None):
+            return
+        if value.dtype is torch.complex64 and half is None:
+            return
+        if not all(self._readable(ref.number, half is not None) for ref in self._operands(operation)):
+            return
+        self.operations[number] = operation
+        if half is not None:
+            self.places[number] = Place(half.space, HALF)
+        elif operation.name in REDUCTIONS:
+            taken = operation.operands[0].number
+            of = self.places.get(taken)
+            space = of.space if of is not None and of.width == FULL else self.values[taken].shape
+            self.places[number] = Place(space, ONE)
+        else:
+            spaces = {self._one(ref.number, value.shape) for ref in operation.operands}
+            alone = spaces - {None}
+            self.places[number] = Place(alone.pop(), ONE) if len(alone) == 1 else Place(value.shape, FULL)
+
+    def _one(self, number: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The space of which this is one number a row."""
+        place = self.places.get(number)
+        return place.space if place is not None and place.width == ONE and self.values[number].shape == shape else None
+
+    def _readable(self, number: int, halves: bool) -> bool:
+        return self.values[number].dtype is not torch.complex64 or halves
+
+    def _level(self, number: int) -> int:
+        place = self.places.get(number)
+        if place is None:
+            step = self.program.steps[self.makers[number]]
+            if self._between(number):
+                return max((self.levels.get(one, 0) for one in step.taken), default=0)
+            return max((self.levels.get(one, 0) + (one in self.places) for one in step.taken), default=0)
+        levels = [0]
+        for source in self.sources(number):
+            other = self.places.get(source)
+            apart = other is not None and other.space != place.space and not self.again(source, place.space)
+            levels.append(self.levels.get(source, 0) + apart)
+        return max(levels)
+
+    def _delay(self) -> None:
+        """What nothing but a later level takes is done there."""
+        kept = set(refs(self.program.result))
+        ready: dict[int, int | None] = {}  # the least level of those that take a value; None where it must lie in memory
+        for step in reversed(self.program.steps):
+            for number in step.made:
+                place, taken = self.places.get(number), []
+                for user in self.users[number]:
+                    for made in self.program.steps[user].made or [-1]:
+                        taken.append(self._taken_at(number, made, place, ready))
+                known = [level for level in taken if level is not None]
+                ready[number] = None if number in kept or not taken or len(known) < len(taken) else min(known)
+                later = ready[number]
+                if place is not None and later is not None:
+                    self.levels[number] = max(self.levels[number], later)
+
+    def _taken_at(self, number: int, made: int, place: Place | None, ready: dict[int, int | None]) -> int | None:
+        other = self.places.get(made)
+        if other is None:  # between a row and its halves, or something else
+            return ready.get(made) if self._between(made) else None
+        same = place is None or other.space == place.space or self.again(number, other.space)
+        return self.levels[made] if same else None
+
+    def _between(self, number: int) -> bool:
+        """Whether a value lies between a row and its halves, and only there."""
+        half = self.lanes.halves.get(number)
+        return number in self.lanes.inside or (half is not None and half.whole is not None)
+
+    def _components(self) -> list[frozenset[int]]:
+        """Values that feed each other in one space, on one level."""
+        group: dict[int, int] = {}
+
+        def top(number: int) -> int:
+            while group[number] != number:
+                number = group[number]
+            return number
+
+        for number, place in self.places.items():
+            group[number] = number
+            for source in self.sources(number):
+                other = self.places.get(source)
+                if other is not None and other.space == place.space and self.levels[source] == self.levels[number]:
+                    group[top(number)] = top(source)
+        members: dict[int, list[int]] = {}
+        for number in group:
+            members.setdefault(top(number), []).append(number)
+        return [frozenset(numbers) for numbers in members.values()]
+
+    def _region(self, numbers: frozenset[int]) -> Region | None:
+        space = self.places[min(numbers)].space
+        work = sum(n in self.lanes.joins or self.operations[n].name != "round" for n in numbers)
+        alone = all(map(self._put_together, numbers)) or any(self._taken_apart(n, space) for n in numbers)
+        few = work + (len(numbers) > work) < 2 and not alone
+        if few or len(space) < 2 or space[-1] < LEAST:
+            return None
+        return Region(space, sorted({self.makers[n] for n in numbers}), numbers)
+
+    def _taken_apart(self, number: int, space: tuple[int, ...]) -> bool:
+        """Whether a value is computed from a concatenation, of which a pass can read the pieces."""
+        makers = (self.makers.get(one) for one in self.sources(number) if self.values[one].shape == space)
+        return any(place is not None and self.program.steps[place].name in CONCATENATIONS for place in makers)
+
+    def _put_together(self, number: int) -> bool:
+        """Whether a value is taken by one concatenation alone, which a pass can write into."""
+        users = [self.program.steps[place] for place in self.users[number]]
+        return len(users) == 1 and users[0].name in CONCATENATIONS and number not in refs(self.program.result)
+
+
+def _broadcasts(shape: tuple[int, ...], space: tuple[int, ...]) -> bool:
+    if len(shape) > len(space):
+        return False
+    return all(size in (1, wide) for size, wide in zip(shape[::-1], space[::-1], strict=False))

@@ -1,0 +1,210 @@
+"""The order in which passes and what is left of the recorded steps run: each after all that it takes.
+
+A concatenation along rows is no work of its own where a region takes it: the region becomes a pass for each piece, and
+these write next to each other. Where something else takes it, the passes that make its pieces write into it.
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
+from accel.diffusion.dit.program import Program, Ref, Step, refs
+from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
+
+
+@dataclass
+class Call:
+    """A recorded step, run as it was."""
+
+    step: Step
+    place: int
+
+    @property
+    def takes(self) -> set[int]:
+        return set(self.step.taken)
+
+    @property
+    def makes(self) -> set[int]:
+        return set(self.step.made)
+
+
+@dataclass
+class Copy:
+    """A piece of a concatenation that no pass makes, put where it belongs."""
+
+    source: Input
+    output: Output
+    place: int
+
+    @property
+    def takes(self) -> set[int]:
+        return {self.source.number}
+
+    @property
+    def makes(self) -> set[int]:
+        return {self.output.number}
+
+
+Unit = Pass | Call | Copy
+
+
+class Schedule:
+    """units: in the order they run; dropped: why regions stayed steps."""
+
+    def __init__(self, program: Program):
+        self.program, self.regions = program, Regions(program)
+        self.results = set(refs(program.result))
+        self.dropped: list[str] = []
+        self.units = self._scheduled()
+
+    def _scheduled(self) -> list[Unit]:
+        regions = list(self.regions.found)
+        while True:
+            try:
+                return self._attempt(regions)
+            except _Dropped as dropped:
+                self.dropped.append(dropped.reason)
+                regions.remove(dropped.region)
+                self.regions.found = regions
+
+    def _attempt(self, regions: list[Region]) -> list[Unit]:
+        """Only what is needed for what is returned runs."""
+        owner = {number: place for place, region in enumerate(regions) for number in region.values}
+        makers, steps = self.regions.makers, self.program.steps
+        wanted: dict[int, set[int]] = {}  # of each region
+        passes: dict[int, list[Unit]] = {}
+        calls = {place: Call(step, place) for place, step in enumerate(steps) if step.writes}
+        needed = [*self.results, *(number for call in calls.values() for number in call.takes)]
+        seen: set[int] = set()
+        while needed:
+            number = needed.pop()
+            if number in seen or number not in makers:
+                continue
+            seen.add(number)
+            if number in owner:
+                place = owner[number]
+                wanted.setdefault(place, set()).add(number)
+                passes[place] = self._passes(regions[place], sorted(wanted[place]))
+                needed += [taken for unit in passes[place] for taken in unit.takes]
+            elif makers[number] not in calls:
+                calls[makers[number]] = Call(steps[makers[number]], makers[number])
+                needed += calls[makers[number]].takes
+        units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
+        return self._ordered(self._concatenated(units), regions)
+
+    def _passes(self, region: Region, results: list[int]) -> list[Unit]:
+        pieces = self._pieces(region)
+        try:
+            if not pieces:
+                return [Lowering(self.regions, region).lowered(results)]
+            return [Lowering(self.regions, region, window, given).lowered(results) for window, given in pieces]
+        except NotLowered as error:
+            if pieces:
+                try:
+                    return [Lowering(self.regions, region).lowered(results)]
+                except NotLowered as whole:
+                    error = whole
+            raise _Dropped(region, str(error)) from None
+
+    def _pieces(self, region: Region) -> list[tuple[Window, dict[int, int]]]:
+        """Windows of the region, one for each piece of a concatenation that it takes, and what stands for it there."""
+        values, taken = self.program.values, {n for p in region.steps for n in self.program.steps[p].taken}
+        taken |= {self.regions.whole(number) for number in taken}
+        found: list[list[tuple[Window, dict[int, int]]]] = []
+        for number in sorted(taken - region.values):
+            dim = self._concatenation(number)
+            if dim in (None, -1) or values[number].shape != region.space:
+                continue
+            start, windows = 0, []
+            for piece in self.program.steps[self.regions.makers[number]].taken:
+                size = values[piece].shape[dim]
+                windows.append((Window(dim, start, size), {number: piece}))
+                start += size
+            found.append(windows)
+        if not found or any([w for w, _ in one] != [w for w, _ in found[0]] for one in found):
+            return []
+        return [(parts[0][0], {k: v for _, given in parts for k, v in given.items()}) for parts in zip(*found, strict=True)]
+
+    def _concatenation(self, number: int) -> int | None:
+        """The dimension, counted from the last, along which the value was put together; None for any other value."""
+        place = self.regions.makers.get(number)
+        names = CONCATENATIONS if number not in self.regions.lanes.joins else ()
+        if place is None or self.program.steps[place].name not in names or not self.program.steps[place].taken:
+            return None
+        step, value = self.program.steps[place], self.program.values[number]
+        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
+        dim = dim - len(value.shape) if dim >= 0 else dim
+        alike = all(self.program.values[n].dtype == value.dtype and len(self.program.values[n].shape) == len(value.shape) for n in step.taken)
+        return dim if alike and not value.pinned and len(set(step.taken)) == len(step.taken) else None
+
+    def _concatenated(self, units: list[Unit]) -> list[Unit]:
+        """Passes write their results right where they are put together."""
+        users: dict[int, int] = {number: 1 for number in self.results}
+        for unit in units:
+            for number in unit.takes:
+                users[number] = users.get(number, 0) + 1
+        makers = {n: unit for unit in units if isinstance(unit, Pass) for n in unit.makes}
+        for call in [unit for unit in units if isinstance(unit, Call)]:
+            number = call.step.result.number if isinstance(call.step.result, Ref) else -1
+            dim = self._concatenation(number) if number >= 0 else None
+            pieces = call.step.taken
+            direct = [piece in makers and users[piece] == 1 and self._whole(makers[piece], piece) for piece in pieces]
+            if dim is None or not any(direct):
+                continue
+            start = 0
+            units.remove(call)
+            for piece, written in zip(pieces, direct, strict=True):
+                size = self.program.values[piece].shape[dim]
+                output = Output(number, Window(dim, start, size))
+                start += size
+                if written:
+                    one = makers[piece]
+                    one.outputs = [output if out.number == piece else out for out in one.outputs]
+                else:
+                    units.append(Copy(Input(piece), output, call.place))
+        return units
+
+    def _whole(self, unit: Pass, number: int) -> bool:
+        return next(out.window is None for out in unit.outputs if out.number == number)
+
+    def _ordered(self, units: list[Unit], regions: list[Region]) -> list[Unit]:
+        """First what was recorded first, of all whose values are there."""
+        makers: dict[int, list[int]] = {}
+        for index, unit in enumerate(units):
+            for number in unit.makes:
+                makers.setdefault(number, []).append(index)
+        takes = [{source for n in unit.takes for source in makers.get(n, ())} - {i} for i, unit in enumerate(units)]
+        places = {unit.place: index for index, unit in enumerate(units) if isinstance(unit, Call)}
+        before: dict[int, int] = {}
+        for place in sorted(places):
+            step = self.program.steps[place]
+            for number in (*step.taken, *step.made):
+                value = self.program.values[number]
+                if value.pinned:
+                    if value.base in before and before[value.base] != places[place]:
+                        takes[places[place]].add(before[value.base])
+                    before[value.base] = places[place]
+        users: list[list[int]] = [[] for _ in units]
+        waiting = [len(sources) for sources in takes]
+        for index, sources in enumerate(takes):
+            for source in sources:
+                users[source].append(index)
+        ready = sorted((unit.place, index) for index, unit in enumerate(units) if not waiting[index])
+        order = []
+        while ready:
+            _, index = heappop(ready)
+            order.append(units[index])
+            for user in users[index]:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    heappush(ready, (units[user].place, user))
+        if len(order) < len(units):
+            stuck = next(unit for i, unit in enumerate(units) if waiting[i] and isinstance(unit, Pass))
+            raise _Dropped(next(one for one in regions if one.steps[-1] == stuck.place), "it waits for itself")
+        return order
+
+
+class _Dropped(Exception):
+    def __init__(self, region: Region, reason: str):
+        super().__init__(reason)
+        self.region, self.reason = region, reason

@@ -1,0 +1,63 @@
+"""A forward recorded, planned and run as passes, beside what it gives by itself."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import rowwise
+from torch import nn
+
+from accel.diffusion.dit.executable import Executable
+from accel.diffusion.dit.lanes import without_assignments
+from accel.diffusion.dit.lowering import Pass
+from accel.diffusion.dit.recorder import recorded, tensors_in
+from accel.diffusion.dit.schedule import Schedule
+
+
+class Formula(nn.Module):
+    """A function of tensors as the forward of a module, with weights of its own."""
+
+    def __init__(self, function, **weights):
+        super().__init__()
+        self.function = function
+        for name, tensor in weights.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs, **dict(self.named_parameters()))
+
+
+def plain_kernels(kernel=rowwise.reference):
+    def attention(q, k, v, scale=None):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    return SimpleNamespace(rowwise=kernel, linear=F.linear, attention=attention)
+
+
+class Planned:
+    """wanted: what the forward gives; program: of it, or why there is none; got: what its plan gives."""
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, *args, kernel=rowwise.reference, **kwargs):
+        weights = dict(module.named_parameters()) | dict(module.named_buffers())
+        self.wanted, self.program = recorded(module.forward, weights, args, kwargs)
+        if isinstance(self.program, str):
+            return
+        self.schedule = Schedule(without_assignments(self.program))
+        executable = Executable(self.schedule, plain_kernels(kernel))
+        self.got = executable(list(tensors_in((args, kwargs))), weights.__getitem__)
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [unit for unit in self.schedule.units if isinstance(unit, Pass)]
+
+    @property
+    def calls(self) -> list[str]:
+        """Of functions of torch that are left, but views."""
+        made = {one.step.name: one for one in self.schedule.units if not isinstance(one, Pass) and hasattr(one, "step")}
+        values = self.schedule.program.values
+        return sorted(name for name, one in made.items() if any(values[n].base == n for n in one.step.made))
+
+    def equal(self) -> bool:
+        pairs = zip(tensors_in(self.wanted), tensors_in(self.got), strict=True)
+        return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
