@@ -34,7 +34,7 @@ MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
 
 
 @dataclass
-class Plan:
+class BlockPlan:
     """What runs for one kind of call; or why stock does. compared: with what stock gives."""
 
     executable: Executable | None = None
@@ -46,7 +46,7 @@ class Plan:
 class BlockPlans:
     """By kind of block and of call, for all blocks of a model. Copies and pickles record anew."""
 
-    found: dict[tuple, dict[tuple, Plan]] = field(default_factory=dict)
+    found: dict[tuple, dict[tuple, BlockPlan]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,10 +55,10 @@ class BlockPlans:
     def __setstate__(self, state: dict[str, Any]) -> None:
         BlockPlans.__init__(self)
 
-    def of(self, kind: tuple, call: tuple) -> Plan | None:
+    def of(self, kind: tuple, call: tuple) -> BlockPlan | None:
         return self.found.get(kind, {}).get(call)
 
-    def keep(self, kind: tuple, call: tuple, plan: Plan) -> None:
+    def keep(self, kind: tuple, call: tuple, plan: BlockPlan) -> None:
         with self.lock:
             plans = self.found.setdefault(kind, {})
             if len(plans) >= MOST_CALLS:
@@ -128,16 +128,16 @@ class BlockForward(FastForward):
             self.ledger.fell_back(self.path, plan.reason)
         return output
 
-    def _plan(self, program: Program | str) -> Plan:
+    def _plan(self, program: Program | str) -> BlockPlan:
         if isinstance(program, str):
-            return Plan(reason=f"cannot be recorded: {program}")
+            return BlockPlan(reason=f"cannot be recorded: {program}")
         try:
             executable = Executable(Schedule(without_assignments(program)), self.kernels)
         except Exception as error:  # a program of a form that nobody has seen yet
-            return Plan(reason=f"cannot be planned: {reason_of(error)}")
-        return Plan(executable) if executable.passes else Plan(reason="nothing in it can be done in one pass")
+            return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
+        return BlockPlan(executable) if executable.passes else BlockPlan(reason="nothing in it can be done in one pass")
 
-    def _compare(self, plan: Plan, args: tuple, kwargs: dict) -> Any:
+    def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
         """What stock gives, once more, for a plan that was made while kernels only compiled."""
         if _capturing():
             return self.stock(*args, **kwargs)
@@ -148,7 +148,7 @@ class BlockForward(FastForward):
             self.ledger.fell_back(self.path, plan.reason)
         return output
 
-    def _try(self, plan: Plan, given: list[torch.Tensor], wanted: Any) -> None:
+    def _try(self, plan: BlockPlan, given: list[torch.Tensor], wanted: Any) -> None:
         """Runs the plan beside what stock gave; one that errs or differs is given up."""
         assert plan.executable is not None
         try:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
-from accel.diffusion.dit.program import Ref, Value, refs, replaced
-from accel.diffusion.dit.schedule import Call, Copy, Schedule, Unit
+from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
+from accel.diffusion.dit.schedule import Copy, Schedule, TorchCall, Unit
 from accel.patching.fast_forward import Kernels
 
 Slots = list[torch.Tensor | None]
@@ -20,7 +20,9 @@ class Tree:
         members = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
         self.tree, self.kind = tree, type(tree)
         self.flat = [(name, one.number) for name, one in members if isinstance(one, Ref)]
-        self.nested = [(name, one) for name, one in members if not isinstance(one, Ref) and any(True for _ in refs(one))]
+        self.nested = [
+            (name, one) for name, one in members if not isinstance(one, Ref) and any(True for _ in refs(one))
+        ]
 
     def filled(self, slots: Slots) -> Any:
         if not self.flat and not self.nested:
@@ -43,7 +45,7 @@ class Executable:
         taken = {number for unit in self.units for number in unit.takes} | set(refs(self.result))
         self.inputs = [(number, place) for number, (kind, place) in roots if kind == "input" and number in taken]
         self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
-        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, Call) else () for u in self.units]
+        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, TorchCall) else () for u in self.units]
         kept = set(refs(self.result))
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
         self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
@@ -81,13 +83,20 @@ class Executable:
         if name == "linear" and len(args) == 3 and not kwargs:
             return self.kernels.linear(*args)
         if name == "scaled_dot_product_attention":
-            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False))
+            given = dict(
+                zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False)
+            )
             given |= kwargs
             if isinstance(given.get("attn_mask"), torch.Tensor):
                 return function(*args, **kwargs)
             q, k, v = (given.pop(one) for one in ("query", "key", "value"))
             scale = given.pop("scale", None)
-            if all(one is None or one is False or one == 0.0 for one in given.values()) and q.dim() == 4 and q.shape[1] == k.shape[1] and q.dtype == k.dtype == v.dtype:
+            if (
+                all(one is None or one is False or one == 0.0 for one in given.values())
+                and q.dim() == 4
+                and q.shape[1] == k.shape[1]
+                and q.dtype == k.dtype == v.dtype
+            ):
                 return self.kernels.attention(q, k, v, scale)
         return function(*args, **kwargs)
 
@@ -104,7 +113,7 @@ def _filled(tree: Any, slots: Slots) -> Any:
     return replaced(tree, lambda one: slots[one.number] if isinstance(one, Ref) else one)
 
 
-def _empty(value: Value, device: torch.device) -> torch.Tensor:
+def _empty(value: TensorValue, device: torch.device) -> torch.Tensor:
     if value.dense and value.base == value.number and value.stride[-1] == 1:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     return torch.empty(value.shape, dtype=value.dtype, device=device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from accel.diffusion.dit.operations import operation_of
-from accel.diffusion.dit.program import Program, Ref, Step, Value
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
@@ -30,12 +30,12 @@ class Join(NamedTuple):
     halves: tuple[int, ...]
 
 
-def interleaved(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Lanes of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
-def concatenated(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def concatenate_lanes(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((first, second), -1).to(dtype)
 
 
@@ -45,7 +45,7 @@ PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
 def without_assignments(program: Program) -> Program:
     """The program with one step in the place of an empty tensor and of the two assignments that fill it."""
     users, values = program.users(), program.values
-    dropped: dict[int, Step | None] = {}
+    dropped: dict[int, TorchStep | None] = {}
     for place, step in enumerate(program.steps):
         if step.name not in ("empty_like", "zeros_like", "empty") or len(step.made) != 1:
             continue
@@ -55,7 +55,9 @@ def without_assignments(program: Program) -> Program:
         others = [i for one in (number, *views) for i in users[one] if i not in filled]
         if len(filled) != 2 or (others and min(others) < filled[1]):
             continue
-        if any(program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled):
+        if any(
+            program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled
+        ):
             continue
         if any(program.steps[i].writes for i in others):
             continue
@@ -67,8 +69,10 @@ def without_assignments(program: Program) -> Program:
             halves.reverse()
         else:
             continue
-        function, name = (interleaved, "interleave") if found[0] in (EVEN, ODD) else (concatenated, "concatenate")
-        joined = Step(function, name, (*halves, values[number].dtype), {}, Ref(number))
+        function, name = (
+            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_lanes, "concatenate")
+        )
+        joined = TorchStep(function, name, (*halves, values[number].dtype), {}, Ref(number))
         dropped |= {place: None, filled[0]: None, filled[1]: joined}
         for value in values:
             if value.base == number:
@@ -81,7 +85,12 @@ def _place(index: object, width: int) -> str | None:
     if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
         return None
     taken = list(range(width))[index[1]]
-    wanted = {EVEN: range(0, width, 2), ODD: range(1, width, 2), FIRST: range(width // 2), SECOND: range(width // 2, width)}
+    wanted = {
+        EVEN: range(0, width, 2),
+        ODD: range(1, width, 2),
+        FIRST: range(width // 2),
+        SECOND: range(width // 2, width),
+    }
     return next((name for name, places in wanted.items() if taken == list(places)), None)
 
 
@@ -100,7 +109,7 @@ class Lanes:
         for step in program.steps:
             self._join(step)
 
-    def _join(self, step: Step) -> None:
+    def _join(self, step: TorchStep) -> None:
         if not isinstance(step.result, Ref):
             return
         number = step.result.number
@@ -116,7 +125,7 @@ class Lanes:
             if a.shape == b.shape:
                 self._try(number, Join("concatenate", tuple(step.taken)))
 
-    def _last(self, step: Step, value: Value) -> bool:
+    def _last(self, step: TorchStep, value: TensorValue) -> bool:
         dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         return dim in (-1, len(value.shape) - 1)
 
@@ -133,7 +142,7 @@ class Lanes:
         for view in views:
             self._try(view.number, join, inside=number)
 
-    def _views(self, value: Value, number: int) -> bool:
+    def _views(self, value: TensorValue, number: int) -> bool:
         return self.program.steps[self.makers[value.number]].taken == [number]
 
     def _results(self) -> set[int]:
@@ -182,7 +191,7 @@ class Lanes:
                     return False
         return True
 
-    def _lanes(self, value: Value, space: tuple[int, ...]) -> Half | None:
+    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> Half | None:
         """As lanes of a whole row: a view of it, or a complex view of pairs of its lanes."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
@@ -206,7 +215,7 @@ class Lanes:
                 return Half(space, name, whole.number)
         return None
 
-    def _whole(self, value: Value, space: tuple[int, ...]) -> Value | None:
+    def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
         """The rows of this space that the value is a view of: the nearest value it was made of that has this shape."""
         number = value.number
         while number in self.makers:
@@ -219,6 +228,6 @@ class Lanes:
         return None
 
 
-def _same_rows(a: Value, b: Value) -> bool:
+def _same_rows(a: TensorValue, b: TensorValue) -> bool:
     pairs = zip(a.stride[:-1], b.stride[:-1], a.shape[:-1], strict=True)
     return all(x == y or size == 1 for x, y, size in pairs)

@@ -62,7 +62,9 @@ class Lowering:
     it, as the pieces of a concatenation do for the whole.
     """
 
-    def __init__(self, regions: Regions, region: Region, window: Window | None = None, given: dict[int, int] | None = None):
+    def __init__(
+        self, regions: Regions, region: Region, window: Window | None = None, given: dict[int, int] | None = None
+    ):
         self.regions, self.region, self.window, self.given = regions, region, window, given or {}
         self.values = regions.values
         self.space = resized(region.space, window)

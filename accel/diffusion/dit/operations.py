@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.diffusion.dit.program import Ref, Step, Value
+from accel.diffusion.dit.program import Ref, TensorValue, TorchStep
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PAIRS = {
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
     then: tuple[tuple[str, Any], ...] = ()
 
 
-def operation_of(step: Step, values: list[Value]) -> Operation | None:
+def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None:
     """None for a function, or arguments of it, that are none."""
     if step.writes or not isinstance(step.result, Ref):
         return None
@@ -89,7 +89,7 @@ def _pair(name: str, args: tuple, kwargs: dict) -> Operation | None:
     return None
 
 
-def _reduction(name: str, args: tuple, kwargs: dict, values: list[Value]) -> Operation | None:
+def _reduction(name: str, args: tuple, kwargs: dict, values: list[TensorValue]) -> Operation | None:
     given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
     x, dim = given.pop("input", None), given.pop("dim", None)
     if not isinstance(x, Ref) or given.pop("keepdim", False) is not True or any(v is not None for v in given.values()):
@@ -100,9 +100,10 @@ def _reduction(name: str, args: tuple, kwargs: dict, values: list[Value]) -> Ope
     return Operation(name, (x,))
 
 
-def _norm(name: str, args: tuple, kwargs: dict, values: list[Value]) -> Operation | None:
-    order = ("input", "normalized_shape", "weight", "bias", "eps")
-    order = order if name == "layer_norm" else tuple(one for one in order if one != "bias")
+def _norm(name: str, args: tuple, kwargs: dict, values: list[TensorValue]) -> Operation | None:
+    order = ["input", "normalized_shape", "weight", "bias", "eps"]
+    if name == "rms_norm":
+        order.remove("bias")
     given = dict(zip(order, args, strict=False)) | kwargs
     x, eps = given.get("input"), given.get("eps", 1e-5 if name == "layer_norm" else None)
     if not isinstance(x, Ref) or eps is None or tuple(given["normalized_shape"]) != values[x.number].shape[-1:]:

@@ -14,7 +14,7 @@ class Ref(NamedTuple):
 
 
 @dataclass
-class Value:
+class TensorValue:
     """What is known of a tensor. base: the value whose memory it is a view of, its own number where it is none.
 
     root: where it comes from, ("input", place) or ("weight", path); None for one that a step makes.
@@ -48,7 +48,7 @@ class Value:
 
 
 @dataclass
-class Step:
+class TorchStep:
     """One call of a function of torch, with a Ref in the place of each tensor. writes: into memory that was there."""
 
     function: Callable
@@ -73,8 +73,8 @@ class Step:
 class Program:
     """steps: in the order they were called in; result: what the forward returned, with Refs."""
 
-    values: list[Value] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    values: list[TensorValue] = field(default_factory=list)
+    steps: list[TorchStep] = field(default_factory=list)
     result: Any = None
 
     def makers(self) -> dict[int, int]:

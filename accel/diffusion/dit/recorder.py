@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.diffusion.dit.program import Program, Ref, Step, Value, replaced
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 
 # Of a tensor, what does not depend on its numbers.
 ABOUT = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size dim"
-    " stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement is_inference"
-    " is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg is_mkldnn".split()
+    "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size"
+    " dim stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement"
+    " is_inference is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg"
+    " is_mkldnn".split()
 )
 # Whose results have a shape that hangs on numbers.
 BY_NUMBERS = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose is_nonzero"
-    " tolist item numpy cpu data_ptr".split()
+    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
+    " is_nonzero tolist item numpy cpu data_ptr".split()
 )
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
@@ -32,7 +33,7 @@ class NotRecordable(Exception):
     """Says why a forward cannot be written down as steps."""
 
 
-class Recorder(TorchFunctionMode):
+class StepRecorder(TorchFunctionMode):
     """Notes what runs inside of it. weights: by path, the tensors that are read where they lie."""
 
     def __init__(self, weights: dict[str, torch.Tensor]):
@@ -76,7 +77,7 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
         tensors = list(tensors_in(result))
-        writes = written(name, live[1])
+        writes = writes_in_place(name, live[1])
         if name in BY_NUMBERS or _by_numbers(name, live):
             raise NotRecordable("goes by what a tensor holds")
         if not tensors and not writes:
@@ -104,7 +105,7 @@ class Recorder(TorchFunctionMode):
         made = replaced(result, number)
         if len(self.program.values) == before and not writes:
             return  # what was asked for is what was given
-        self.program.steps.append(Step(func, name, *given, made, writes))
+        self.program.steps.append(TorchStep(func, name, given[0], given[1], made, writes))
 
     def _refs(self, tree: Any) -> Any:
         def leaf(one: Any) -> Any:
@@ -128,7 +129,9 @@ class Recorder(TorchFunctionMode):
     def _add(self, tensor: torch.Tensor, base: torch.Tensor | None, root: tuple[str, Any] | None = None) -> int:
         number = len(self.program.values)
         of = number if base is None else self.program.values[self._ref(base).number].base
-        value = Value(number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, of, root)
+        value = TensorValue(
+            number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, of, root
+        )
         value.pinned = self.program.values[of].pinned if of != number else False
         self.program.values.append(value)
         key = id(tensor)
@@ -143,10 +146,12 @@ class Recorder(TorchFunctionMode):
                 value.pinned = True
 
 
-def recorded(forward: Callable, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict) -> tuple[Any, Program | str]:
+def recorded(
+    forward: Callable, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict
+) -> tuple[Any, Program | str]:
     """What forward(*args, **kwargs) gives, and its program, or why there is none. weights: by path."""
     given = list(tensors_in((args, kwargs)))
-    recorder = Recorder(weights)
+    recorder = StepRecorder(weights)
     for place, tensor in enumerate(given):
         recorder.input(tensor, place)
     counted = [tensor for tensor in given if not tensor.is_inference()]
@@ -172,10 +177,10 @@ def _random_state(given: list[torch.Tensor]) -> list[torch.Tensor]:
 def name_of(func: Callable) -> str:
     """As a model's code has it; of a property its own."""
     name = getattr(func, "__name__", type(func).__name__)
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
-def written(name: str, kwargs: dict) -> bool:
+def writes_in_place(name: str, kwargs: dict) -> bool:
     """Whether a function of this name writes into what it is given."""
     if kwargs.get("out") is not None or kwargs.get("inplace") or name == "__setitem__":
         return True

@@ -24,7 +24,7 @@ LEAST = 8  # lanes of a row
 SMALLER = 4  # times, that a value must be smaller for it
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """What a value is among the rows of a space: FULL, HALF or ONE."""
 
     space: tuple[int, ...]
@@ -48,7 +48,7 @@ class Regions:
         self.lanes = Lanes(program)
         self.makers, self.users = self.lanes.makers, self.lanes.users
         self.operations: dict[int, Operation] = {}  # by value
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, RowPlace] = {}
         self.levels: dict[int, int] = {}
         for step in program.steps:
             for number in step.made:
@@ -93,7 +93,7 @@ class Regions:
     def _place(self, number: int) -> None:
         value = self.values[number]
         if number in self.lanes.joins:
-            self.places[number] = Place(value.shape, FULL)
+            self.places[number] = RowPlace(value.shape, FULL)
             return
         step = self.program.steps[self.makers[number]]
         operation = operation_of(step, self.values)
@@ -106,16 +106,16 @@ class Regions:
             return
         self.operations[number] = operation
         if half is not None:
-            self.places[number] = Place(half.space, HALF)
+            self.places[number] = RowPlace(half.space, HALF)
         elif operation.name in REDUCTIONS:
             taken = operation.operands[0].number
             of = self.places.get(taken)
             space = of.space if of is not None and of.width == FULL else self.values[taken].shape
-            self.places[number] = Place(space, ONE)
+            self.places[number] = RowPlace(space, ONE)
         else:
             spaces = {self._one(ref.number, value.shape) for ref in operation.operands}
-            alone = spaces - {None}
-            self.places[number] = Place(alone.pop(), ONE) if len(alone) == 1 else Place(value.shape, FULL)
+            alone = [space for space in spaces if space is not None]
+            self.places[number] = RowPlace(alone[0], ONE) if len(alone) == 1 else RowPlace(value.shape, FULL)
 
     def _one(self, number: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The space of which this is one number a row."""
@@ -142,20 +142,21 @@ class Regions:
     def _delay(self) -> None:
         """What nothing but a later level takes is done there."""
         kept = set(refs(self.program.result))
-        ready: dict[int, int | None] = {}  # the least level of those that take a value; None where it must lie in memory
+        ready: dict[
+            int, int | None
+        ] = {}  # the least level of those that take a value; None where it must lie in memory
         for step in reversed(self.program.steps):
             for number in step.made:
-                place, taken = self.places.get(number), []
-                for user in self.users[number]:
-                    for made in self.program.steps[user].made or [-1]:
-                        taken.append(self._taken_at(number, made, place, ready))
+                place = self.places.get(number)
+                makes = (made for user in self.users[number] for made in self.program.steps[user].made or [-1])
+                taken = [self._taken_at(number, made, place, ready) for made in makes]
                 known = [level for level in taken if level is not None]
                 ready[number] = None if number in kept or not taken or len(known) < len(taken) else min(known)
                 later = ready[number]
                 if place is not None and later is not None:
                     self.levels[number] = max(self.levels[number], later)
 
-    def _taken_at(self, number: int, made: int, place: Place | None, ready: dict[int, int | None]) -> int | None:
+    def _taken_at(self, number: int, made: int, place: RowPlace | None, ready: dict[int, int | None]) -> int | None:
         other = self.places.get(made)
         if other is None:  # between a row and its halves, or something else
             return ready.get(made) if self._between(made) else None

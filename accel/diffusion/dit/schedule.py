@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
-from accel.diffusion.dit.program import Program, Ref, Step, refs
+from accel.diffusion.dit.program import Program, Ref, TorchStep, refs
 from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
 
 
 @dataclass
-class Call:
+class TorchCall:
     """A recorded step, run as it was."""
 
-    step: Step
+    step: TorchStep
     place: int
 
     @property
@@ -45,7 +45,7 @@ class Copy:
         return {self.output.number}
 
 
-Unit = Pass | Call | Copy
+Unit = Pass | TorchCall | Copy
 
 
 class Schedule:
@@ -73,7 +73,7 @@ class Schedule:
         makers, steps = self.regions.makers, self.program.steps
         wanted: dict[int, set[int]] = {}  # of each region
         passes: dict[int, list[Unit]] = {}
-        calls = {place: Call(step, place) for place, step in enumerate(steps) if step.writes}
+        calls = {place: TorchCall(step, place) for place, step in enumerate(steps) if step.writes}
         needed = [*self.results, *(number for call in calls.values() for number in call.takes)]
         seen: set[int] = set()
         while needed:
@@ -87,27 +87,24 @@ class Schedule:
                 passes[place] = self._passes(regions[place], sorted(wanted[place]))
                 needed += [taken for unit in passes[place] for taken in unit.takes]
             elif makers[number] not in calls:
-                calls[makers[number]] = Call(steps[makers[number]], makers[number])
+                calls[makers[number]] = TorchCall(steps[makers[number]], makers[number])
                 needed += calls[makers[number]].takes
         units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
         return self._ordered(self._concatenated(units), regions)
 
     def _passes(self, region: Region, results: list[int]) -> list[Unit]:
-        pieces = self._pieces(region)
-        try:
-            if not pieces:
-                return [Lowering(self.regions, region).lowered(results)]
-            return [Lowering(self.regions, region, window, given).lowered(results) for window, given in pieces]
-        except NotLowered as error:
-            if pieces:
-                try:
-                    return [Lowering(self.regions, region).lowered(results)]
-                except NotLowered as whole:
-                    error = whole
-            raise _Dropped(region, str(error)) from None
+        whole: list[tuple[Window | None, dict[int, int]]] = [(None, {})]
+        for pieces in (self._pieces(region), whole):
+            try:
+                return [Lowering(self.regions, region, window, given).lowered(results) for window, given in pieces]
+            except NotLowered as error:
+                reason = str(error)
+        raise _Dropped(region, reason)
 
-    def _pieces(self, region: Region) -> list[tuple[Window, dict[int, int]]]:
-        """Windows of the region, one for each piece of a concatenation that it takes, and what stands for it there."""
+    def _pieces(self, region: Region) -> list[tuple[Window | None, dict[int, int]]]:
+        """Windows of the region, one for each piece of a concatenation that it takes, and what stands for it there; one
+        that is all of it where it takes none.
+        """
         values, taken = self.program.values, {n for p in region.steps for n in self.program.steps[p].taken}
         taken |= {self.regions.whole(number) for number in taken}
         found: list[list[tuple[Window, dict[int, int]]]] = []
@@ -122,8 +119,10 @@ class Schedule:
                 start += size
             found.append(windows)
         if not found or any([w for w, _ in one] != [w for w, _ in found[0]] for one in found):
-            return []
-        return [(parts[0][0], {k: v for _, given in parts for k, v in given.items()}) for parts in zip(*found, strict=True)]
+            return [(None, {})]
+        return [
+            (parts[0][0], {k: v for _, given in parts for k, v in given.items()}) for parts in zip(*found, strict=True)
+        ]
 
     def _concatenation(self, number: int) -> int | None:
         """The dimension, counted from the last, along which the value was put together; None for any other value."""
@@ -134,7 +133,10 @@ class Schedule:
         step, value = self.program.steps[place], self.program.values[number]
         dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         dim = dim - len(value.shape) if dim >= 0 else dim
-        alike = all(self.program.values[n].dtype == value.dtype and len(self.program.values[n].shape) == len(value.shape) for n in step.taken)
+        alike = all(
+            self.program.values[n].dtype == value.dtype and len(self.program.values[n].shape) == len(value.shape)
+            for n in step.taken
+        )
         return dim if alike and not value.pinned and len(set(step.taken)) == len(step.taken) else None
 
     def _concatenated(self, units: list[Unit]) -> list[Unit]:
@@ -144,7 +146,7 @@ class Schedule:
             for number in unit.takes:
                 users[number] = users.get(number, 0) + 1
         makers = {n: unit for unit in units if isinstance(unit, Pass) for n in unit.makes}
-        for call in [unit for unit in units if isinstance(unit, Call)]:
+        for call in [unit for unit in units if isinstance(unit, TorchCall)]:
             number = call.step.result.number if isinstance(call.step.result, Ref) else -1
             dim = self._concatenation(number) if number >= 0 else None
             pieces = call.step.taken
@@ -174,7 +176,7 @@ class Schedule:
             for number in unit.makes:
                 makers.setdefault(number, []).append(index)
         takes = [{source for n in unit.takes for source in makers.get(n, ())} - {i} for i, unit in enumerate(units)]
-        places = {unit.place: index for index, unit in enumerate(units) if isinstance(unit, Call)}
+        places = {unit.place: index for index, unit in enumerate(units) if isinstance(unit, TorchCall)}
         before: dict[int, int] = {}
         for place in sorted(places):
             step = self.program.steps[place]

@@ -57,7 +57,9 @@ def assigned(x, cos, sin):
 
 def as_complex(x, cos, sin):
     turns = torch.complex(cos[..., 0::2], sin[..., 0::2])
-    return torch.view_as_real(torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * turns).flatten(3).type_as(x)
+    return (
+        torch.view_as_real(torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * turns).flatten(3).type_as(x)
+    )
 
 
 ROTATIONS = [pairs, halves, assigned, as_complex]

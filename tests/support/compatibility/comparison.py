@@ -13,7 +13,15 @@ import accel
 # How far a tiny model in fp32 may be from stock, relative root mean square: sums in another order, over a few layers.
 LIMIT = 3e-5
 WHOLE = "language model"
-BLOCKS = {"resnet block", "upward block", "transformer stack", "transformer block", "attention", "resampling"}
+BLOCKS = {
+    "resnet block",
+    "diffusion transformer block",
+    "upward block",
+    "transformer stack",
+    "transformer block",
+    "attention",
+    "resampling",
+}
 ON_A_GPU = {"CUDA graph"}  # patched, and waiting for a GPU: on a CPU the forward inside is stock
 
 
