@@ -114,23 +114,28 @@ def bench(
             else:
                 done.append(result)
             progress.update(task, completed=start + len(stages))
+    failed += [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
+    _tell(console, done, failed, wrong)
+    if wrong or failed:
+        raise typer.Exit(1)
+
+
+def _tell(console: Console, done: list[dict], failed: list[tuple[str, str, str]], wrong: list[str]) -> None:
+    """A table of what was measured, and what was not. failed: case, variant and reason."""
+    from accel.bench import results
+
     if done:
         console.print(results.table(done))
     for result in (result for result in done if "lost" in result):
         console.print(results.lost(result), highlight=False)
-    kinder = {"compile_failed": "torch.compile", "reference_failed": "full precision"}
-    told_only = [
-        (result["case"], what, result[key]) for result in done for key, what in kinder.items() if key in result
-    ]
-    failed += [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
-    for case, what, reason in told_only + failed:
+    beside = {"compile_failed": "torch.compile", "reference_failed": "full precision"}  # which are no failure of ours
+    others = [(one["case"], what, one[key]) for one in done for key, what in beside.items() if key in one]
+    for case, what, reason in others + failed:
         console.print(f"{case}: {what} failed: {reason}", highlight=False, markup=False)
     for result in (result for result in done if "skipped" in result):
         console.print(f"{result['case']}: no time was left for {', '.join(result['skipped'])}", highlight=False)
     for line in wrong:
         console.print(f"[red]wrong result[/red] {line}", highlight=False)
-    if wrong or failed:
-        raise typer.Exit(1)
 
 
 def _chosen(given: list[str], device: "torch.device") -> tuple[list[Path], list]:
