@@ -7,6 +7,7 @@ the program says, so that it gives what a chain of torch's own operations gives.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ def reference(first, *others, program, shape, outputs=None):
     outputs: None, or for each result None or a tensor (*shape, lanes) of its dtype that is written; what is written
     must not overlap. Returns the results, a tuple. Raises ValueError for what the program cannot mean.
     """
-    widths = checked(first, *others, program=program, shape=shape, outputs=outputs)
+    widths, _ = _examine(first, *others, program=program, shape=shape, outputs=outputs)
     registers = []
     for tensor, width in zip((first, *others), program.inputs, strict=True):
         registers.append(_along(tensor, lanes(width, program)))
@@ -114,23 +115,34 @@ def _apply(op: RowOp, args: list[torch.Tensor]) -> torch.Tensor:
     return TORCH[op.name](*(arg.to(kind) for arg in args), *number).to(op.dtype)
 
 
-def checked(first, *others, program: RowProgram, shape, outputs=None) -> tuple[str, ...]:
-    """The width of every register. Raises ValueError where tensors and program do not belong together."""
+def _examine(first, *others, program: RowProgram, shape, outputs=None) -> tuple[tuple[str, ...], str | None]:
+    """The width of every register, and why the kernel does not run the program. Raises ValueError."""
+    written = None if outputs is None else tuple(None if one is None else (one.shape, one.dtype) for one in outputs)
+    return _examined(program, tuple(shape), tuple(one.shape for one in (first, *others)), written)
+
+
+@lru_cache(maxsize=4096)
+def _examined(
+    program: RowProgram,
+    shape: tuple[int, ...],
+    inputs: tuple[torch.Size, ...],
+    outputs: tuple[tuple[torch.Size, torch.dtype] | None, ...] | None,
+) -> tuple[tuple[str, ...], str | None]:
     widths = register_widths(program)
     if len(shape) != program.rows:
-        raise ValueError(f"rows {tuple(shape)} of a program for {program.rows} dimensions")
-    if 1 + len(others) != len(program.inputs):
-        raise ValueError(f"{1 + len(others)} tensors for {len(program.inputs)} inputs")
-    for number, (tensor, width) in enumerate(zip((first, *others), program.inputs, strict=True)):
-        if not _fits(tensor.shape, (*shape, lanes(width, program))):
-            raise ValueError(f"input {number} of shape {tuple(tensor.shape)} for {width} lanes of rows {tuple(shape)}")
+        raise ValueError(f"rows {shape} of a program for {program.rows} dimensions")
+    if len(inputs) != len(program.inputs):
+        raise ValueError(f"{len(inputs)} tensors for {len(program.inputs)} inputs")
+    for number, (given, width) in enumerate(zip(inputs, program.inputs, strict=True)):
+        if not _fits(given, (*shape, lanes(width, program))):
+            raise ValueError(f"input {number} of shape {tuple(given)} for {width} lanes of rows {shape}")
     if outputs is not None and len(outputs) != len(program.results):
         raise ValueError(f"{len(outputs)} outputs for {len(program.results)} results")
-    for number, tensor in enumerate(outputs or ()):
-        size = (*shape, lanes(widths[program.results[number]], program))
-        if tensor is not None and (tuple(tensor.shape) != size or tensor.dtype != program.dtypes[number]):
-            raise ValueError(f"output {number} is {tuple(tensor.shape)} in {tensor.dtype}, its result {size}")
-    return widths
+    for number, output in enumerate(outputs or ()):
+        wanted = (*shape, lanes(widths[program.results[number]], program)), program.dtypes[number]
+        if output is not None and (tuple(output[0]), output[1]) != wanted:
+            raise ValueError(f"output {number} of {tuple(output[0])} in {output[1]}, not {wanted[0]} in {wanted[1]}")
+    return widths, "empty" if 0 in shape else _program_reason(program)
 
 
 def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
@@ -142,10 +154,8 @@ def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
 
 
 def supports(first, *others, program, shape, outputs=None) -> str | None:
-    checked(first, *others, program=program, shape=shape, outputs=outputs)
     return (
-        ("empty" if 0 in shape else None)
-        or _program_reason(program)
+        _examine(first, *others, program=program, shape=shape, outputs=outputs)[1]
         or dtype_reason(first, *others, *(outputs or ()))
         or next(filter(None, (_written_reason(one, (first, *others)) for one in outputs or ())), None)
     )

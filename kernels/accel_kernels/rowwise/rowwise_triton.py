@@ -12,7 +12,17 @@ import triton.language as tl
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
-from accel_kernels.rowwise.tiling import Access, Memory, Tiling, access_of, collapsed, farthest, tiled
+from accel_kernels.rowwise.tiling import (
+    Access,
+    Memory,
+    Tiling,
+    access_of,
+    collapsed,
+    contiguous,
+    expanded,
+    farthest,
+    tiled,
+)
 from accel_kernels.warmup import launch
 
 # What the text may call.
@@ -23,49 +33,61 @@ FUNCTIONS = (
 
 
 class Plan(NamedTuple):
-    """A kernel and what it is launched with besides pointers."""
+    """A kernel and what it is launched with besides pointers.
+
+    strides: those behind each pointer. sizes: of the rows. results: shape and dtype of each result.
+    """
 
     kernel: Any
     grid: tuple[int]
-    strides: tuple[tuple[int, ...], ...]  # behind each pointer
+    strides: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     warps: int
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def rowwise(first, *others, program, shape, outputs=None):
     """Same arguments and result as the reference."""
-    widths = register_widths(program)
-    read = tuple(
-        _memory(one, len(shape) + 1, lanes(width, program))
-        for one, width in zip((first, *others), program.inputs, strict=True)
-    )
+    inputs = (first, *others)
     given = outputs or (None,) * len(program.results)
-    results = tuple(
-        torch.empty((*shape, lanes(widths[number], program)), dtype=dtype, device=first.device) if one is None else one
-        for number, dtype, one in zip(program.results, program.dtypes, given, strict=True)
+    plan = plan_of(
+        program,
+        tuple(shape),
+        tuple((one.shape, one.stride(), one.dtype) for one in inputs),
+        tuple(None if one is None else one.stride() for one in given),
     )
-    written = tuple(Memory(one.stride(), 0, one.dtype) for one in results)
-    plan = plan_of(program, tuple(shape), read, written)
+    results = tuple(
+        torch.empty(size, dtype=dtype, device=first.device) if one is None else one
+        for one, (size, dtype) in zip(given, plan.results, strict=True)
+    )
     arguments: list[Any] = []
-    for tensor, strides in zip((first, *others, *results), plan.strides, strict=True):
+    for tensor, strides in zip((*inputs, *results), plan.strides, strict=True):
         arguments += [tensor, *strides]
     launch(plan.kernel, plan.grid, *arguments, *plan.sizes, num_warps=plan.warps, enable_fp_fusion=False)
     return results
 
 
-def _memory(tensor: torch.Tensor, dims: int, width: int) -> Memory:
-    """Its strides where it is expanded to so many dimensions and lanes."""
-    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    last = tensor.shape[-1] if strides else 1
-    return Memory((0,) * (dims - len(strides)) + tuple(strides), 0 if last in (1, width) else last, tensor.dtype)
-
-
 @lru_cache(maxsize=4096)
 def plan_of(
-    program: RowProgram, shape: tuple[int, ...], inputs: tuple[Memory, ...], outputs: tuple[Memory, ...]
+    program: RowProgram,
+    shape: tuple[int, ...],
+    inputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
+    outputs: tuple[tuple[int, ...] | None, ...],
 ) -> Plan:
-    """How a call is launched."""
-    tensors = (*inputs, *outputs)
+    """How a call is launched. inputs: shapes, strides and dtypes; outputs: strides, of those that are given."""
+    widths = register_widths(program)
+    results = tuple(
+        ((*shape, lanes(widths[number], program)), dtype)
+        for number, dtype in zip(program.results, program.dtypes, strict=True)
+    )
+    read = [
+        expanded(*one, len(shape) + 1, lanes(width, program)) for one, width in zip(inputs, program.inputs, strict=True)
+    ]
+    written = [
+        Memory(contiguous(size) if strides is None else strides, 0, dtype)
+        for strides, (size, dtype) in zip(outputs, results, strict=True)
+    ]
+    tensors = read + written
     sizes, strides = collapsed(shape, [one.strides[:-1] for one in tensors])
     accesses = [access_of(rows, one) for rows, one in zip(strides, tensors, strict=True)]
     wide = any(farthest(sizes, rows, one, program.width) >= 2**31 for rows, one in zip(strides, tensors, strict=True))
@@ -75,7 +97,7 @@ def plan_of(
     for access, rows, one in zip(accesses, strides, tensors, strict=True):
         by_unit = tuple(stride // access.unit for stride in rows if stride)
         passed.append(by_unit + (one.strides[-1],) * (access.lanes < 0))
-    return Plan(kernel, (programs,), tuple(passed), sizes, tiling.warps)
+    return Plan(kernel, (programs,), tuple(passed), sizes, tiling.warps, results)
 
 
 @lru_cache(maxsize=1024)

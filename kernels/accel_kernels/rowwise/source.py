@@ -137,7 +137,8 @@ class Source:
     def _address(self, name: str, access: Access, place: TilePlace) -> str:
         if place.part < 0 or access.lanes == 0:
             return f"{name}_at + one"
-        factor = {1: "", 2: " * 2", -1: f" * {name}_lane"}[access.lanes]
+        far = ".to(tl.int64)" if self.tiling.wide else ""
+        factor = {1: "", 2: " * 2", -1: f"{far} * {name}_lane"}[access.lanes]
         return f"{name}_at + {self._repeated(access, f'({place.lanes})')}{factor}"
 
     @staticmethod

@@ -73,6 +73,18 @@ def form_of(program: RowProgram) -> str:
     return HALVES if HALF in register_widths(program) or not names.isdisjoint(MOVES_HALVES) else PLAIN
 
 
+def expanded(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, dims: int, width: int) -> Memory:
+    """A tensor where it is expanded to so many dimensions and lanes."""
+    moving = tuple(0 if one == 1 else stride for one, stride in zip(size, strides, strict=True))
+    last = size[-1] if size else 1
+    return Memory((0,) * (dims - len(size)) + moving, 0 if last in (1, width) else last, dtype)
+
+
+def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(size[d + 1 :]) for d in range(len(size)))
+
+
 def collapsed(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Sizes and strides of as few dimensions as there can be, the innermost first."""
     order = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: _nearness(d, strides))

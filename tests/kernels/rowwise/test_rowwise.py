@@ -101,6 +101,20 @@ def test_a_part_of_a_larger_buffer_is_written_and_nothing_else(take, shape):
     assert joint[:, :4].isnan().all() and torch.equal(joint[:, 4:], found)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, beyond the ends of rows
+@pytest.mark.parametrize("take", ["even", "first"])
+@pytest.mark.parametrize("width", [300, 2600])
+def test_a_long_row_is_held_in_several_tiles(take, width):
+    program = normed_rotary(width, torch.float32, take)
+    q, cos, sin = torch.randn(2, 2, 1, width).bfloat16(), torch.randn(2, 1, width), torch.randn(2, 1, width // 2)
+    given = q, torch.randn(width), cos, sin  # the last one repeated
+    (found,) = run(program, (2, 2, 1), *given)
+    (wanted,) = rowwise.reference(*given, program=program, shape=(2, 2, 1))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
+    again = rowwise.reference(*given[:3], sin.repeat(1, 1, 2), program=program, shape=(2, 2, 1))[0]
+    assert torch.equal(wanted, again)
+
+
 def sums(dims, width, *inputs):
     """x + y + z, rounded twice."""
     ops = (RowOp("add", (0, 1), 0.0, torch.bfloat16), RowOp("add", (3, 2), 0.0, torch.bfloat16))

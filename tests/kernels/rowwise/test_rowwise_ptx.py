@@ -1,0 +1,40 @@
+"""What the compiler makes of row programs at real sizes: memory in 16 bytes, and values that stay in their threads."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from support.kernels.compiler import in_a_process
+
+CHECK = """
+import re
+import torch
+from accel_kernels import rowwise
+from support.kernels.absent_gpu import GPU, absent_gpu
+
+CASES = ("flux-adaptive", "flux-rotary", "wan-across-heads", "halves-rotary", "flux2-swiglu")
+with absent_gpu(90) as found:
+    for case in rowwise.cases:
+        if case.name in CASES:
+            args, more = case.make(GPU, torch.bfloat16)
+            assert rowwise.supports(*args, **more) is None, case.name
+            rowwise.triton(*args, **more)
+    # Another number of rows is the same kernel.
+    name, make = next((case.name, case.make) for case in rowwise.cases if case.name == CASES[0])
+    (x, scale, shift), more = make(GPU, torch.bfloat16)
+    rowwise.triton(x[:, :77], scale, shift, **more | {"shape": (1, 77)})
+assert found[-1].kernel is found[0].kernel
+for launch in found[:-1]:
+    compiled = launch.compiled()
+    access = set(re.findall(r"(?:ld|st)\\.global[.\\w]*", compiled.asm["ptx"]))
+    assert access == {"ld.global.v4.b32", "st.global.v4.b32"}, access
+    assert "convert_layout" not in compiled.asm["ttgir"]
+    assert "fma" not in compiled.asm["ptx"] or "ex2" in compiled.asm["ptx"]  # but inside of functions
+    print(launch.name)
+"""
+
+
+def test_rows_are_read_and_written_in_16_bytes(tmp_path: Path):
+    assert len(in_a_process(CHECK, tmp_path).split()) == 5
