@@ -19,6 +19,9 @@ accel.optimize(pipe)  # and back again: accel.restore(pipe)"""
 
 def demo(
     model: Annotated[Path | None, typer.Option(help="a pipeline folder; examples/models/tiny-sd-digits")] = None,
+    transformer: Annotated[
+        Path | None, typer.Option(help="one with a diffusion transformer; examples/models/tiny-dit-digits")
+    ] = None,
     language_model: Annotated[Path | None, typer.Option(help="its folder; examples/models/tiny-lm")] = None,
     out: Annotated[Path, typer.Option(help="where to write the picture")] = Path("accel-demo.png"),
     steps: Annotated[int, typer.Option(min=1, help="denoising steps a picture")] = 30,
@@ -28,23 +31,28 @@ def demo(
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
 ) -> None:
-    """Draw ten digits and continue a prompt, stock and optimized from the same seeds, and compare them."""
-    from accel.demo import continuation, digits
+    """Draw ten digits by a UNet and by a transformer and continue a prompt, stock and optimized, and compare them."""
+    from accel.demo import contact_sheet, continuation, digits
 
-    folder = _found("--model", digits.find_model, model)
+    folders = (
+        _found("--model", digits.find_model, model),
+        _found("--transformer", digits.find_transformer, transformer),
+    )
     language_folder = _found("--language-model", continuation.find_model, language_model)
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     quiet()
     console = Console()
     with progress_bar(console) as progress:
-        drawn = digits.run(folder, place, kind, steps=steps, seed=seed, progress=progress)
+        drawn = [digits.run(folder, place, kind, steps=steps, seed=seed, progress=progress) for folder in folders]
         text = prompt or continuation.PROMPT
         written = continuation.run(
             language_folder, place, kind, prompt=text, new_tokens=tokens, seed=seed, progress=progress
         )
-    drawn.picture().save(out)
-    drawn.show(console)
+    contact_sheet.stack_sheets([comparison.picture() for comparison in drawn]).save(out)
+    for comparison in drawn:
+        comparison.show(console)
+        console.print()
     console.print(f"Picture: {out}\n", highlight=False)
     written.show(console)
     if place.type == "cpu":

@@ -1,6 +1,6 @@
-"""The first part: ten digits drawn by a small Stable Diffusion pipeline, stock and optimized, from the same seeds.
+"""The first two parts: ten digits drawn by a small pipeline with a UNet, and by one with a diffusion transformer.
 
-Two copies of the pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
+Two copies of a pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
 that nothing but the one line differs between them.
 """
 
@@ -27,20 +27,30 @@ from accel.demo.contact_sheet import contact_sheet
 from accel.demo.shipped import device_line, find_folder
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
+TRANSFORMER = Path("examples", "models", "tiny-dit-digits")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PROMPT = "a handwritten {}"
 AMPLIFY = 10  # the difference is drawn this many times as strong
 
 
 def find_model(folder: Path | None) -> Path:
-    """The given folder; without one, the digits pipeline of a checkout. Raises FileNotFoundError saying what to do."""
+    """The given folder; without one, the UNet's pipeline of a checkout. Raises FileNotFoundError saying what to do."""
     return find_folder(folder, MODEL, "pipeline", "model_index.json")
+
+
+def find_transformer(folder: Path | None) -> Path:
+    """The same of the transformer's pipeline."""
+    return find_folder(folder, TRANSFORMER, "pipeline", "model_index.json")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was drawn and measured; images are (height, width, 3) floats from 0 to 1."""
+    """What was drawn and measured; images are (height, width, 3) floats from 0 to 1.
 
+    drawn_by: "UNet" or "transformer".
+    """
+
+    drawn_by: str
     stock: list[np.ndarray]
     optimized: list[np.ndarray]
     stock_s: list[float]
@@ -63,15 +73,16 @@ class Comparison:
         return float("inf") if error == 0 else float(-10 * np.log10(error))
 
     def picture(self) -> Image.Image:
-        """Three labeled rows of ten: stock, accel, and what differs."""
+        """Three labeled rows of ten: stock, accel, and what differs; what drew them stands above."""
         difference = [np.abs(a - b) * AMPLIFY for a, b in zip(self.stock, self.optimized, strict=True)]
         rows = {"stock": self.stock, "accel": self.optimized, f"difference x{AMPLIFY}": difference}
-        return contact_sheet(rows, DIGITS[: len(self.stock)])
+        return contact_sheet(rows, DIGITS[: len(self.stock)], self.drawn_by)
 
     def table(self) -> Table:
         stock_s, optimized_s = statistics.median(self.stock_s), statistics.median(self.optimized_s)
         shown = Table(
-            title=f"{len(self.stock)} digits, {self.steps} steps each, on {self.machine}; medians", title_justify="left"
+            title=f"{self.drawn_by}: {len(self.stock)} digits of {self.steps} steps, on {self.machine}; medians",
+            title_justify="left",
         )
         shown.add_column("")
         for name in ("stock", "accel", "ratio"):
@@ -178,6 +189,7 @@ def run(
     again = _draw(accel.restore(optimized), warm, seed, steps)
     progress.advance(task)
     return Comparison(
+        drawn_by="transformer" if getattr(stock, "unet", None) is None else "UNet",
         stock=stock_images,
         optimized=optimized_images,
         stock_s=stock_s,

@@ -82,7 +82,18 @@ def pages(cells: Tensor, jitter: float) -> Tensor:
     return torch.tanh(10 * (0.45 - ink)).expand(-1, 3, -1, -1)
 
 
-def make_tokenizer() -> CLIPTokenizer:
+def training_pages() -> tuple[Tensor, Tensor]:
+    """The pages to learn from, (n, 3, 64, 64), and the digit on each; 297 scans are held out."""
+    # The split of tests/support/diffusion/digits.py: its reader is measured on digits that nothing was trained on.
+    scans = load_digits()
+    cells, _, labels, _ = train_test_split(
+        scans.images / 16, scans.target, test_size=297, random_state=0, stratify=scans.target
+    )
+    cells, labels = torch.tensor(cells, dtype=torch.float32), torch.tensor(labels)
+    return torch.cat([pages(cells, jitter=float(copy > 0)) for copy in range(COPIES)]), labels.repeat(COPIES)
+
+
+def make_tokenizer(length: int = 77) -> CLIPTokenizer:
     """A real CLIP tokenizer whose merges spell the words of the templates; all else falls back to single bytes."""
     words = sorted({word for template in TEMPLATES for word in template.split() if word != "{}"} | set(NAMES))
     merges = []
@@ -97,7 +108,7 @@ def make_tokenizer() -> CLIPTokenizer:
     symbols = sorted(ByteLevel.alphabet())
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges)]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer({token: i for i, token in enumerate(tokens)}, merges, model_max_length=77)
+    tokenizer = CLIPTokenizer({token: i for i, token in enumerate(tokens)}, merges, model_max_length=length)
     for word in words:
         assert tokenizer.tokenize(word) == [word + "</w>"], (word, tokenizer.tokenize(word))
     return tokenizer
@@ -235,17 +246,10 @@ def main(
     torch.use_deterministic_algorithms(True)
     random.seed(seed)
     torch.manual_seed(seed)
-    # The split of tests/support/diffusion/digits.py: its reader is measured on digits that nothing was trained on.
-    scans = load_digits()
-    cells, _, labels, _ = train_test_split(
-        scans.images / 16, scans.target, test_size=297, random_state=0, stratify=scans.target
-    )
-    cells, labels = torch.tensor(cells, dtype=torch.float32), torch.tensor(labels)
-    images = torch.cat([pages(cells, jitter=float(copy > 0)) for copy in range(COPIES)])
-
+    images, labels = training_pages()
     pipe = make_pipeline()
     fit_vae(pipe.vae, images, vae_steps)
-    fit_unet(pipe, encode(pipe.vae, images), labels.repeat(COPIES), steps)
+    fit_unet(pipe, encode(pipe.vae, images), labels, steps)
 
     pipe.save_pretrained(out)
     pipe.tokenizer.backend_tokenizer.model.save(str(out / "tokenizer"))  # vocab.json, merges.txt: for older libraries

@@ -10,7 +10,7 @@ import pytest
 from diffusers import UNet2DConditionModel
 
 from accel.bench.configs import TINY_UNET
-from support.command_line import CALL, DIGITS, run_command
+from support.command_line import CALL, DIGITS, TRANSFORMER_DIGITS, run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +77,14 @@ def test_verify_a_pipeline():
     assert result.exit_code == 0, result.output
     assert all(word in result.output for word in ("unet", "vae.decoder", "text_encoder", "whole output", "SSIM"))
     assert "passed: " in result.output
+
+
+def test_verify_a_pipeline_with_a_transformer():
+    result = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--json")
+    assert result.exit_code == 0, result.output
+    quality = json.loads(result.stdout)
+    encoders = {"text_encoder", "text_encoder_2", "text_encoder_3"}
+    assert quality["passed"] and set(quality["parts"]) == {"transformer", "vae.decoder", *encoders}
 
 
 def test_verify_as_json_and_without_a_prompt():

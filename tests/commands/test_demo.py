@@ -17,29 +17,33 @@ from accel.demo import contact_sheet, continuation, digits
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_command_draws_ten_digits_and_continues_a_prompt(tmp_path):
+def test_the_command_draws_ten_digits_twice_and_continues_a_prompt(tmp_path):
     out = tmp_path / "digits.png"
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "120"})
     arguments = ["demo", "--device", "cpu", "--steps", "2", "--out", str(out), "--model", str(ROOT / digits.MODEL)]
+    arguments += ["--transformer", str(ROOT / digits.TRANSFORMER)]
     arguments += ["--tokens", "8", "--prompt", "Mr. Darcy", "--language-model", str(ROOT / continuation.MODEL)]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     with Image.open(out) as picture:
         cell = contact_sheet.CELL + contact_sheet.GAP
-        assert picture.size == (contact_sheet.MARGIN + 10 * cell, contact_sheet.HEADER + 3 * cell)
-        assert len(np.unique(picture.convert("L"))) > 20
+        height = contact_sheet.HEADER + 3 * cell
+        assert picture.size == (contact_sheet.MARGIN + 10 * cell, 2 * height)
+        for top in (0, height):
+            assert len(np.unique(picture.crop((0, top, picture.width, top + height)).convert("L"))) > 20
+    assert "UNet: 10 digits of 2 steps" in result.output and "transformer: 10 digits of 2 steps" in result.output
     for words in ("time per image", "it/s", "peak memory", "time to ready", "max abs error", "PSNR", "bit-equal"):
-        assert words in result.output
+        assert result.output.count(words) >= 2
     for words in ("8 tokens after a prompt", "tokens per second", "same tokens", "both: Mr. Darcy", "On a CPU"):
         assert words in result.output
     assert "accel.optimize(pipe)" in result.output
 
 
-@pytest.fixture(scope="module")
-def comparison():
+@pytest.fixture(scope="module", params=[digits.MODEL, digits.TRANSFORMER], ids=lambda folder: folder.name)
+def comparison(request):
     with Progress(disable=True) as progress:
         return digits.run(
-            ROOT / digits.MODEL,
+            ROOT / request.param,
             torch.device("cpu"),
             torch.float32,
             steps=3,
@@ -64,16 +68,23 @@ def test_figures_are_of_this_run(comparison):
     assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.summary
 
 
-@pytest.mark.parametrize("part", [digits, continuation], ids=lambda part: part.__name__)
-def test_the_model_is_found_in_a_checkout_from_anywhere(part, tmp_path, monkeypatch):
+PARTS = {
+    digits.find_model: digits.MODEL,
+    digits.find_transformer: digits.TRANSFORMER,
+    continuation.find_model: continuation.MODEL,
+}
+
+
+@pytest.mark.parametrize("find", PARTS, ids=lambda find: PARTS[find].name)
+def test_the_model_is_found_in_a_checkout_from_anywhere(find, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert part.find_model(None).resolve() == (ROOT / part.MODEL).resolve()
+    assert find(None).resolve() == (ROOT / PARTS[find]).resolve()
 
 
-@pytest.mark.parametrize("part", [digits, continuation], ids=lambda part: part.__name__)
-def test_a_missing_model_is_named(part, tmp_path):
+@pytest.mark.parametrize("find", PARTS, ids=lambda find: PARTS[find].name)
+def test_a_missing_model_is_named(find, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        part.find_model(tmp_path / "nowhere")
+        find(tmp_path / "nowhere")
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +116,17 @@ def test_texts_that_part_are_both_shown(written):
 
 def test_the_contact_sheet_labels_and_enlarges():
     white, black = np.ones((8, 8, 3), np.float32), np.zeros((8, 8, 3), np.float32)
-    sheet = contact_sheet.contact_sheet({"a": [white, black], "b": [black, white]}, ["one", "two"])
+    sheet = contact_sheet.contact_sheet({"a": [white, black], "b": [black, white]}, ["one", "two"], "digits")
     cell = contact_sheet.CELL + contact_sheet.GAP
     assert sheet.size == (contact_sheet.MARGIN + 2 * cell, contact_sheet.HEADER + 2 * cell)
     assert sheet.getpixel((contact_sheet.MARGIN + cell + 4, contact_sheet.HEADER + 4)) == (0, 0, 0)
-    labels = np.asarray(sheet.crop((0, contact_sheet.HEADER, contact_sheet.MARGIN, sheet.height)))
-    assert (labels < 128).any()
+    for top, bottom in ((0, contact_sheet.HEADER), (contact_sheet.HEADER, sheet.height)):  # the title, the labels
+        assert (np.asarray(sheet.crop((0, top, contact_sheet.MARGIN, bottom))) < 128).any()
+
+
+def test_sheets_are_stacked_on_white():
+    small, wide = Image.new("RGB", (10, 4), "black"), Image.new("RGB", (20, 6), "red")
+    whole = contact_sheet.stack_sheets([small, wide])
+    assert whole.size == (20, 10)
+    assert whole.getpixel((5, 3)) == (0, 0, 0) and whole.getpixel((15, 3)) == (255, 255, 255)
+    assert whole.getpixel((19, 9)) == (255, 0, 0)

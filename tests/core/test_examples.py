@@ -46,6 +46,12 @@ def test_text_to_image(run, tmp_path):
     assert (tmp_path / "seven.png").stat().st_size > 500
 
 
+def test_text_to_image_transformer(run, tmp_path):
+    printed = run("text_to_image_transformer.py")
+    assert len(re.findall(r"image \d: [\d.]+ s", printed)) == 3 and "sites patched" in printed
+    assert (tmp_path / "drawn.png").stat().st_size > 500
+
+
 def test_batch_requests(run):
     printed = run("batch_requests.py")
     assert "9 of 9 requests answered" in printed and " ".join(map(str, range(1, 21))) in printed

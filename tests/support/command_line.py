@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from accel.commands.app import app
 
 DIGITS = Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
+TRANSFORMER_DIGITS = DIGITS.parent / "tiny-dit-digits"
 CALL = ("--device", "cpu", "--prompt", "a handwritten two", "--steps", "3")
 
 

@@ -1,0 +1,114 @@
+"""A real pipeline with a diffusion transformer, called as users call it: stock and optimized from the same seeds."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import accel
+from support.diffusion.drawing import draw
+
+FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """As a user loads it; only to be copied."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(FOLDER)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture
+def pipe(loaded):
+    """A pipeline of its own for every test."""
+    return copy.deepcopy(loaded)
+
+
+def same(ours, stock):
+    """Within one step of the eight bits an image has."""
+    assert ours.shape == stock.shape and np.isfinite(stock).all()
+    assert np.abs(ours - stock).max() <= 1.01 / 255
+
+
+def read(digits, images):
+    return digits.read_digits([Image.fromarray((image * 255).round().astype(np.uint8)) for image in images])
+
+
+def test_the_model_is_small_and_whole():
+    sizes = [file.stat().st_size for file in FOLDER.rglob("*") if file.is_file()]
+    assert sum(sizes) < 3e6
+    assert not [file for file in FOLDER.rglob("*") if file.suffix in (".bin", ".py", ".pt")]
+
+
+def test_digits_can_be_read_from_both(pipe, digits):
+    stock = draw(pipe, digits.PROMPTS, steps=6)
+    assert sum(np.equal(read(digits, stock), range(10))) >= 9
+    few_stock = draw(pipe, steps=2)
+    accel.optimize(pipe)
+    patched = {path.split(".")[0] for path, _, status, _ in accel.report(pipe).sites if status == "patched"}
+    assert patched >= {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "scheduler"}
+    ours = draw(pipe, digits.PROMPTS, steps=6)
+    assert sum(np.equal(read(digits, ours), range(10))) >= 9
+    same(ours, stock)
+    assert accel.report(pipe).fallbacks == []
+    same(draw(pipe, steps=2), few_stock)
+    accel.restore(pipe)
+    assert np.array_equal(draw(pipe, steps=2), few_stock)
+
+
+CALLS = {
+    "without-guidance": {"guidance_scale": 1.0},
+    "negative-prompt": {"guidance_scale": 3.0, "negative_prompt": "a handwritten one"},
+    "three-images": {"num_images_per_prompt": 3},
+    "wide": {"height": 48, "width": 80},
+    "two-prompts": {"prompts": ["seven", "a photo of the digit 2"]},
+    "prompts-apart": {"prompt_2": "a handwritten two", "prompt_3": "eight"},
+    "short-text": {"max_sequence_length": 32},
+    "layers-left-out": {"skip_guidance_layers": [1], "skip_layer_guidance_stop": 0.6},
+    "shifted": {"mu": 1.2},
+}
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way_of_calling(pipe, name):
+    call = {"steps": 3} | CALLS[name]
+    if "mu" in call:
+        pipe.scheduler.register_to_config(use_dynamic_shifting=True)
+
+    def drawn():
+        return draw(pipe, **call, generator=torch.Generator().manual_seed(0))
+
+    stock = drawn()
+    accel.optimize(pipe)
+    same(drawn(), stock)
+
+
+def test_image_to_image_shares_the_models(pipe):
+    from diffusers import StableDiffusion3Img2ImgPipeline
+
+    accel.optimize(pipe)
+    other = StableDiffusion3Img2ImgPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    call = {"image": Image.new("RGB", (64, 64), "white"), "strength": 0.8, "steps": 4}
+    ours = draw(other, "a handwritten two", **call)
+    assert accel.report(other).sites == accel.report(pipe).sites
+    accel.restore(other)
+    assert accel.report(pipe).sites == []
+    same(ours, draw(other, "a handwritten two", **call))
+
+
+def test_save_and_load_an_optimized_pipeline(pipe, tmp_path):
+    stock = draw(pipe, steps=2)
+    accel.optimize(pipe)
+    pipe.save_pretrained(tmp_path)
+    assert accel.report(pipe).sites
+    loaded = type(pipe).from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert np.array_equal(draw(loaded, steps=2), stock)
