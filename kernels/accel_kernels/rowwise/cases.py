@@ -188,7 +188,7 @@ CASES = (
     _case("sd3-adaptive-b2", (2, 4096, 1536), _adaptive),
     _case("flux-residual", (1, 4096, 3072), _residual),
     _case("z-image-tanh", (1, 4128, 3840), _tanh),
-    _case("wan-tokens", (1, 32760, 1536), _tokens),
+    _case("wan-tokens", (1, 6240, 3072), _tokens),
     _case("flux-rotary", (1, 4096, 24, 128), _rotary("even")),
     _case("flux-rotary-b2", (2, 1024, 24, 128), _rotary("even")),
     _case("wan-across-heads", (1, 32760, 1536), _across(128)),
