@@ -7,7 +7,7 @@ import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
 from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
-from accel.diffusion.dit.schedule import Copy, Schedule, TorchCall, Unit
+from accel.diffusion.dit.schedule import Copy, GeluProduct, Schedule, TorchCall, Unit
 from accel.patching.fast_forward import Kernels
 
 Slots = list[torch.Tensor | None]
@@ -40,12 +40,13 @@ class Executable:
 
     def __init__(self, schedule: Schedule, kernels: Kernels):
         self.values, self.kernels = schedule.program.values, kernels
-        self.result, self.units = schedule.program.result, schedule.units
+        self.result, self.units, self.layouts = schedule.program.result, schedule.units, schedule.layouts
         roots = [(value.number, value.root) for value in self.values if value.root is not None]
         taken = {number for unit in self.units for number in unit.takes} | set(refs(self.result))
         self.inputs = [(number, place) for number, (kind, place) in roots if kind == "input" and number in taken]
         self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
-        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, TorchCall) else () for u in self.units]
+        calls = (TorchCall, GeluProduct)
+        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, calls) else () for u in self.units]
         kept = set(refs(self.result))
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
         self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
@@ -75,9 +76,19 @@ class Executable:
         elif isinstance(unit, Copy):
             source = _read(unit.source, slots)
             self._place(unit.output, slots, source.device).copy_(source)
+        elif isinstance(unit, GeluProduct):
+            self._activate(unit, given[0].filled(slots), slots)
         else:
             args, kwargs = (tree.filled(slots) for tree in given)
             _store(unit.step.result, self._function(unit.step.name, unit.step.function, args, kwargs), slots)
+
+    def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
+        x, weight, bias = args
+        if unit.output.window is None:
+            slots[unit.output.number] = self.kernels.linear(x, weight, bias, gelu=True)
+        else:
+            out = self._place(unit.output, slots, x.device)
+            self.kernels.linear(x, weight, bias, gelu=True, out=out)
 
     def _function(self, name: str, function: Callable, args: list | tuple, kwargs: dict) -> Any:
         if name == "linear" and len(args) == 3 and not kwargs:
@@ -105,7 +116,9 @@ class Executable:
         whole = slots[output.number]
         if whole is None:
             value = self.values[output.number]
-            whole = slots[output.number] = _empty(value, device)
+            stride = self.layouts.get(output.number)
+            whole = _empty(value, device) if stride is None else _strided(value, stride, device)
+            slots[output.number] = whole
         return whole if output.window is None else _windowed(whole, output.window)
 
 
@@ -113,9 +126,13 @@ def _filled(tree: Any, slots: Slots) -> Any:
     return replaced(tree, lambda one: slots[one.number] if isinstance(one, Ref) else one)
 
 
+def _strided(value: TensorValue, stride: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
+
+
 def _empty(value: TensorValue, device: torch.device) -> torch.Tensor:
     if value.dense and value.base == value.number and value.stride[-1] == 1:
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        return _strided(value, value.stride, device)
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 

@@ -7,9 +7,12 @@ these write next to each other. Where something else takes it, the passes that m
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
+
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
+from accel.diffusion.dit.operations import FLOATS, operation_of
 from accel.diffusion.dit.program import Program, Ref, TorchStep, refs
-from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
+from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
 
 
 @dataclass
@@ -45,7 +48,24 @@ class Copy:
         return {self.output.number}
 
 
-Unit = Pass | TorchCall | Copy
+@dataclass
+class GeluProduct:
+    """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
+
+    step: TorchStep
+    output: Output
+    place: int
+
+    @property
+    def takes(self) -> set[int]:
+        return set(self.step.taken)
+
+    @property
+    def makes(self) -> set[int]:
+        return {self.output.number}
+
+
+Unit = Pass | TorchCall | Copy | GeluProduct
 
 
 class Schedule:
@@ -55,6 +75,7 @@ class Schedule:
         self.program, self.regions = program, Regions(program)
         self.results = set(refs(program.result))
         self.dropped: list[str] = []
+        self.layouts: dict[int, tuple[int, ...]] = {}  # strides of values that need not lie as torch has them
         self.units = self._scheduled()
 
     def _scheduled(self) -> list[Unit]:
@@ -90,7 +111,42 @@ class Schedule:
                 calls[makers[number]] = TorchCall(steps[makers[number]], makers[number])
                 needed += calls[makers[number]].takes
         units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
-        return self._ordered(self._concatenated(units), regions)
+        return self._ordered(self._activated(self._concatenated(units)), regions)
+
+    def _activated(self, units: list[Unit]) -> list[Unit]:
+        """Where a GELU takes a linear's result, and nothing else does, both are one."""
+        makers = {number: unit for unit in units if isinstance(unit, TorchCall) for number in unit.makes}
+        users = self._users(units)
+        for unit in list(units):
+            found = self._gelu(unit)
+            product = None if found is None else makers.get(found[0])
+            if found is None or product is None or product.step.name != "linear" or users[found[0]] != 1:
+                continue
+            if len(product.step.args) == 3 and not product.step.kwargs:
+                units.remove(unit)
+                units.remove(product)
+                units.append(GeluProduct(product.step, found[1], unit.place))
+        return units
+
+    def _gelu(self, unit: Unit) -> tuple[int, Output] | None:
+        """What a unit takes and where it puts it, if GELU by the tanh formula is all that it does."""
+        if isinstance(unit, Pass):
+            alone = [op.name for op in unit.program.ops] == ["gelu_tanh"] and len(unit.outputs) == 1
+            whole = alone and unit.inputs[0] == Input(unit.inputs[0].number)
+            return (unit.inputs[0].number, unit.outputs[0]) if whole else None
+        if isinstance(unit, TorchCall) and unit.step.name == "gelu" and isinstance(unit.step.result, Ref):
+            operation = operation_of(unit.step, self.program.values)
+            if operation is not None and operation.name == "gelu_tanh":
+                return unit.step.taken[0], Output(unit.step.result.number)
+        return None
+
+    def _users(self, units: list[Unit]) -> dict[int, int]:
+        """How many units take each value, one more for what is returned."""
+        users: dict[int, int] = dict.fromkeys(self.results, 1)
+        for unit in units:
+            for number in unit.takes:
+                users[number] = users.get(number, 0) + 1
+        return users
 
     def _passes(self, region: Region, results: list[int]) -> list[Unit]:
         whole: list[tuple[Window | None, dict[int, int]]] = [(None, {})]
@@ -141,18 +197,18 @@ class Schedule:
 
     def _concatenated(self, units: list[Unit]) -> list[Unit]:
         """Passes write their results right where they are put together."""
-        users: dict[int, int] = {number: 1 for number in self.results}
-        for unit in units:
-            for number in unit.takes:
-                users[number] = users.get(number, 0) + 1
+        users = self._users(units)
         makers = {n: unit for unit in units if isinstance(unit, Pass) for n in unit.makes}
         for call in [unit for unit in units if isinstance(unit, TorchCall)]:
             number = call.step.result.number if isinstance(call.step.result, Ref) else -1
             dim = self._concatenation(number) if number >= 0 else None
             pieces = call.step.taken
             direct = [piece in makers and users[piece] == 1 and self._whole(makers[piece], piece) for piece in pieces]
-            if dim is None or not any(direct):
+            attended = self._attended(number, units)
+            if dim is None or not (any(direct) or (attended and self._strided(pieces))):
                 continue
+            if attended:
+                self.layouts[number] = like(self.program.values[number].shape, self.program.values[pieces[0]].stride)
             start = 0
             units.remove(call)
             for piece, written in zip(pieces, direct, strict=True):
@@ -163,8 +219,27 @@ class Schedule:
                     one = makers[piece]
                     one.outputs = [output if out.number == piece else out for out in one.outputs]
                 else:
-                    units.append(Copy(Input(piece), output, call.place))
+                    units.append(self._copy(piece, output, call.place))
         return units
+
+    def _attended(self, number: int, units: list[Unit]) -> bool:
+        """Whether attention alone takes the value, which takes any layout."""
+        users = [unit for unit in units if number in unit.takes]
+        names = {unit.step.name if isinstance(unit, TorchCall) else "" for unit in users}
+        return names == {"scaled_dot_product_attention"} and number not in self.results
+
+    def _strided(self, numbers: list[int]) -> bool:
+        """Whether none of the values lies in the order of its dimensions."""
+        values = [self.program.values[number] for number in numbers]
+        return all(list(value.stride) != sorted(value.stride, reverse=True) for value in values)
+
+    def _copy(self, number: int, output: Output, place: int) -> Unit:
+        value = self.program.values[number]
+        if value.dtype not in FLOATS or value.shape[-1] < LEAST or value.stride[-1] != 1 or value.pinned:
+            return Copy(Input(number), output, place)
+        rows, width = len(value.shape) - 1, value.shape[-1]
+        same = RowProgram(rows, width, (FULL,), (RowOp("round", (0,), 0.0, value.dtype),), (1,), (value.dtype,))
+        return Pass(same, value.shape[:-1], [Input(number)], [output], place)
 
     def _whole(self, unit: Pass, number: int) -> bool:
         return next(out.window is None for out in unit.outputs if out.number == number)
@@ -204,6 +279,15 @@ class Schedule:
             stuck = next(unit for i, unit in enumerate(units) if waiting[i] and isinstance(unit, Pass))
             raise _Dropped(next(one for one in regions if one.steps[-1] == stuck.place), "it waits for itself")
         return order
+
+
+def like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of this shape, densely, in the order of dimensions that these strides have."""
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
+        found[dim] = step
+        step *= shape[dim]
+    return tuple(found)
 
 
 class _Dropped(Exception):

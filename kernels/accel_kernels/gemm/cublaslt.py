@@ -12,7 +12,7 @@ import torch
 COMPUTE_32F, REAL_32F = 68, 0
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 TRANSPOSE_A, EPILOGUE, BIAS_POINTER, BIAS_TYPE = 3, 7, 8, 26
-EPILOGUE_BIAS = 4
+EPILOGUE_BIAS, EPILOGUE_GELU = 4, 32  # GELU by the tanh formula; both where both are set
 MAX_WORKSPACE_BYTES = 1
 WORKSPACE = 32 * 2**20
 CANDIDATES = 4  # later ones were the fastest of no product of SD1.5 by more than the noise (H200)
@@ -46,19 +46,33 @@ class CublasLt:
 
 
 class Product:
-    """y = x W^T (+ bias) (+ residual), x: (M, K), W: (N, K), all contiguous, one 16-bit dtype; algorithms by rank."""
+    """y = x W^T (+ bias) (+ residual), x: (M, K), W: (N, K), all contiguous, one 16-bit dtype; algorithms by rank.
 
-    def __init__(self, lt: CublasLt, rows: int, outs: int, depth: int, dtype: torch.dtype, bias: bool):
+    gelu: y = gelu_tanh(x W^T + bias), rounded once. apart: elements from one row of y to the next, N if contiguous.
+    """
+
+    def __init__(
+        self,
+        lt: CublasLt,
+        rows: int,
+        outs: int,
+        depth: int,
+        dtype: torch.dtype,
+        bias: bool,
+        gelu: bool = False,
+        apart: int | None = None,
+    ):
         self.lt, self.shape, self.dtype, self.bias = lt, (rows, outs, depth), dtype, bias
         self.description = c_void_p()
         lt._call("MatmulDescCreate", byref(self.description), COMPUTE_32F, REAL_32F)
         self._set(TRANSPOSE_A, c_int32(1))
+        if bias or gelu:
+            self._set(EPILOGUE, c_int32(EPILOGUE_BIAS * bias | EPILOGUE_GELU * gelu))
         if bias:
-            self._set(EPILOGUE, c_int32(EPILOGUE_BIAS))
             self._set(BIAS_TYPE, c_int32(TYPES[dtype]))
         # Column-major to the library: y^T (N, M) = W^T' x^T, each leading dimension a row of ours.
         self.weight, self.input, self.output = (
-            self._layout(*sizes) for sizes in ((depth, outs), (depth, rows), (outs, rows))
+            self._layout(*sizes) for sizes in ((depth, outs, depth), (depth, rows, depth), (outs, rows, apart or outs))
         )
         self.algorithms = self._algorithms()
 
@@ -67,9 +81,9 @@ class Product:
             "MatmulDescSetAttribute", self.description, attribute, byref(value), c_size_t(ctypes.sizeof(value))
         )
 
-    def _layout(self, rows: int, columns: int) -> c_void_p:
+    def _layout(self, rows: int, columns: int, apart: int) -> c_void_p:
         layout = c_void_p()
-        sizes = (c_uint64(rows), c_uint64(columns), c_int64(rows))
+        sizes = (c_uint64(rows), c_uint64(columns), c_int64(apart))
         self.lt._call("MatrixLayoutCreate", byref(layout), TYPES[self.dtype], *sizes)
         return layout
 

@@ -18,11 +18,19 @@ from accel_kernels.warmup import warming_up
 
 TORCH = "torch"
 LEAST_GAIN = 0.03  # of the time; closer ones are noise
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 REACH = 2.0  # factor between two numbers of rows up to which torch's own being the best for one is taken for the other
 
 
-def torch_linear(x, weight, bias=None, residual=None):
-    """residual + x W^T + b, by torch: one product where there is not both a bias and a residual."""
+def torch_linear(x, weight, bias=None, residual=None, gelu=False, out=None):
+    """residual + x W^T + b, by torch: one product where there is not both a bias and a residual.
+
+    gelu: GELU of it by the tanh formula, and no residual. out: where it is written and what is returned, if given.
+    """
+    if out is not None:
+        return out.copy_(torch_linear(x, weight, bias, residual, gelu))
+    if gelu:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     if residual is None:
         return F.linear(x, weight, bias)
     if bias is not None:
@@ -37,8 +45,17 @@ def _as_torch_alone_may() -> bool:
     return full or torch.are_deterministic_algorithms_enabled()
 
 
+def _in_rows(out: torch.Tensor, width: int) -> bool:
+    """Whether it is rows of this width at equal distances, of which 16 bytes each can be written at once."""
+    apart, fit = out.stride(-2), out.shape[-1] == width and out.stride(-1) == 1
+    sizes, strides = out.shape[-2::-1], out.stride()[-2::-1]
+    even = all(wide == apart * torch.Size(sizes[:i]).numel() for i, wide in enumerate(strides) if sizes[i] > 1)
+    return fit and even and apart >= width and not (out.data_ptr() % 16 or apart % 8)
+
+
 class LinearChooser(Choices):
-    """Callable like `torch_linear`: (..., K), (N, K), (N,) or None, (..., N) or None -> (..., N).
+    """Callable like `torch_linear`: (..., K), (N, K), (N,) or None, (..., N) or None -> (..., N). GELU is an epilogue,
+    which rounds once, and out may have rows that lie apart.
 
     Falls back to torch for other dtypes, layouts and devices, and where the library cannot be loaded. cache: see
     `Choices`.
@@ -50,25 +67,29 @@ class LinearChooser(Choices):
         self.lt: CublasLt | None = None
         self.broken = torch.version.cuda is None
 
-    def __call__(self, x, weight, bias=None, residual=None):
+    def __call__(self, x, weight, bias=None, residual=None, gelu=False, out=None):
         given = x, weight, bias, residual
-        if self.broken or _as_torch_alone_may() or self._refuses(*given):
-            return torch_linear(*given)
+        if self.broken or _as_torch_alone_may() or self._refuses(*given, gelu, out):
+            return torch_linear(*given, gelu, out)
         rows = x.numel() // x.shape[-1]
         more = "".join(f" {name}" for name, t in (("bias", bias), ("residual", residual)) if t is not None)
-        key = f"{rows}x{weight.shape[0]}x{x.shape[-1]} {str(x.dtype)[6:]}{more}"
+        apart = weight.shape[0] if out is None else out.stride(-2)
+        how = f"{' gelu' if gelu else ''}{'' if apart == weight.shape[0] else f' {apart} apart'}"
+        key = f"{rows}x{weight.shape[0]}x{x.shape[-1]} {str(x.dtype)[6:]}{more}{how}"
         if not torch.cuda.is_current_stream_capturing():
             if key not in self.choices and not warming_up():
-                self._ask(key, *given)
-            return torch_linear(*given)
+                self._ask(key, *given, gelu, apart)
+            return torch_linear(*given, gelu, out)
         choice = self.choices.get(key, TORCH)
         if choice == TORCH:
-            return torch_linear(*given)
-        return self._run(self.products[key], int(choice), *given)
+            return torch_linear(*given, gelu, out)
+        return self._run(self.products[key], int(choice), *given, out)
 
-    def _refuses(self, x, weight, bias, residual) -> bool:
+    def _refuses(self, x, weight, bias, residual, gelu, out) -> bool:
         return (
-            not x.is_cuda
+            (residual is not None and (gelu or out is not None))
+            or (out is not None and not _in_rows(out, weight.shape[0]))
+            or not x.is_cuda
             or x.dtype not in TYPES
             or weight.dtype != x.dtype
             or not (x.is_contiguous() and weight.is_contiguous())
@@ -86,47 +107,59 @@ class LinearChooser(Choices):
         rows, outs, depth = map(int, shape.split("x"))
         return Place((outs, depth, *kind), (rows,))
 
-    def _ask(self, key: str, x, weight, bias, residual) -> None:
+    def _ask(self, key: str, x, weight, bias, residual, gelu: bool, apart: int) -> None:
         stored = self.stored(key)
-        if stored == TORCH or (stored is not None and self._holds(stored, key, x, bias, weight)):
+        if stored == TORCH or (stored is not None and self._holds(stored, key, x, bias, weight, gelu, apart)):
             self.learn(key, stored)
         elif stored is None and self.neighbor(key, REACH) == TORCH:
             self.adopt(key, TORCH)
         else:
             flat = x.view(-1, x.shape[-1])
             added = None if residual is None else residual.view(-1, residual.shape[-1])
-            others = [None if t is None else Form.of(t) for t in (bias, added)]
-            self.decide(key, partial(self._trial, key, Form.of(flat), Form.of(weight), *others), TORCH)
+            bias_form, added_form = (None if t is None else Form.of(t) for t in (bias, added))
+            forms = (Form.of(flat), Form.of(weight), bias_form, added_form)
+            trial = partial(self._trial, key, *forms, gelu, apart)
+            self.decide(key, trial, TORCH)
 
-    def _run(self, product, rank, x, weight, bias, residual):
-        y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)
+    def _run(self, product, rank, x, weight, bias, residual, out=None):
+        y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype) if out is None else out
         product.run(rank, x, weight, bias, residual, y)
         return y
 
-    def _product(self, key: str, rows: int, weight, bias: bool) -> Product | None:
+    def _product(self, key: str, rows: int, weight, bias: bool, gelu: bool, apart: int) -> Product | None:
         """weight: a tensor, or its form."""
         try:
             if self.lt is None:
                 self.lt = CublasLt()
             outs, depth = weight.shape
-            self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias)
+            self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias, gelu, apart)
         except (OSError, RuntimeError, AttributeError):  # no such library, or one that knows nothing of this product
             self.broken = self.lt is None
             return None
         return self.products[key]
 
-    def _holds(self, stored: str, key: str, x, bias, weight) -> bool:
-        product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None)
+    def _holds(self, stored: str, key: str, x, bias, weight, gelu: bool, apart: int) -> bool:
+        product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None, gelu, apart)
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
-    def _trial(self, key: str, x: Form, weight: Form, bias: Form | None, residual: Form | None) -> Iterator[str | None]:
+    def _trial(
+        self, key: str, x: Form, weight: Form, bias: Form | None, residual: Form | None, gelu: bool, apart: int
+    ) -> Iterator[str | None]:
         """A step runs one algorithm for the first time, or lets all race; it leaves no tensors behind."""
 
-        def given() -> list[torch.Tensor | None]:
-            return [None if form is None else form.filled() for form in (x, weight, bias, residual)]
+        outs = weight.shape[0]
+
+        def given() -> Given:
+            more = (None if form is None else form.filled() for form in (bias, residual))
+            return x.filled(), weight.filled(), next(more), next(more)
+
+        def out() -> torch.Tensor | None:
+            if apart == outs:
+                return None
+            return torch.empty(x.shape[0], apart, device=x.device, dtype=x.dtype)[:, :outs]
 
         with torch.cuda.device(x.device):
-            product = self._product(key, x.shape[0], weight, bias is not None)
+            product = self._product(key, x.shape[0], weight, bias is not None, gelu, apart)
         if product is None:
             yield TORCH
             return
@@ -134,23 +167,24 @@ class LinearChooser(Choices):
         for rank in range(len(product.algorithms)):
             yield None
             with torch.cuda.device(x.device):
-                if self._agrees(product, rank, *given()):
+                if self._agrees(product, rank, *given(), gelu, out()):
                     ranks.append(rank)
         if not ranks:
             yield TORCH
             return
         yield None
         with torch.cuda.device(x.device):
-            tensors = given()
-            runs = [partial(self._run, product, rank, *tensors) for rank in ranks]
-            own, *times = race([partial(torch_linear, *tensors), *runs])
+            tensors, place = given(), out()
+            runs = [partial(self._run, product, rank, *tensors, place) for rank in ranks]
+            own, *times = race([partial(torch_linear, *tensors, gelu, place), *runs])
         best = min(times)
         yield str(ranks[times.index(best)]) if best < (1 - LEAST_GAIN) * own else TORCH
 
-    def _agrees(self, product: Product, rank: int, *given) -> bool:
-        wanted = torch_linear(*given)
+    def _agrees(self, product: Product, rank: int, x, weight, bias, residual, gelu: bool, out) -> bool:
+        given = x, weight, bias, residual
+        wanted = torch_linear(*given, gelu)
         try:
-            off = (self._run(product, rank, *given) - wanted).abs().max()
+            off = (self._run(product, rank, *given, out) - wanted).abs().max()
         except RuntimeError:  # named by the heuristic, refused by the library
             return False
         return bool(off <= ALGORITHM * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from accel.diffusion.dit.lowering import Window
+from accel.diffusion.dit.schedule import GeluProduct
 from support.diffusion.programs import Formula, Planned
 
 B, S, T, H, D = 2, 6, 3, 2, 8
@@ -118,7 +120,8 @@ def test_what_a_product_gives_is_activated_into_the_place_where_it_is_put_togeth
         return F.linear(torch.cat([x, F.gelu(F.linear(x, w), approximate="tanh")], dim=2), torch.cat([w, w], 1))
 
     planned = Planned(Formula(forward, w=rand(C, C)), rand(B, S, C))
-    assert [one.outputs[0].window is not None for one in planned.passes] == [True] and planned.equal()
+    products = [unit for unit in planned.schedule.units if isinstance(unit, GeluProduct)]
+    assert [one.output.window for one in products] == [Window(-1, C, C)] and planned.equal()
 
 
 def test_a_residual_taken_twice_is_written_once():

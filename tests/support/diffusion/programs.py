@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from accel_kernels import rowwise
+from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 
 from accel.diffusion.dit.executable import Executable
@@ -31,7 +32,7 @@ def plain_kernels(kernel=rowwise.reference):
     def attention(q, k, v, scale=None):
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
-    return SimpleNamespace(rowwise=kernel, linear=F.linear, attention=attention)
+    return SimpleNamespace(rowwise=kernel, linear=torch_linear, attention=attention)
 
 
 class Planned:
