@@ -129,7 +129,7 @@ def rows_of(name: str, tokens: tuple[int, ...], wide: bool, number: str | None =
                 continue
             row["ways"][way] = microseconds(run) if off < 0.03 else f"off by {off:.1e}"
         timed = {way: us for way, us in row["ways"].items() if isinstance(us, float)}
-        row["likely"] = likely_way(count, chosen, many, number is not None)
+        row["likely"] = likely_way(count, chosen, many, 2 if number is None else 1)
         row["best"] = min(timed, key=timed.__getitem__, default=None)
         found.append(row)
         told = ", ".join(f"{way} {us:.1f}" for way, us in sorted(timed.items(), key=lambda one: one[1])[:6])

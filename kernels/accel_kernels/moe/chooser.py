@@ -19,27 +19,31 @@ LEAST_GAIN = 0.03  # of the time; closer ones are noise
 MOST_TIMED = 16  # tokens that are also timed one by one; no expert has more pairs than the smallest tile
 
 
-def likely_way(tokens: int, chosen: int, many: int, quantized: bool = False) -> str:
-    """What runs where nothing was measured: the name of a tile or of WRITTEN, or GEMV."""
-    if quantized and mean_pairs(tokens * chosen, many) > WRITES:
+def likely_way(tokens: int, chosen: int, many: int, itemsize: int = 2) -> str:
+    """What runs where nothing was measured: the name of a tile or of WRITTEN, or GEMV. itemsize: see `likely_tile`."""
+    if itemsize == 1 and mean_pairs(tokens * chosen, many) > WRITES:
         return list(WRITTEN)[-1]
-    return GEMV if tokens <= MOST_TOKENS else likely_tile(tokens * chosen, many)
+    return GEMV if tokens <= MOST_TOKENS else likely_tile(tokens * chosen, many, itemsize)
 
 
-def possible_ways(tokens: int, chosen: int, many: int, quantized: bool = False) -> list[str]:
+def possible_ways(tokens: int, chosen: int, many: int, itemsize: int = 2) -> list[str]:
     """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself; for
     many of an expert in fewer bits, that it is written out first.
     """
-    names, likely = list(TILES), likely_way(tokens, chosen, many, quantized)
+    names, likely = list(TILES), likely_way(tokens, chosen, many, itemsize)
     if tokens <= MOST_TIMED:
-        found = [likely, GEMV, likely_tile(tokens * chosen, many)]
+        found = [likely, GEMV, likely_tile(tokens * chosen, many, itemsize)]
     else:
-        place = names.index(WRITTEN.get(likely, likely))
-        last = place + 2 if TILES[names[place]].rows < 64 else len(names)
-        found = [likely, *names[max(0, place - 1) : place], *names[place + 1 : last]]
-    if quantized and mean_pairs(tokens * chosen, many) > MAY_WRITE:
-        found += [likely_tile(tokens * chosen, many), *WRITTEN]
+        place, large = names.index(WRITTEN.get(likely, likely)), names.index("64")
+        found = [likely, *names[max(0, min(place - 1, large)) : place + 2 if place < large else len(names)]]
+    if itemsize == 1 and mean_pairs(tokens * chosen, many) > MAY_WRITE:
+        found += WRITTEN
     return list(dict.fromkeys(found))
+
+
+def itemsize_of(dtype: torch.dtype, weights: ExpertWeights) -> int:
+    """For `likely_way`; dtype: of the tokens."""
+    return 1 if isinstance(weights.down, Quantized) else dtype.itemsize
 
 
 class ExpertsChooser(Choices):
@@ -61,11 +65,11 @@ class ExpertsChooser(Choices):
         (tokens, chosen), many = index.shape, weights.experts
         stack = weights.gate_up
         stored = "rows" if weights.by_rows[0] else "columns"
-        if quantized := isinstance(stack, Quantized):
+        if isinstance(stack, Quantized):
             stored = f"{str(stack.data.dtype)[6:]}x{stack.scales.shape[1]}{'' if stack.zeros is None else ' zeros'}"
         kind = f"{str(x.dtype)[6:]} {stored}{' interleaved' if weights.interleaved else ''}"
         key = f"{power_of_two(tokens)}x{chosen}x{many}x{weights.inner}x{weights.hidden} {kind}"
-        choice, likely = self.choices.get(key), likely_way(tokens, chosen, many, quantized)
+        choice, likely = self.choices.get(key), likely_way(tokens, chosen, many, itemsize_of(x.dtype, weights))
         if choice is not None:
             return choice
         if torch.cuda.is_current_stream_capturing() or not collecting():
@@ -81,9 +85,8 @@ class ExpertsChooser(Choices):
         self, key: str, dtype: torch.dtype, tokens: int, chosen: int, weights: ExpertWeights
     ) -> Iterator[str | None]:
         """A step runs one way for the first time, or lets all race."""
-        quantized, device = isinstance(weights.down, Quantized), weights.down.data.device
-        names = possible_ways(tokens, chosen, weights.experts, quantized)
-        stored = self.stored(key)
+        device, stored = weights.down.data.device, self.stored(key)
+        names = possible_ways(tokens, chosen, weights.experts, itemsize_of(dtype, weights))
         if stored in names:
             self.learn(key, stored)
             return

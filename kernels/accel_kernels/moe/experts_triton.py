@@ -1,17 +1,18 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, and what is therefore expected (no measurement), for Qwen3-30B-A3B on a card of 4.2 TB/s and 700
-TFLOP/s: 48 layers of 1.2 GB of experts each.
+What bounds them, for Qwen3-30B-A3B on an H200 at 4.2 TB/s and 700 TFLOP/s: 48 layers of 1.2 GB of experts each.
+Measured in bf16 (`nvidia-h200-experts.json`), microseconds a layer beside what bounds it:
 
-- One token reads its 8 experts: 75 MB a layer, 18 us. Every token more reads its own; no weight is read for two.
-- Grouped, an expert's weights are read once however many tokens chose it: 32 tokens hit 112 of 128 experts, 0.25 ms a
-  layer, 12 ms in all; from 64 tokens on nearly all are hit, 0.29 ms a layer. Up to some 128 tokens memory bounds, and
+- One token reads its 8 experts, 75 MB: 27 for 18. Every token more reads its own; no weight is read for two.
+- Grouped, an expert's weights are read once however many tokens chose it: 32 tokens hit 109 of 128 experts, 243 for
+  245; from 64 tokens on nearly all are hit, 282 for 283, and 292 for 288 at 128 tokens. Up to there memory bounds, and
   what counts is how many loads are under way: small tiles, several programs to a multiprocessor.
-- 2,048 tokens: 16,384 pairs, 128 to an expert, 155 GFLOP a layer: 0.22 ms, still below the 0.29 ms of the weights. The
-  programs of one expert that need the same weights follow each other (tiles are the first dimension of the grid), so
-  that the second finds them in the L2 cache.
-  An expert's last few pairs cost a tile of their own, every second expert's here: 190 tiles of 128 rows where 128 would
-  do. 3 GB come from the L2 cache, which bounds more than the tensor cores do.
+- 2,048 tokens: 16,384 pairs, 128 to an expert, 155 GFLOP a layer: 578 for 288. The programs of one expert that need the
+  same weights follow each other (tiles are the first dimension of the grid), so that the second finds them in the L2
+  cache. An expert's last few pairs cost a tile of their own, every second expert's here: 190 tiles of 128 rows where
+  128 would do. 3 GB come from the L2 cache, which bounds more than the tensor cores do.
+- In int8 (`nvidia-h200-experts-int8.json`) half the bytes are read, and what is computed for them bounds sooner: 18 for
+  9, 152 for 125, 182 for 144 and 682 for 221 at 1, 32, 128 and 2,048 tokens.
 - Beside the products: 2 x T k (I + H) numbers between kernels, 3 launches.
 """
 
@@ -23,7 +24,7 @@ from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.launch import power_of_two
-from accel_kernels.moe.chooser import likely_way
+from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import (
     expert_columns_down_kernel,
     expert_columns_up_kernel,
@@ -57,7 +58,7 @@ def experts(x, index, shares, weights, *, tile=None):
                 _grouped(x, index, shares, written, TILES[name])
         return [_one_by_one(x, index, shares, weights, across) for across in ACROSS][-1]
     if tile is None:
-        tile = likely_way(*index.shape, weights.experts, isinstance(weights.down, Quantized))
+        tile = likely_way(*index.shape, weights.experts, itemsize_of(x.dtype, weights))
     if tile == GEMV:
         return _one_by_one(x, index, shares, weights)
     if tile in WRITTEN:

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from accel_kernels.moe.chooser import ExpertsChooser, likely_way, possible_ways
 from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.tiles import GEMV
 from accel_kernels.trials import Trials
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def given(name: str) -> tuple:
@@ -75,17 +79,26 @@ def test_what_is_worth_timing():
     assert possible_ways(1, 8, 128) == possible_ways(3, 8, 128) == [GEMV, "16"]
     assert possible_ways(4, 8, 128) == possible_ways(16, 8, 128) == ["16", GEMV]
     assert possible_ways(32, 8, 128) == ["16", "32"]
-    assert possible_ways(256, 8, 128) == ["32", "16", "64"]
-    assert possible_ways(512, 8, 128) == ["64", "32", "128", "128/64"]
-    assert possible_ways(4096, 8, 128) == ["128", "64", "128/64"]
+    assert possible_ways(256, 8, 128) == possible_ways(1536, 8, 128) == ["64", "32", "128", "128/64"]
+    assert possible_ways(1537, 8, 128) == ["128/64", "64", "128"]
+    assert possible_ways(1537, 8, 128, 4) == ["128", "64", "128/64"]
 
 
 def test_experts_in_fewer_bits_may_be_written_out_where_many_tokens_choose_each():
-    assert possible_ways(1024, 8, 128, True) == possible_ways(1024, 8, 128) == ["64", "32", "128", "128/64"]
-    assert possible_ways(1025, 8, 128, True) == ["64", "32", "128", "128/64", "written 64", "written 128"]
-    assert possible_ways(4096, 8, 128, True) == ["128", "64", "128/64", "written 64", "written 128"]
-    assert possible_ways(8193, 8, 128, True) == ["written 128", "64", "128/64", "128", "written 64"]
-    assert [likely_way(tokens, 2, 8, True) for tokens in (1, 17, 2048, 2049)] == [GEMV, "16", "128", "written 128"]
+    assert possible_ways(1024, 8, 128, 1) == possible_ways(1024, 8, 128) == ["64", "32", "128", "128/64"]
+    assert possible_ways(2048, 8, 128, 1) == possible_ways(8192, 8, 128, 1) == ["128", "64", "128/64"]
+    assert possible_ways(8193, 8, 128, 1) == ["128", "64", "128/64", "written 64", "written 128"]
+    assert possible_ways(16385, 8, 128, 1) == ["written 128", "64", "128", "128/64", "written 64"]
+    assert [likely_way(tokens, 2, 8, 1) for tokens in (1, 17, 4096, 4097)] == [GEMV, "16", "128", "written 128"]
+
+
+@pytest.mark.parametrize(("file", "itemsize"), [("experts", 2), ("experts-int8", 1)])
+def test_the_likely_way_is_what_was_measured_to_be_the_fastest(file, itemsize):
+    """Or no more than five hundredths slower."""
+    rows = json.loads((RESULTS / f"nvidia-h200-{file}.json").read_text())["experts"]
+    for row in rows:
+        likely = likely_way(row["tokens"], 8, 128, itemsize)
+        assert row["ways"][likely] < 1.05 * row["ways"][row["best"]], (row["tokens"], likely)
 
 
 def test_numbers_of_other_kinds_are_chosen_for_by_themselves(timed):

@@ -141,15 +141,10 @@ def test_nothing_waits_for_the_device(name, monkeypatch):
 
 
 def test_tiles_follow_the_pairs_of_an_expert():
-    assert [likely_tile(tokens * 8, 128) for tokens in (17, 32, 128, 256, 512, 2048)] == [
-        "16",
-        "16",
-        "16",
-        "32",
-        "64",
-        "128",
-    ]
-    assert likely_tile(17 * 2, 8) == "16" and likely_tile(512 * 2, 8) == "128"
+    found = [likely_tile(tokens * 8, 128) for tokens in (17, 32, 192, 193, 512, 1536, 1537)]
+    assert found == ["16", "16", "16", "64", "64", "64", "128/64"]
+    assert likely_tile(17 * 2, 8) == "16" and likely_tile(512 * 2, 8) == "128/64"
+    assert likely_tile(512 * 2, 8, 1) == likely_tile(512 * 2, 8, 4) == "128"
     assert likely_tile(0, 8) == "16"
 
 
