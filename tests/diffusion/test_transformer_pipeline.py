@@ -47,13 +47,13 @@ def test_the_model_is_small_and_whole():
 
 
 def test_digits_can_be_read_from_both(pipe, digits):
-    stock = draw(pipe, digits.PROMPTS, steps=6)
+    stock = draw(pipe, digits.PROMPTS, steps=4)
     assert sum(np.equal(read(digits, stock), range(10))) >= 9
     few_stock = draw(pipe, steps=2)
     accel.optimize(pipe)
     patched = {path.split(".")[0] for path, _, status, _ in accel.report(pipe).sites if status == "patched"}
     assert patched >= {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "scheduler"}
-    ours = draw(pipe, digits.PROMPTS, steps=6)
+    ours = draw(pipe, digits.PROMPTS, steps=4)
     assert sum(np.equal(read(digits, ours), range(10))) >= 9
     same(ours, stock)
     assert accel.report(pipe).fallbacks == []
@@ -78,7 +78,7 @@ CALLS = {
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_way_of_calling(pipe, name):
-    call = {"steps": 3} | CALLS[name]
+    call = {"steps": 2} | CALLS[name]
     if "mu" in call:
         pipe.scheduler.register_to_config(use_dynamic_shifting=True)
 
