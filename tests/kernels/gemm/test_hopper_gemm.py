@@ -13,7 +13,7 @@ from accel_kernels import Quantized, QuantizedRows, hopper_gemm
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
 from accel_kernels.gemm.hopper.finish_triton import FinishArguments
-from accel_kernels.gemm.hopper.tiles import TILES, HopperTile, by_size, fitting
+from accel_kernels.gemm.hopper.tiles import TILES, HopperTile, by_size, fitting, split
 
 from support.kernels.warp_partitions import MatrixDescriptor, Partitions
 from support.kernels.warpgroups import Array, Pointer, rebuilt
@@ -41,13 +41,20 @@ def emulate(x, weights, bias, modulation, residual, tile, programs, promoted=Fal
         )
     ]  # fmt: skip
     shift, factor, added = (None if one is None else Pointer(one.reshape(-1)) for one in (bias, modulation, residual))
+    tiles, steps = tile.count(m, n * len(weights)), -(-k // step)
+    whole, parts = split(tiles, steps, programs, tile.parts)
+    shared, programs = (None, None), min(programs, whole + (tiles - whole) * parts)
+    if tile.parts > 1:
+        assert parts > 1
+        room = Pointer(np.full((tiles - whole) * parts * tile.rows * tile.columns, np.nan))
+        shared = room, Pointer(np.zeros(2 * (tiles - whole), np.int64))
     after = FinishArguments(shift, shift, None, None, None, factor, added, 0.5)
     machine.programs = programs
-    for machine.program in range(programs):
+    for machine.program in reversed(range(programs)) if seed else range(programs):
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            tile.group, tile.lead, GATE=gate, KIND="relu" if gate else None, ROUNDED=False, PROMOTED=promoted,
-            COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+            tile.group, tile.lead, whole, parts, *shared, GATE=gate, KIND="relu" if gate else None,
+            ROUNDED=False, PROMOTED=promoted, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -60,6 +67,9 @@ CASES = {  # rows, outputs, inputs, gate, programs, tile, promoted
     "wide": (140, 520, 320, False, 2, HopperTile(128, 256, 4, 2, 1), False),
     "tall": (300, 136, 136, False, 1, HopperTile(256, 128, 3, 1, 2), False),
     "gate": (200, 200, 200, True, 2, HopperTile(128, 256, 3, 2, 2), False),
+    "split": (140, 136, 1040, False, 3, HopperTile(128, 128, 3, 2, 2, parts=3), False),
+    "split after whole ones, gate": (300, 200, 1100, True, 5, HopperTile(128, 128, 3, 2, 2, parts=4), False),
+    "split, all": (60, 56, 1600, False, 5, HopperTile(128, 256, 4, 3, 2, parts=8), True),
     "promoted": (200, 136, 320, True, 1, HopperTile(128, 128, 3, 2, 2), True),
 }
 
@@ -75,8 +85,9 @@ def test_emulated(case, at_once):
     if gate:
         wanted = np.maximum(wanted, 0) * (x @ weights[1].T + bias)
     wanted = residual + 0.5 * wanted * modulation.repeat(m // 2, 0)
-    found = emulate(x, weights, bias, modulation, residual, tile, programs, promoted, at_once)
-    assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
+    for seed in range(2):
+        found = emulate(x, weights, bias, modulation, residual, tile, programs, promoted, at_once, seed)
+        assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
 
 
 def test_every_tile_fits_into_shared_memory():
@@ -84,8 +95,22 @@ def test_every_tile_fits_into_shared_memory():
         assert tile.bytes <= 232448 and tile.lead < tile.stages
     assert all(tile.columns >= 128 for tile in fitting(True, False))
     assert all(tile.columns <= 128 for tile in fitting(False, True))
-    assert by_size(4096, 9216, False, False, 132).columns == 256
-    assert by_size(128, 640, False, False, 132).columns == 64
+    assert by_size(4096, 9216, 48, False, False, 132)[1] == 256
+    assert by_size(128, 640, 10, False, False, 132).columns == 64
+
+
+def test_the_last_round_is_split_where_that_is_shorter():
+    assert split(432, 240, 132, 1) == (432, 1)
+    assert split(432, 240, 132, 8) == (396, 7)  # 36 tiles, 252 items: two rounds of a seventh
+    assert split(396, 240, 132, 8) == (396, 1)
+    assert split(396 + 131, 48, 132, 8) == (527, 1)
+    assert split(80, 80, 132, 8)[0] == 0
+    for tiles in range(1, 300, 7):
+        for steps in (1, 8, 15, 17, 48, 80, 240):
+            whole, parts = split(tiles, steps, 132, 8)
+            share = -(-steps // parts)
+            assert whole % 132 == 0 or parts == 1
+            assert (parts - 1) * share < steps
 
 
 def test_a_modulation_multiplies_each_part():

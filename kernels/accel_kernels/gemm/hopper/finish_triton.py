@@ -42,6 +42,33 @@ def _halves(acc):
 
 
 @gluon.jit
+def placed(y):
+    """A piece in the layout in which an instruction of its width leaves it."""
+    PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, y.shape[1], 16])
+    return gl.convert_layout(y, PLACED, assert_trivial=True)
+
+
+@gluon.jit
+def offsets(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """Of the elements of a piece of sums in memory, which lies there by itself."""
+    PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    m_idx = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, PLACED))
+    n_idx = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, PLACED))
+    return gl.expand_dims(m_idx * WIDTH, 1) + gl.expand_dims(n_idx, 0)
+
+
+@gluon.jit
+def sum_of_parts(ptr, y, parts, PIECES: gl.constexpr):
+    """A piece's sums of all parts of K, in order, as `placed`; y: one of them. PIECES: to a part, in memory."""
+    PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, y.shape[1], 16])
+    total = gl.zeros([y.shape[0], y.shape[1]], y.dtype, PLACED)
+    place = ptr + offsets(y.shape[0], y.shape[1])
+    for part in range(parts):
+        total += gl.load(place + part * (PIECES * y.shape[0] * y.shape[1]), cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
 def _by_column(ptr, n_idx, n):
     return gl.expand_dims(gl.load(ptr + n_idx, mask=n_idx < n, other=0.0).to(gl.float32), 0)
 
@@ -57,18 +84,19 @@ def _rounded(y, DTYPE: gl.constexpr, ROUNDED: gl.constexpr):
 @gluon.jit
 def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl.constexpr, KIND: gl.constexpr,
              ROUNDED: gl.constexpr):  # fmt: skip
-    """A piece of the result, of sums y and, with a gate, of the other weight's. row, column: of its first element.
+    """A piece of the result, of `placed` sums y and, with a gate, of the other weight's.
 
-    places: rows; outputs, and numbers from row to row of modulation and of residual, over 8; rows to one of modulation.
+    row, column: of its first element. places: rows; outputs, and numbers from row to row of modulation and of
+    residual, over 8; rows to one of modulation.
     """
     rows, eighths, modulation_rise, residual_rise, share = places
     n = eighths * 8
     PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, y.shape[1], 16])
     m_idx = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, PLACED))
     n_idx = column + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, PLACED))
-    y = gl.convert_layout(y, PLACED, assert_trivial=True).to(gl.float32)
+    y = y.to(gl.float32)
     if GATE:
-        other = gl.convert_layout(other, PLACED, assert_trivial=True).to(gl.float32)
+        other = other.to(gl.float32)
     if after.row_scales is not None:
         of_row = gl.expand_dims(gl.load(after.row_scales + m_idx, mask=m_idx < rows, other=0.0), 1)
         y *= of_row * _by_column(after.scales, n_idx, n)

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces
-from accel_kernels.gemm.hopper.tiles import PIECE, SLOTS, STEP, by_size
+from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces, offsets, placed, sum_of_parts
+from accel_kernels.gemm.hopper.tiles import PIECE, SLOTS, STEP, HopperTile, by_size, split
 from accel_kernels.gemm.int8_wgmma_triton import all_threads, start_load
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.op import multiprocessors
@@ -43,11 +43,29 @@ WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([MULTIPLY, L
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, group):
-    """Row and column of a tile; rows are grouped."""
+def _item(item, sizes, BLOCK_K: gl.constexpr):
+    """Row and column of a tile, where along K an item of work on it begins and ends, and which of its parts that is.
+
+    sizes: tiles along rows and columns; K; rows of tiles in a group; the lead; tiles that are an item each; into how
+    many the others are split. Items of one tile are neighbors.
+    """
+    tiles_m, tiles_n, depth, group, _, whole, parts = sizes
+    over = gl.maximum(item - whole, 0)
+    tile, part = gl.minimum(item, whole) + over // parts, over % parts
     first = tile // (group * tiles_n) * group
     height = gl.minimum(tiles_m - first, group)
-    return first + tile % (group * tiles_n) % height, tile % (group * tiles_n) // height
+    m, n = first + tile % (group * tiles_n) % height, tile % (group * tiles_n) // height
+    share = gl.cdiv(gl.cdiv(depth, BLOCK_K), parts) * BLOCK_K
+    end = gl.minimum(part * share + share, depth)
+    if item < whole:
+        end = depth
+    return m, n, part * share, end, part
+
+
+@gluon.jit
+def _items(sizes):
+    tiles_m, tiles_n, _, _, _, whole, parts = sizes
+    return whole + (tiles_m * tiles_n - whole) * parts
 
 
 @gluon.jit
@@ -55,10 +73,8 @@ def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
     """The warp that loads, step by step of all tiles of this program.
 
     rings: of the first warpgroup's rows of x, of the second's, and of weights. ready: barriers of loads into a slot.
-    free: of each warpgroup, that it is done with a slot. sizes: tiles along rows and columns, K, rows of tiles in a
-    group, and the lead.
+    free: of each warpgroup, that it is done with a slot. sizes: as of `_item`.
     """
-    tiles_m, tiles_n, depth, group, _ = sizes
     STAGES: gl.constexpr = rings[0].shape[0]
     HALF: gl.constexpr = rings[0].shape[1]
     BLOCK_K: gl.constexpr = rings[0].shape[2]
@@ -66,9 +82,9 @@ def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
     COLUMNS: gl.constexpr = 2 * BOX if GATE else BOX
     STEP_BYTES: gl.constexpr = (2 * HALF + COLUMNS) * BLOCK_K * rings[0].dtype.primitive_bitwidth // 8
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)  # the phase before the first: every slot is free
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n, group)
-        for k in range(0, depth, BLOCK_K):
+    for item in range(gl.program_id(0), _items(sizes), gl.num_programs(0)):
+        m, n, begin, end, _ = _item(item, sizes, BLOCK_K)
+        for k in range(begin, end, BLOCK_K):
             mbarrier.wait(free[0].index(slot), phase)
             mbarrier.wait(free[1].index(slot), phase)
             bar = ready.index(slot)
@@ -99,13 +115,14 @@ def _whole(ring, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.constexpr, KIND: gl.constexpr,
+def _multiply(y_desc, rings, ready, free, out, after, shared, sizes, places, GATE: gl.constexpr, KIND: gl.constexpr,
               ROUNDED: gl.constexpr, PROMOTED: gl.constexpr, COLUMNS: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
     """A warpgroup: its half of the rows of all tiles of this program. MINE: 0, the one that is ahead, or 1.
 
-    out: each warpgroup's buffers of pieces. PROMOTED: whether the sums of a step are added to the others in registers.
+    out: each warpgroup's buffers of pieces. shared: sums of parts of tiles, and how many parts are there, or both None.
+    PROMOTED: whether the sums of a step are added to the others in registers.
     """
-    tiles_m, tiles_n, depth, group, lead = sizes
+    lead, whole, parts = sizes[4], sizes[5], sizes[6]
     xs, ws, mine = rings[MINE], _whole(rings[2], COLUMNS), free[MINE]
     STAGES: gl.constexpr = xs.shape[0]
     HALF: gl.constexpr = xs.shape[1]
@@ -120,27 +137,28 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
     PIECES: gl.constexpr = COLUMNS // WIDTH
     WRITTEN: gl.constexpr = PIECES // 2 if GATE else PIECES
     PENDING: gl.constexpr = BUFFERS - 1 if WRITTEN % BUFFERS == 0 else 0
-    tiles = tiles_m * tiles_n
+    items = _items(sizes)
     if MINE == 1:
-        steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * gl.cdiv(depth, BLOCK_K)
-        if (lead > 0) & (lead <= steps):
+        _, _, begin, end, _ = _item(gl.program_id(0), sizes, BLOCK_K)
+        if (lead > 0) & (lead * BLOCK_K <= end - begin):
             mbarrier.wait(free[0].index(lead - 1), 0)
     slot, phase, last = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        m, n_tile, begin, end, part = _item(item, sizes, BLOCK_K)
         acc = gl.zeros([HALF, COLUMNS], SUM, MMA)
-        for k in range(0, depth, BLOCK_K):
+        for k in range(begin, end, BLOCK_K):
             mbarrier.wait(ready.index(slot), phase)
             w = ws.index(slot).permute((1, 0))
             if PROMOTED:
-                part = gl.zeros([HALF, COLUMNS], SUM, MMA)
-                part = warpgroup_mma(xs.index(slot), w, part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=(part,))
+                step = gl.zeros([HALF, COLUMNS], SUM, MMA)
+                step = warpgroup_mma(xs.index(slot), w, step, use_acc=False, is_async=True)
+                step = warpgroup_mma_wait(0, deps=(step,))
                 mbarrier.arrive(mine.index(slot))
-                acc += part
+                acc += step
             else:
                 acc = warpgroup_mma(xs.index(slot), w, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before this one
-                mbarrier.arrive(mine.index(last), pred=k > 0)
+                mbarrier.arrive(mine.index(last), pred=k > begin)
             last = slot
             slot += 1
             if slot == STAGES:
@@ -149,30 +167,60 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         if not PROMOTED:
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(mine.index(last))
-        m, n_tile = _place(tile, tiles_m, tiles_n, group)
         row, column = (2 * m + MINE) * HALF, n_tile * (WRITTEN * WIDTH)
         pieces = in_pieces(acc, PIECES)
-        for piece in gl.static_range(WRITTEN):
-            buffer = out[MINE].index(piece % BUFFERS)
-            y = finished(pieces[piece], pieces[(piece + WRITTEN) % PIECES], row, column + piece * WIDTH, after, places,
-                         y_desc.dtype, GATE, KIND, ROUNDED)  # fmt: skip
-            tma.store_wait(PENDING)  # what was in this buffer has been read
-            all_threads()
-            buffer.store(y)
-            fence_async_shared()
-            all_threads()
-            start_store(y_desc, [row, column + piece * WIDTH], buffer)
+        done, sums = item < items, None
+        if shared[0] is not None:
+            split = (item - part - whole) // parts * 2 + MINE  # among halves of tiles that are split
+            sums = shared[0] + split.to(gl.int64) * (parts * HALF * COLUMNS)
+            if item >= whole:
+                for piece in gl.static_range(PIECES):
+                    place = sums + (part * PIECES + piece) * (HALF * WIDTH) + offsets(HALF, WIDTH)
+                    gl.store(place, placed(pieces[piece]))
+                all_threads()
+                done = gl.atomic_add(shared[1] + split, 1, sem="acq_rel") == parts - 1
+        if done:
+            for piece in gl.static_range(WRITTEN):
+                buffer = out[MINE].index(piece % BUFFERS)
+                y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])
+                if shared[0] is not None:
+                    if item >= whole:
+                        y = sum_of_parts(sums + piece * (HALF * WIDTH), y, parts, PIECES)
+                        if GATE:
+                            other = sum_of_parts(sums + (piece + WRITTEN) * (HALF * WIDTH), other, parts, PIECES)
+                y = finished(y, other, row, column + piece * WIDTH, after, places, y_desc.dtype, GATE, KIND, ROUNDED)
+                tma.store_wait(PENDING)  # what was in this buffer has been read
+                all_threads()
+                buffer.store(y)
+                fence_async_shared()
+                all_threads()
+                start_store(y_desc, [row, column + piece * WIDTH], buffer)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=("rows", "eighths", "depth", "modulation_rise", "residual_rise", "share", "group", "lead"))
+@gluon.jit(
+    do_not_specialize=(
+        "rows",
+        "eighths",
+        "depth",
+        "modulation_rise",
+        "residual_rise",
+        "share",
+        "group",
+        "lead",
+        "whole",
+        "parts",
+    )
+)
 def hopper_gemm_kernel(
     x_desc, w_desc, u_desc, y_desc, after, rows, eighths, depth, modulation_rise, residual_rise, share, group, lead,
-    GATE: gl.constexpr, KIND: gl.constexpr, ROUNDED: gl.constexpr, PROMOTED: gl.constexpr, COLUMNS: gl.constexpr,
+    whole, parts, part_ptr, ticket_ptr, GATE: gl.constexpr, KIND: gl.constexpr, ROUNDED: gl.constexpr,
+    PROMOTED: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """eighths: of the outputs. modulation_rise, residual_rise: eighths of the numbers from row to row. So the compiler
-    sees how they are aligned. share: rows of x to a row of modulation. group, lead: as of `HopperTile`.
+    sees how they are aligned. share: rows of x to a row of modulation. group, lead: as of `HopperTile`. whole: tiles
+    that one program multiplies each; the others are split into `parts`, whose sums meet in part_ptr.
     """
     HALF: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -192,17 +240,17 @@ def hopper_gemm_kernel(
         mbarrier.init(free_lower.index(slot), count=1)
     fence_async_shared()
     all_threads()
-    sizes = (gl.cdiv(rows, 2 * HALF), gl.cdiv(eighths * (16 if GATE else 8), COLUMNS), depth, group, lead)
+    sizes = (gl.cdiv(rows, 2 * HALF), gl.cdiv(eighths * (16 if GATE else 8), COLUMNS), depth, group, lead, whole, parts)
     places = (rows, eighths, modulation_rise, residual_rise, share)
     descs, rings = (x_desc, w_desc, u_desc), (upper, lower, ws)
-    free, out = (free_upper, free_lower), (out_upper, out_lower)
+    free, out, shared = (free_upper, free_lower), (out_upper, out_lower), (part_ptr, ticket_ptr)
     # Written out: a variable would hold tensors of the constants.
     gl.warp_specialize(
         [
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, PROMOTED, COLUMNS,
-                         FIRST)),
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, PROMOTED, COLUMNS,
-                         SECOND)),
+            (_multiply, (y_desc, rings, ready, free, out, after, shared, sizes, places, GATE, KIND, ROUNDED, PROMOTED,
+                         COLUMNS, FIRST)),
+            (_multiply, (y_desc, rings, ready, free, out, after, shared, sizes, places, GATE, KIND, ROUNDED, PROMOTED,
+                         COLUMNS, SECOND)),
             (_load, (descs, rings, ready, free, sizes, GATE)),
         ],
         WORKER_WARPS, WORKER_REGISTERS,
@@ -216,11 +264,12 @@ def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, tile=None, *
     gate, quantized = epilogue.up is not None, isinstance(x, QuantizedRows)
     numbers, *weights = (one.data if quantized else one.detach() for one in (x, *epilogue.weights(weight)))
     (n, depth), rows = weights[0].shape, numbers.numel() // numbers.shape[-1]
-    promoted = numbers.dtype == torch.float8_e4m3fn and not fast
-    columns, processors = n * (2 if gate else 1), multiprocessors(numbers.device)
-    tile = tile or by_size(rows, columns, gate, promoted, processors)
+    step, promoted = STEP // numbers.element_size(), numbers.dtype == torch.float8_e4m3fn and not fast
+    columns, steps, processors = n * (2 if gate else 1), -(-depth // step), multiprocessors(numbers.device)
+    tile = tile or by_size(rows, columns, steps, gate, promoted, processors)
+    box, tiles = tile.columns // 2 if gate else tile.columns, tile.count(rows, columns)
+    whole, parts = split(tiles, steps, processors, tile.parts)
     y = torch.empty((*numbers.shape[:-1], n), device=numbers.device, dtype=x.dtype)
-    step, box = STEP // numbers.element_size(), tile.columns // 2 if gate else tile.columns
     described = [
         _described(matrix, height, width)
         for matrix, height, width in (
@@ -232,14 +281,24 @@ def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, tile=None, *
     ]
     scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
     launch(
-        hopper_gemm_kernel, (min(tile.count(rows, columns), processors),),
+        hopper_gemm_kernel, (min(whole + (tiles - whole) * parts, processors),),
         *described, _finish(epilogue, scales), rows, n // 8, depth,
         1 if modulation is None else modulation.stride(0) // 8,
         1 if residual is None else _matrix(residual).stride(0) // 8,
-        1 if modulation is None else rows // len(modulation), tile.group, tile.lead,
-        **epilogue.flags, ROUNDED=rounded, PROMOTED=promoted, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+        1 if modulation is None else rows // len(modulation), tile.group, tile.lead, whole, parts,
+        *_shared(tile, tiles - whole, parts, numbers), **epilogue.flags, ROUNDED=rounded, PROMOTED=promoted,
+        COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
     )  # fmt: skip
     return y
+
+
+def _shared(tile: HopperTile, many: int, parts: int, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Room for sums of the parts of so many tiles, and zeros: how many parts of each half are there."""
+    if parts == 1:
+        return None, None
+    kind = torch.int32 if x.dtype == torch.int8 else torch.float32
+    sums = torch.empty(many * parts * tile.rows * tile.columns, device=x.device, dtype=kind)
+    return sums, torch.zeros(2 * many, device=x.device, dtype=torch.int32)
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

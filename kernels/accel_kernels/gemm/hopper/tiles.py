@@ -13,7 +13,8 @@ class HopperTile(NamedTuple):
     of a gate's: 64, 128 or 256; with a gate not 64.
 
     stages: steps of K in the ring. lead: steps by which the first warpgroup is ahead of the second, fewer than stages,
-    so that one multiplies while the other writes. group: rows of tiles that walk along the columns together.
+    so that one multiplies while the other writes. group: rows of tiles that walk along the columns together. parts:
+    of K, into how many at most the tiles of a last round are split that not all processors have one of; 1 for none.
     """
 
     rows: int
@@ -21,6 +22,7 @@ class HopperTile(NamedTuple):
     stages: int
     lead: int
     group: int
+    parts: int = 1
 
     @property
     def bytes(self) -> int:
@@ -37,9 +39,11 @@ class HopperTile(NamedTuple):
 
 
 WIDE, SQUARE, NARROW = HopperTile(128, 256, 4, 2, 16), HopperTile(128, 128, 6, 2, 16), HopperTile(128, 64, 8, 2, 16)
-TILES = (WIDE, WIDE._replace(group=8), SQUARE, SQUARE._replace(lead=3, group=8), NARROW)
+TILES = (WIDE, WIDE._replace(parts=8), SQUARE, SQUARE._replace(parts=8), NARROW)
 # Time of a tile, by its share of a wide one's arithmetic: smaller ones read more for it.
 EFFORT = {256: 1.0, 128: 0.54, 64: 0.32}
+LEAST_STEPS = 8  # of K to a part
+EXCHANGE = 8  # steps of K that take as long as writing sums of parts and adding them up
 
 
 def fitting(gate: bool, promoted: bool) -> list[HopperTile]:
@@ -47,10 +51,27 @@ def fitting(gate: bool, promoted: bool) -> list[HopperTile]:
     return [tile for tile in TILES if tile.columns >= 128 * gate and not (promoted and tile.columns > 128)]
 
 
-def by_size(rows: int, columns: int, gate: bool, promoted: bool, processors: int) -> HopperTile:
-    """The tile of the fewest rounds, each by its effort; columns: rows of the weight, with a gate's."""
+def by_size(rows: int, columns: int, steps: int, gate: bool, promoted: bool, processors: int) -> HopperTile:
+    """The tile of the fewest rounds, each by its effort. columns: rows of the weight, with a gate's. steps: of K."""
 
     def time(tile: HopperTile) -> float:
-        return -(-tile.count(rows, columns) // processors) * EFFORT[tile.columns]
+        tiles = tile.count(rows, columns)
+        whole, parts = split(tiles, steps, processors, tile.parts)
+        rounds = -(-whole // processors) + _last_round(tiles - whole, steps, processors, parts)
+        return rounds * EFFORT[tile.columns]
 
     return min(fitting(gate, promoted), key=time)
+
+
+def _last_round(rest: int, steps: int, processors: int, parts: int) -> float:
+    """How long so many tiles take, each in so many parts, in times of one that is whole."""
+    return -(-rest * parts // processors) / parts + (EXCHANGE / steps if parts > 1 else 0.0)
+
+
+def split(tiles: int, steps: int, processors: int, most: int) -> tuple[int, int]:
+    """How many tiles are multiplied whole, and into how many parts of K, at most `most`, the rest are split, or 1."""
+    rest = tiles % processors
+    tried = range(1, min(most, steps // LEAST_STEPS) + 1)
+    parts = min(tried, key=lambda parts: _last_round(rest, steps, processors, parts), default=1)
+    parts = -(-steps // -(-steps // parts))  # none without a step
+    return (tiles, 1) if rest == 0 or parts == 1 else (tiles - rest, parts)
