@@ -7,23 +7,26 @@ most twice what torch is. What fails is told and leaves the others be.
 """
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from accel_kernels import Quantized, fp8_linear, hopper_gemm, int8_linear, linear_geglu, quantize_rows
 from accel_kernels.gemm import cublaslt
-from accel_kernels.gemm.hopper.tiles import SQUARE, WIDE, HopperTile, by_size, fitting
+from accel_kernels.gemm.hopper.tiles import TURNS, WIDE, HopperTile, by_size, fitting
 from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import warmup
 
 from accel.bench.machine import commit, machine, now
 
 DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
-ALGORITHMS, SECONDS, ROUNDS = 8, 4e-3, 3
-MORE = (WIDE._replace(lead=0), WIDE._replace(lead=3), SQUARE._replace(lead=0), HopperTile(256, 128, 3, 1, 8))
+ALGORITHMS, SECONDS, ROUNDS = 8, 3e-3, 4
+MORE = (WIDE._replace(group=8), TURNS._replace(group=8), TURNS._replace(group=32))
+FAST = (WIDE, TURNS)  # tiles of float8 in shorter sums
 GELU, TANH, SILU = "gelu", "gelu_tanh", "silu"
 PRODUCTS = {  # rows, outputs, inputs, what follows
     "flux qkv": (4096, 9216, 3072, {"bias"}),
@@ -54,26 +57,35 @@ def rand(*shape: int, spread: float = 1.0) -> torch.Tensor:
     return torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_(0, spread)
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Least of a few replays of a graph of several runs, a run of them."""
+def graphed(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of several runs, and how many."""
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    repeats = max(2, min(50, int(SECONDS / (time.perf_counter() - start))))
-    graph, times = torch.cuda.CUDAGraph(), []
+    repeats = max(1, min(50, int(SECONDS / (time.perf_counter() - start))))
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             run()
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return min(times)
+    return graph, repeats
+
+
+def milliseconds(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median of a few rounds in which all take turns: the clock follows the temperature and the power."""
+    graphs = {name: graphed(run) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(ROUNDS + 1):  # the first one warms up
+        for name, (graph, repeats) in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[name].append(begin.elapsed_time(end) / repeats)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 class Problem:
@@ -110,7 +122,8 @@ class Problem:
             return (self.x, self.both), {}
         return (self.x, self.args[1]), {}
 
-    def best_algorithm(self) -> float:
+    def algorithms(self) -> dict[str, Callable[[], object]]:
+        """cuBLASLt's, by name."""
         cublaslt.CANDIDATES = ALGORITHMS
         product = cublaslt.Product(cublaslt.CublasLt(), self.rows, self.columns, self.k, DTYPE, bias=False)
         y = torch.empty(self.rows, self.columns, device=DEVICE, dtype=DTYPE)
@@ -118,12 +131,12 @@ class Problem:
         def run(rank: int) -> Callable[[], object]:
             return lambda: product.run(rank, self.x, self.both, None, None, y)
 
-        return min(milliseconds(run(rank)) for rank in range(len(product.algorithms)))
+        return {f"cuBLASLt {rank}": run(rank) for rank in range(len(product.algorithms))}
 
     def tiles(self) -> list[HopperTile]:
         promoted = self.kind == FP8
-        more = [tile for tile in MORE if not (promoted and tile.rows * tile.columns > 128 * 128)]
-        return [*fitting(self.gate, promoted), *(more if self.kind is None else more[:2])]
+        more = [tile for tile in MORE if not (promoted and tile.height * tile.columns > 64 * 128)]
+        return [*fitting(self.gate, promoted), *more]
 
 
 def exact(args: tuple, given: dict) -> tuple[torch.Tensor, float]:
@@ -141,38 +154,51 @@ def exact(args: tuple, given: dict) -> tuple[torch.Tensor, float]:
     return found, float((found.bfloat16().float() - found).abs().max())
 
 
-def measured(problem: Problem, call: Callable, right: tuple[torch.Tensor, float]) -> float | str:
-    """TFLOP/s, or why not."""
-    try:
-        found = call()
-        torch.cuda.synchronize()
-        off = float((found.float() - right[0]).abs().max())
-        if not off <= 2 * right[1] + 1e-6:
-            return f"wrong by {off:.2e}, torch by {right[1]:.2e}"
-        return problem.rate(milliseconds(call))
-    except Exception as reason:
-        return f"{type(reason).__name__}: {str(reason)[:200]}"
+Runs = dict[str, tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, float] | None]]
+
+
+def measured(problem: Problem, runs: Runs) -> dict[str, float | str]:
+    """TFLOP/s, or why not. runs: what is called, what it should give and how far torch's own is off."""
+    found: dict[str, float | str] = {}
+    for name, (call, right) in runs.items():
+        try:
+            y = call()
+            torch.cuda.synchronize()
+            off = 0.0 if right is None else float((y.float() - right[0]).abs().max())
+            if right is not None and not off <= 2 * right[1] + 1e-6:
+                found[name] = f"wrong by {off:.2e}, torch by {right[1]:.2e}"
+        except Exception as reason:
+            found[name] = f"{type(reason).__name__}: {str(reason)[:200]}"
+    times = milliseconds({name: call for name, (call, _) in runs.items() if name not in found})
+    return found | {name: problem.rate(ms) for name, ms in times.items()}
+
+
+def best(found: dict[str, float | str], prefix: str) -> tuple[str, float]:
+    """Of those whose names begin so, the fastest."""
+    rates = {name: one for name, one in found.items() if name.startswith(prefix) and isinstance(one, float)}
+    name = max(rates, key=rates.__getitem__)
+    return name, rates[name]
 
 
 def products(name: str) -> dict:
     torch.manual_seed(0)
     problem = Problem(name)
     args, given = problem.args, problem.given
-    found: dict = {"cuBLASLt": problem.rate(problem.best_algorithm()), "plain": {}, "whole": {}}
-    plain = exact(*problem.plain)
-    for tile in [one for one in problem.tiles() if one in fitting(False, False) or one in MORE]:
-        call = lambda tile=tile: hopper_gemm.triton(*problem.plain[0], tile=tile)  # noqa: E731
-        found["plain"][tile.name] = measured(problem, call, plain)
-    whole = exact(args, given)
+    runs: Runs = {name: (run, None) for name, run in problem.algorithms().items()}
+    plain, whole = exact(*problem.plain), exact(args, given)
     for tile in problem.tiles():
-        call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile)  # noqa: E731
-        found["whole"][tile.name] = measured(problem, call, whole)
-    found["passes"] = measured(problem, lambda: hopper_gemm.instead(*args, **given), (whole[0], 4 * whole[1]))
+        runs[f"plain {tile.name}"] = partial(hopper_gemm.triton, *problem.plain[0], tile=tile), plain
+        runs[f"whole {tile.name}"] = partial(hopper_gemm.triton, *args, **given, tile=tile), whole
+    runs["passes"] = partial(hopper_gemm.instead, *args, **given), (whole[0], 4 * whole[1])
     if problem.gate and GELU in problem.after:
         value, shift = torch.cat((given["up"], args[1])), torch.cat((given["up_bias"], args[2]))
-        found["linear_geglu"] = measured(problem, lambda: linear_geglu.triton(args[0], value, shift), whole)
-    size = by_size(problem.rows, problem.columns, problem.gate, False, multiprocessors(torch.device("cuda", 0)))
-    return found | {"by size": size.name}
+        runs["linear_geglu"] = partial(linear_geglu.triton, args[0], value, shift), whole
+    found = measured(problem, runs)
+    steps = -(-problem.k // 64)
+    size = by_size(problem.rows, problem.columns, steps, problem.gate, False, multiprocessors(torch.device("cuda", 0)))
+    return {"by size": size.name, "TFLOP/s": found} | {
+        kind: best(found, kind) for kind in ("cuBLASLt", "plain", "whole")
+    }
 
 
 def in_eight_bits(name: str, kind: torch.dtype) -> dict:
@@ -180,21 +206,20 @@ def in_eight_bits(name: str, kind: torch.dtype) -> dict:
     problem = Problem(name, kind)
     args, given = problem.args, problem.given
     right = exact(args, given)
-    found: dict = {"whole": {}}
-    for tile in problem.tiles():
-        call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile)  # noqa: E731
-        found["whole"][tile.name] = measured(problem, call, right)
     loose = right[0], 20 * right[1]
+    runs: Runs = {
+        f"whole {tile.name}": (partial(hopper_gemm.triton, *args, **given, tile=tile), right)
+        for tile in problem.tiles()
+    }
     if kind == FP8:
-        for tile in (WIDE, SQUARE):
-            call = lambda tile=tile: hopper_gemm.triton(*args, **given, tile=tile, fast=True)  # noqa: E731
-            found["whole"]["fast " + tile.name] = measured(problem, call, loose)
-    for fast in (False, True)[: 2 if kind == FP8 else 1]:
-        more = {"fast": fast} if kind == FP8 else {}
-        call = lambda more=more: (fp8_linear if kind == FP8 else int8_linear).triton(*args, **given, **more)  # noqa: E731
-        key = "fp8_linear" + ", fast" * fast if kind == FP8 else "int8_linear"
-        found[key] = measured(problem, call, (hopper_gemm.reference(*args, **given).float(), loose[1]))
-    return found
+        for tile in FAST:
+            runs[f"fast {tile.name}"] = partial(hopper_gemm.triton, *args, **given, tile=tile, fast=True), loose
+        for fast in (False, True):
+            runs["fp8_linear" + ", fast" * fast] = partial(fp8_linear.triton, *args, **given, fast=fast), loose
+    else:
+        runs["int8_linear"] = partial(int8_linear.triton, *args, **given), loose
+    found = measured(problem, runs)
+    return {"TFLOP/s": found, "whole": best(found, "whole")}
 
 
 def compile_all(names: list[str]) -> None:
@@ -214,7 +239,7 @@ def compile_all(names: list[str]) -> None:
             elif kind == torch.int8:
                 int8_linear.triton(*args, **given)
             elif kind == FP8:
-                for tile in (WIDE, SQUARE):
+                for tile in FAST:
                     hopper_gemm.triton(*args, **given, tile=tile, fast=True)
 
 

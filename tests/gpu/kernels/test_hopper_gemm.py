@@ -63,7 +63,7 @@ def tiled(monkeypatch, tile):
     launched, real = [], kernels.launch
 
     def launch(kernel, grid, *args, **meta):
-        launched.append((2 * args[0].block_shape[0], meta["COLUMNS"], meta["STAGES"]))
+        launched.append((args[0].block_shape[0], meta["COLUMNS"], meta["STAGES"], int(meta["TURNS"])))
         real(kernel, grid, *args, **meta)
 
     monkeypatch.setattr(kernels, "launch", launch)
@@ -81,7 +81,7 @@ def test_every_tile(sizes, tile, as_good_as_torch, monkeypatch):
     m, n, k = sizes
     launched = tiled(monkeypatch, tile)
     checked(as_good_as_torch, (rand(m, k), rand(n, k, spread=k**-0.5), rand(n)), {})
-    assert launched == [tile[:3]] * 3
+    assert launched == [(tile.height, tile.columns, tile.stages, tile.turns)] * 3
 
 
 @pytest.mark.parametrize("lead", range(4))
@@ -90,6 +90,22 @@ def test_every_lead(lead, as_good_as_torch, monkeypatch):
     tiled(monkeypatch, TILES[0]._replace(lead=lead))
     for m, n, k in ((1000, 3072, 640), (100, 200, 64), (20000, 512, 64), (300, 512, 192)):
         checked(as_good_as_torch, (rand(m, k), rand(n, k, spread=k**-0.5)), {})
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.parts > 1], ids=lambda tile: tile.name)
+@pytest.mark.parametrize("sizes", [(1000, 3072, 3072), (4608, 3072, 1024), (200, 264, 8200)], ids=str)
+def test_tiles_split_along_k_give_equal_bits(sizes, tile, monkeypatch):
+    from accel_kernels.gemm.hopper import hopper_gemm_triton as kernels
+
+    m, n, k = sizes
+    found, real = [], kernels.split
+    monkeypatch.setattr(kernels, "split", lambda *given: found.append(real(*given)) or found[-1])
+    x, weight, bias, residual = rand(m, k), rand(n, k, spread=k**-0.5), rand(n), rand(m, n)
+    runs = [hopper_gemm.triton(x, weight, bias, residual=residual, tile=tile) for _ in range(5)]
+    assert all(torch.equal(runs[0], run) for run in runs) and found[0][1] > 1
+    exact = x.double() @ weight.double().t() + bias + residual
+    own = (hopper_gemm.reference(x, weight, bias, residual=residual).double() - exact).abs().max()
+    assert (runs[0].double() - exact).abs().max() <= 2 * own
 
 
 EPILOGUES = {

@@ -36,8 +36,7 @@ def emulate(x, weights, bias, modulation, residual, tile, programs, promoted=Fal
     described = [
         MatrixDescriptor(data, shape, OPERANDS, 2)
         for data, shape in (
-            (x, (tile.rows // 2, step)), (weights[0], (box, step)), (weights[-1], (box, step)),
-            (y, (tile.rows // 2, 64)),
+            (x, (tile.height, step)), (weights[0], (box, step)), (weights[-1], (box, step)), (y, (tile.height, 64)),
         )
     ]  # fmt: skip
     shift, factor, added = (None if one is None else Pointer(one.reshape(-1)) for one in (bias, modulation, residual))
@@ -53,8 +52,8 @@ def emulate(x, weights, bias, modulation, residual, tile, programs, promoted=Fal
     for machine.program in reversed(range(programs)) if seed else range(programs):
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            tile.group, tile.lead, whole, parts, *shared, GATE=gate, KIND="relu" if gate else None,
-            ROUNDED=False, PROMOTED=promoted, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+            tile.group, tile.lead, whole, parts, *shared, GATE=gate, KIND="relu" if gate else None, ROUNDED=False,
+            PROMOTED=promoted, TURNS=bool(tile.turns), COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -70,6 +69,10 @@ CASES = {  # rows, outputs, inputs, gate, programs, tile, promoted
     "split": (140, 136, 1040, False, 3, HopperTile(128, 128, 3, 2, 2, parts=3), False),
     "split after whole ones, gate": (300, 200, 1100, True, 5, HopperTile(128, 128, 3, 2, 2, parts=4), False),
     "split, all": (60, 56, 1600, False, 5, HopperTile(128, 256, 4, 3, 2, parts=8), True),
+    "in turn": (300, 200, 200, False, 2, HopperTile(128, 128, 3, 0, 2, turns=1), False),
+    "in turn, one step, one tile": (100, 64, 64, False, 1, HopperTile(128, 64, 2, 0, 2, turns=1), False),
+    "in turn, an odd number, gate": (300, 136, 320, True, 3, HopperTile(128, 128, 3, 0, 2, turns=1), False),
+    "in turn, split": (300, 200, 1100, True, 5, HopperTile(128, 128, 4, 0, 2, 4, 1), False),
     "promoted": (200, 136, 320, True, 1, HopperTile(128, 128, 3, 2, 2), True),
 }
 

@@ -9,12 +9,13 @@ SPARE = 2048  # bytes of shared memory for barriers, alignment, and what the com
 
 
 class HopperTile(NamedTuple):
-    """rows: 128, or 256 where columns are at most 128; half of them are a warpgroup's. columns: rows of the weight, and
-    of a gate's: 64, 128 or 256; with a gate not 64.
+    """rows: 128; or 256 where columns are at most 128. columns: rows of the weight, and of a gate's: 64, 128 or 256;
+    with a gate not 64. stages: steps of K in the ring.
 
-    stages: steps of K in the ring. lead: steps by which the first warpgroup is ahead of the second, fewer than stages,
-    so that one multiplies while the other writes. group: rows of tiles that walk along the columns together. parts:
-    of K, into how many at most the tiles of a last round are split that not all processors have one of; 1 for none.
+    lead: steps by which the first warpgroup is ahead of the second, fewer than stages, so that one multiplies while the
+    other writes. group: rows of tiles that walk along the columns together. parts: of K, into how many at most tiles of
+    a last round are split that not all processors have one of; 1 for none. turns: whether warpgroups take whole tiles
+    in turn, of at most 128 rows and columns, rather than half the rows of each.
     """
 
     rows: int
@@ -23,11 +24,17 @@ class HopperTile(NamedTuple):
     lead: int
     group: int
     parts: int = 1
+    turns: int = 0
+
+    @property
+    def height(self) -> int:
+        """Rows of a warpgroup's."""
+        return self.rows if self.turns else self.rows // 2
 
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return self.stages * STEP * (self.rows + self.columns) + SLOTS * PIECE * 2 * self.rows + SPARE
+        return self.stages * STEP * (self.rows + self.columns) + 2 * SLOTS * PIECE * 2 * self.height + SPARE
 
     @property
     def name(self) -> str:
@@ -39,7 +46,8 @@ class HopperTile(NamedTuple):
 
 
 WIDE, SQUARE, NARROW = HopperTile(128, 256, 4, 2, 16), HopperTile(128, 128, 6, 2, 16), HopperTile(128, 64, 8, 2, 16)
-TILES = (WIDE, WIDE._replace(parts=8), SQUARE, SQUARE._replace(parts=8), NARROW)
+TURNS = HopperTile(128, 128, 5, 0, 16, turns=1)
+TILES = (WIDE, WIDE._replace(parts=8), TURNS, TURNS._replace(parts=8), SQUARE, SQUARE._replace(parts=8), NARROW)
 # Time of a tile, by its share of a wide one's arithmetic: smaller ones read more for it.
 EFFORT = {256: 1.0, 128: 0.54, 64: 0.32}
 LEAST_STEPS = 8  # of K to a part
@@ -48,7 +56,8 @@ EXCHANGE = 8  # steps of K that take as long as writing sums of parts and adding
 
 def fitting(gate: bool, promoted: bool) -> list[HopperTile]:
     """The tiles that such a product can take. promoted: whether sums of a step are added to others in registers."""
-    return [tile for tile in TILES if tile.columns >= 128 * gate and not (promoted and tile.columns > 128)]
+    tiles = [tile for tile in TILES if tile.columns >= 128 * gate]
+    return [tile for tile in tiles if tile.height * tile.columns <= 64 * 128] if promoted else tiles
 
 
 def by_size(rows: int, columns: int, steps: int, gate: bool, promoted: bool, processors: int) -> HopperTile:
