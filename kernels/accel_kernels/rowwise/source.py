@@ -13,7 +13,7 @@ import torch
 
 from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, larger_of, literal, rounding
 from accel_kernels.rowwise.program import FULL, NORMS, ONE, RowOp, RowProgram, lanes, register_widths
-from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, form_of
+from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, cdiv, form_of
 
 EARLY = 6  # inputs that are read before anything is computed, so that no reduction stands between; the others at use
 
@@ -46,6 +46,8 @@ class Source:
         self.form = form_of(program)
         self.units = program.width if self.form == PLAIN else program.width // 2  # lanes or pairs that tiles count
         self.ragged = tiling.block * tiling.parts * tiling.split > self.units
+        # Every row of a tile is there.
+        self.filled = tiling.rows == 1 or (tiling.inner and tiling.side > 0 and tiling.side % tiling.rows == 0)
         self.lines: list[str] = []
         self.registers: dict[int, Register] = {}
         self.unused: set[int] = set()  # inputs that are still as they are in memory
@@ -76,24 +78,26 @@ class Source:
         if split > 1:
             line(f"lane_tile = (pid % {split}).to(tl.int32)")
             line(f"pid = pid // {split}")
+        side = self.tiling.side or "n0"
         within = f" * {rows} + tl.arange(0, {rows})[:, None]" if rows > 1 else ""
         last = self.dims - 1
         if self.tiling.inner and last:
-            line(f"tiles = (n0 + {rows - 1}) // {rows}")
-            line(f"i0 = pid % tiles{within}")
-            line("rest = pid // tiles")
+            tiles = f"({side} + {rows - 1}) // {rows}" if side == "n0" else cdiv(self.tiling.side, rows)
+            line(f"i0 = pid % ({tiles}){within}")
+            line(f"rest = pid // ({tiles})")
         else:
             line(f"rest = pid{within}")
             if last:
-                line("i0 = rest % n0")
-                line("rest = rest // n0")
+                line(f"i0 = rest % {side}")
+                line(f"rest = rest // {side}")
         for d in range(1, last):
             line(f"i{d} = rest % n{d}")
             line(f"rest = rest // n{d}")
         line(f"i{last} = rest")
         if rows > 1:
             checked = 0 if self.tiling.inner else last
-            line(f"there = i{checked} < n{checked}")
+            if not self.filled:
+                line(f"there = i{checked} < n{checked}")
             line(f"every = tl.zeros([{rows}, 1], tl.int32)")
         line("one = tl.arange(0, 1)[None, :]")
         for p in range(self.tiling.parts):
@@ -113,7 +117,7 @@ class Source:
 
     def _mask(self, name: str, access: Access, lane: str) -> str:
         """What is there of a tile; `lane` is empty where it has one lane."""
-        masks = ["there"] * (self.tiling.rows > 1 and any(access.moves)) + [f"{lane}_in"] * (self.ragged and lane != "")
+        masks = ["there"] * (not self.filled and any(access.moves)) + [f"{lane}_in"] * (self.ragged and lane != "")
         return " & ".join(masks)
 
     def _places(self, width: str) -> list[TilePlace]:
@@ -167,7 +171,7 @@ class Source:
 
     @staticmethod
     def _read(address: str, mask: str) -> str:
-        return f"tl.load({address}, mask={mask}, other=0.0)" if mask else f"tl.load({address})"
+        return f"tl.load({address}, mask={mask})" if mask else f"tl.load({address})"
 
     def _register(self, number: int) -> Register:
         if number not in self.registers:

@@ -12,6 +12,7 @@ from accel_kernels.rowwise.program import HALF, MOVES_HALVES, MOVES_PAIRS, REDUC
 PLAIN, PAIRS, HALVES = "plain", "pairs", "halves"  # how a full register is held
 WARP = 256  # elements of a tile to one warp: 16 bytes of 16 bit to a thread
 ROWS = 4  # warps of a tile of several short rows
+MOST_HEADS = 64  # rows side by side for whose number a kernel is compiled: it divides by it
 MOST_WARPS = 16
 TILES = (2, 3, 4, 1)  # how many tiles of a long row a thread holds, the likeliest first
 PARTS = (256, 512, 1024, 2048)  # lanes of one part, where programs share a row
@@ -49,6 +50,7 @@ class Tiling(NamedTuple):
 
     rows: of a tile, a power of two.
     inner: whether a tile's rows are of the innermost dimension; else of all dimensions in one.
+    side: the size of the innermost dimension where the kernel is compiled for it, as for a number of heads; else 0.
     block: of a tile, a power of two, in lanes, or in pairs of lanes where a full register holds two for each.
     parts: how many such tiles follow one another in a program.
     split: how many programs share a row.
@@ -58,6 +60,7 @@ class Tiling(NamedTuple):
 
     rows: int
     inner: bool
+    side: int
     block: int
     parts: int
     split: int
@@ -133,11 +136,11 @@ def tiled(program: RowProgram, sizes: tuple[int, ...], wide: bool) -> tuple[Tili
         return _short_rows(units, lanes_read, sizes, wide)
     if any(op.name in REDUCTIONS for op in program.ops):
         warps, parts = _long_row(units, WARP // lanes_read, 2 if form == HALVES else 1)
-        return Tiling(1, True, WARP // lanes_read * warps, parts, 1, wide, warps), total
+        return Tiling(1, True, 0, WARP // lanes_read * warps, parts, 1, wide, warps), total
     block = fullest(units, PARTS if form == PLAIN else PARTS[:-1])
     elements = block if form == PLAIN else 2 * block
     split = cdiv(units, block)
-    return Tiling(1, True, block, 1, split, wide, cdiv(elements, 32 * THREAD)), total * split
+    return Tiling(1, True, 0, block, 1, split, wide, cdiv(elements, 32 * THREAD)), total * split
 
 
 def _short_rows(units: int, lanes_read: int, sizes: tuple[int, ...], wide: bool) -> tuple[Tiling, int]:
@@ -150,7 +153,8 @@ def _short_rows(units: int, lanes_read: int, sizes: tuple[int, ...], wide: bool)
     if not inner:  # few rows side by side: tiles go on into the next ones
         rows = fullest(total, choices)
     programs = cdiv(sizes[0], rows) * (total // sizes[0]) if inner else cdiv(total, rows)
-    return Tiling(rows, inner, block, 1, 1, wide, max(1, rows * block * lanes_read // WARP)), programs
+    side = sizes[0] if len(sizes) > 1 and sizes[0] <= MOST_HEADS else 0
+    return Tiling(rows, inner, side, block, 1, 1, wide, max(1, rows * block * lanes_read // WARP)), programs
 
 
 def _long_row(units: int, warp: int, tiles: int) -> tuple[int, int]:
