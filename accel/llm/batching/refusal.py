@@ -12,7 +12,7 @@ from accel.llm.batching.scheduler import StepPlan
 from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
-from accel.llm.generation.routing import Choices, routed_modules
+from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.generation.trial import Expected
 from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
@@ -21,6 +21,7 @@ from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
+from accel.tolerances import SHARED_EXPERTS, bound
 
 # (new tokens of the first sequence, of the second) of each step: prompts together, one in two parts beside a step of
 # the other, and a step of both.
@@ -45,21 +46,49 @@ def refusal(forward: DecoderForward) -> str | None:
         return "too few positions to try it"
     try:
         with torch.no_grad(), resting(forward.module):
-            together, alone = _together_and_alone(forward)
-            if together.shape[-1] != head_size(forward):
-                return f"logits of {together.shape[-1]} tokens, where its head has {head_size(forward)}"
-            # A router may choose otherwise for tokens that stand elsewhere in a product.
-            expected = Expected(alone, Choices(len(alone)), median=bool(routed_modules(forward)))
-            return None if expected.agrees(together) else "together, texts come out as others"
+            return _difference(forward)
     except Exception as error:  # of a model that looks at its inputs in a way of its own
         return f"could not be tried: {reason_of(error)}"
 
 
-def _together_and_alone(forward: DecoderForward) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (2, steps, vocabulary) of the last token of each text in each step, by both ways."""
+def _difference(forward: DecoderForward) -> str | None:
+    """What comes out otherwise together, if anything does.
+
+    Logits (2, steps, vocabulary) of the last token of each text in each step are compared, by both ways. Together,
+    tokens repeat the experts that they chose alone: to a router that finds two nearly equal, rounding decides.
+    """
     ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
-    return _together(forward, ids, lengths), _alone(forward, ids, lengths)
+    modules, wholes = routing_modules(forward), routed_modules(forward)
+    with noting(1, modules) as found:
+        alone = _alone(forward, ids, lengths)
+    choices = _by_steps(found, lengths) if wholes and found.cover(wholes) else None
+    steps, plans = _steps(forward, ids, lengths)
+    with noting(1, modules) as own, repeating(choices or Choices(1)):
+        together = torch.stack([steps.logits(plan) for plan in plans], dim=1)
+    if together.shape[-1] != head_size(forward):
+        return f"logits of {together.shape[-1]} tokens, where its head has {head_size(forward)}"
+    if not Expected(alone, found, median=bool(wholes) and choices is None).agrees(together):
+        return "together, texts come out as others"
+    if choices is not None and choices.shared(own) < bound(SHARED_EXPERTS, alone.dtype):
+        return "together, routers choose other experts"
+    return None
+
+
+def _by_steps(alone: Choices, lengths: np.ndarray) -> Choices | None:
+    """Choices of each text in a call of its own as those of steps, text after text; None where calls were others."""
+    found = Choices(1)
+    for module, notes in alone.notes.items():
+        if [len(index) for index, _ in notes] != lengths[-1].tolist():
+            return None
+        index, shares = zip(*notes, strict=True)
+        steps = list(pairwise(lengths))
+        found.notes[module] = [(_step_of(index, *step), _step_of(shares, *step)) for step in steps]
+    return found
+
+
+def _step_of(texts: tuple[torch.Tensor, ...], before: np.ndarray, after: np.ndarray) -> torch.Tensor:
+    return torch.cat([text[start:end] for text, start, end in zip(texts, before, after, strict=True)])
 
 
 def _alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
@@ -74,7 +103,8 @@ def _alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> t
     return torch.stack(rows)
 
 
-def _together(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> tuple[StepRunner, list[StepPlan]]:
+    """What runs them together, compiled, and what it is to run."""
     shapes = forward.shapes()
     sets = layer_sets(shapes, [layer.spec.attention.sees for layer in forward.layers])
     pages = 2 * len(sets) + 1
@@ -88,7 +118,7 @@ def _together(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -
     steps = StepRunner(forward, memory, Sampler(2, head_size(forward), ids.device), 2, None)
     plans = [_plan(ids, before, after) for before, after in pairwise(lengths)]
     steps.warm_up([*plans, _large()])
-    return torch.stack([steps.logits(plan) for plan in plans], dim=1)
+    return steps, plans
 
 
 def _large() -> StepPlan:

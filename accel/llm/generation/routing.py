@@ -32,6 +32,14 @@ class Choices:
         """Whether something that was given choices lies in each of these modules."""
         return all(any(module in self.notes for module in whole.modules()) for whole in wholes)
 
+    def shared(self, other: "Choices") -> float:
+        """The share of the experts of these tokens that another run with the same tokens has chosen too."""
+        found = []
+        for module, notes in self.notes.items():
+            for (index, _), (others, _) in zip(notes, other.notes[module], strict=True):
+                found.append((index.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).flatten())
+        return float(torch.cat(found).float().mean())
+
     def carried(self, root: nn.Module, twin: nn.Module) -> "Choices":
         """The same for the modules of a twin of the model, whose paths are those in root."""
         if twin is root:

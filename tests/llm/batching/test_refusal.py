@@ -3,11 +3,16 @@
 import pytest
 import torch
 
+import accel
 from accel.llm.batching.refusal import _large, refusal
 from accel.llm.batching.step import StepSize
+from accel.llm.generation import routing
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.runtime.router import RouterForward
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
+from support.llm.runtime.near_ties import deep_gpt_oss
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 
@@ -30,6 +35,54 @@ def test_a_model_that_looks_at_its_neighbours(pair, monkeypatch):
     embeddings = model.get_input_embeddings()
     embeddings.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1) * (out.shape[1] > 1))
     assert "come out as others" in refusal(forward)
+
+
+def rounded_by_company(fast):
+    """As products of another number of rows round: each number by half a step of bf16, up or down."""
+
+    def forward(self, x, index, shares):
+        noise = torch.randn(len(x), x.shape[1], generator=torch.Generator().manual_seed(len(x)))
+        return (fast(self, x, index, shares).float() * (1 + 2**-8 * noise)).to(x.dtype)
+
+    return forward
+
+
+def deep_model():
+    return accel.optimize(deep_gpt_oss(layers=24, spread=0.2))
+
+
+@torch.no_grad()
+def test_near_ties_of_routers_are_no_reason(monkeypatch):
+    """Chosen freely, the texts of such a model come out as others by rounding alone."""
+    forward = forward_of(deep_model())
+    monkeypatch.setattr(ExpertsForward, "fast", rounded_by_company(ExpertsForward.fast))
+    assert refusal(forward) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(routing, "_chosen", lambda args, kwargs: None)
+        assert "come out as others" in refusal(forward)
+
+
+def by_company(fast):
+    def forward(self, x, *more):
+        logits, shares, index = fast(self, x, *more)
+        return logits, shares, (index + len(x)) % 4
+
+    return forward
+
+
+def by_another(fast):
+    return lambda self, x, index, shares: fast(self, x.roll(1, 0), index, shares)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "reason"),
+    [(RouterForward, by_company, "choose other experts"), (ExpertsForward, by_another, "come out as others")],
+)
+@torch.no_grad()
+def test_experts_and_routers_that_look_at_their_neighbours(kind, wrong, reason, pair, monkeypatch):
+    forward = forward_of(pair("mixtral")[0])
+    monkeypatch.setattr(kind, "fast", wrong(kind.fast))
+    assert reason in refusal(forward)
 
 
 def test_it_is_told_why_it_could_not_be_tried(pair, monkeypatch):
