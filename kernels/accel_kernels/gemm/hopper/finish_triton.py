@@ -6,8 +6,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.elementwise.activations_triton import activate
-from accel_kernels.gemm.linear_geglu_triton import gelu
+from accel_kernels.elementwise.activations_triton import activate, gelu
 
 
 class FinishArguments(NamedTuple):
