@@ -48,8 +48,8 @@ class HopperTile(NamedTuple):
 WIDE, SQUARE, NARROW = HopperTile(128, 256, 4, 2, 16), HopperTile(128, 128, 6, 2, 16), HopperTile(128, 64, 8, 2, 16)
 TURNS = HopperTile(128, 128, 5, 0, 16, turns=1)
 TILES = (WIDE, WIDE._replace(parts=8), TURNS, TURNS._replace(parts=8), SQUARE, SQUARE._replace(parts=8), NARROW)
-# Time of a tile, by its share of a wide one's arithmetic: smaller ones read more for it.
-EFFORT = {256: 1.0, 128: 0.54, 64: 0.32}
+# Time of a tile: small ones read more for their arithmetic; instructions of 64 columns wait for shared memory (H200).
+EFFORT = {256: 1.0, 128: 0.52, 64: 0.46}
 LEAST_STEPS = 8  # of K to a part
 EXCHANGE = 8  # steps of K that take as long as writing sums of parts and adding them up
 
