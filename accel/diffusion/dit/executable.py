@@ -83,15 +83,13 @@ class Executable:
             _store(unit.step.result, self._function(unit.step.name, unit.step.function, args, kwargs), slots)
 
     def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
-        x, weight, bias = args
         if unit.output.window is None:
-            slots[unit.output.number] = self.kernels.linear(x, weight, bias, gelu=True)
+            slots[unit.output.number] = self.kernels.linear(*args, gelu=True)
         else:
-            out = self._place(unit.output, slots, x.device)
-            self.kernels.linear(x, weight, bias, gelu=True, out=out)
+            self.kernels.linear(*args, gelu=True, out=self._place(unit.output, slots, args[0].device))
 
     def _function(self, name: str, function: Callable, args: list | tuple, kwargs: dict) -> Any:
-        if name == "linear" and len(args) == 3 and not kwargs:
+        if name == "linear" and len(args) in (2, 3) and not kwargs:
             return self.kernels.linear(*args)
         if name == "scaled_dot_product_attention":
             given = dict(

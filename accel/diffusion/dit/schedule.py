@@ -122,7 +122,7 @@ class Schedule:
             product = None if found is None else makers.get(found[0])
             if found is None or product is None or product.step.name != "linear" or users[found[0]] != 1:
                 continue
-            if len(product.step.args) == 3 and not product.step.kwargs:
+            if len(product.step.args) in (2, 3) and not product.step.kwargs:
                 units.remove(unit)
                 units.remove(product)
                 units.append(GeluProduct(product.step, found[1], unit.place))
