@@ -312,6 +312,7 @@ def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, tile=None, *
         1 if modulation is None else rows // len(modulation), tile.group, tile.lead, whole, parts,
         *_shared(tile, tiles - whole, parts, numbers), **epilogue.flags, ROUNDED=rounded, PROMOTED=promoted,
         TURNS=bool(tile.turns), COLUMNS=tile.columns, STAGES=tile.stages, num_warps=4,
+        **({"enable_fp_fusion": False} if rounded else {}),  # or modulation and residual would be rounded together
     )  # fmt: skip
     return y
 
