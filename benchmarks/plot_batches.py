@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from plot_quantized import color
 
 LAST = " in flight"  # of the names of the workloads that are drawn
@@ -22,15 +23,16 @@ def drawn(result: dict) -> list[dict]:
 
 
 def draw(result: dict, axes) -> None:
-    """A line a variant."""
+    """A line a variant, a point where it was timed once."""
     rows = drawn(result)
-    for name in [name for name, value in rows[0].items() if isinstance(value, dict)]:
+    for name in dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, dict)):
         points = [(row[name].get("requests", row["requests"]), row[name]["tok_s"]) for row in rows if name in row]
         axes.plot(*zip(*points, strict=True), "o-", color=color(name), label=name, linewidth=1.5, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=8, which="both")
     ticks = [row["requests"] for row in rows]
     axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
