@@ -10,6 +10,7 @@ from support.compatibility import compatibility_table as table
 from support.compatibility.comparison import Row, compare, told
 from support.everything import EVERYTHING
 
+BLOCK = "diffusion transformer block"
 LIKE_A_GPU = {"layout": "channels_last", "cpu": "fuse"}
 WRITTEN, ROWS = table.read()
 CURRENT = table.versions() == WRITTEN
@@ -66,3 +67,5 @@ def test_every_row(tiny):
     assert not [row for found in rows.values() for row in found if row.wrong]
     assert sum(row.outcome != "not built" for row in rows["language"]) >= 100
     assert sum(row.outcome != "not built" for row in rows["diffusion"]) >= 0.8 * len(rows["diffusion"])
+    blocks = [row for row in rows["diffusion"] if BLOCK in row.fast.split(", ")]
+    assert sum("ran stock" not in row.why for row in blocks) >= 55
