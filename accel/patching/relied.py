@@ -196,12 +196,21 @@ def _changeable(value: object) -> bool:
 
 def _hung(own: nn.Module | None, parts: Parts) -> str | None:
     """Why calling the parts would do more than their classes say."""
+    members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
         if isinstance(part, nn.Module) and part is not own:
-            reason = "training mode inside" if part.training else tampered(part)
+            reason = "training mode inside" if part.training and _trains(part, members) else tampered(part)
             if reason is not None:
                 return reason
     return None
+
+
+def _trains(part: nn.Module, members: set[int]) -> bool:
+    """Whether a part, or one inside it that is not looked at, may compute something else in training mode.
+
+    Modules are made in training mode, as those of an adapter are. Few have code that asks for it.
+    """
+    return "training" in mentioned([type(part)]) or any(id(child) not in members for child in part.children())
 
 
 def _views(part: object, called: bool) -> Iterator:

@@ -8,7 +8,7 @@ what lies between two products becomes one pass over memory, and the outcome is 
 import threading
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accel_kernels.warmup import warming_up
@@ -31,6 +31,7 @@ from accel.tolerances import BLOCK, bound
 
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
+MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 
 
 @dataclass
@@ -55,30 +56,38 @@ class BlockPlans:
     def __setstate__(self, state: dict[str, Any]) -> None:
         BlockPlans.__init__(self)
 
-    def of(self, kind: tuple, call: tuple) -> BlockPlan | None:
-        return self.found.get(kind, {}).get(call)
-
-    def keep(self, kind: tuple, call: tuple, plan: BlockPlan) -> None:
+    def of(self, kind: tuple) -> dict[tuple, BlockPlan]:
+        """By kind of call. A block holds on to it: a kind is too long to be looked up at every call."""
         with self.lock:
-            plans = self.found.setdefault(kind, {})
+            if kind not in self.found and len(self.found) >= MOST_KINDS:
+                del self.found[next(iter(self.found))]
+            return self.found.setdefault(kind, {})
+
+    def keep(self, plans: dict[tuple, BlockPlan], call: tuple, plan: BlockPlan) -> None:
+        with self.lock:
             if len(plans) >= MOST_CALLS:
                 del plans[next(iter(plans))]
             plans[call] = plan
 
 
-class Weight(NamedTuple):
-    """Where a weight is read: in the parameters or buffers of a module, by its name there."""
-
-    held: dict[str, torch.Tensor | None]
-    name: str
+DERIVED = ("sort", "known", "held", "forms")  # by a block from what it is now; copies derive them anew
 
 
 class BlockForward(FastForward):
     """Takes and gives what stock does."""
 
+    known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
+
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
-        self.plans, self.sort = context.of(BlockPlans), sort_of(module)
+        self.plans = context.of(BlockPlans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in DERIVED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).update(dict.fromkeys(DERIVED))
 
     def parts(self) -> Parts:
         return Parts(tuple(_parts(self.module)))
@@ -89,24 +98,22 @@ class BlockForward(FastForward):
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
         reason = side_effects(self.module)
-        if reason is None and any(part.training for part in self.module.modules()):
-            reason = "training mode inside"
         if reason is None:
-            self.sort = sort_of(self.module)
+            self.known = None
             reason = self.remember() or super().changed()
         return reason
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        call = call_of((args, kwargs))
+        call = call_of(args, kwargs)
         if call is None:
             return "an argument that is neither a tensor nor a plain value"
-        plan = self.plans.of(self.sort, call)
+        plan = self._known().get(call)
         return plan.reason if plan is not None and plan.reason else None
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        call = call_of((args, kwargs))
+        call = call_of(args, kwargs)
         assert call is not None
-        plan = self.plans.of(self.sort, call)
+        plan = self._known().get(call)
         if plan is None:
             return self._record(call, args, kwargs)
         if plan.executable is None:
@@ -115,15 +122,29 @@ class BlockForward(FastForward):
             return self._compare(plan, args, kwargs)
         return plan.executable(list(tensors_in((args, kwargs))), self._weight)
 
+    def _known(self) -> dict[tuple, BlockPlan]:
+        """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
+        if self.known is not None and self.forms == _forms(self.held):
+            return self.known
+        self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
+        self.forms, self.sort = _forms(self.held), sort_of(self.module)
+        self.known = self.plans.of(self.sort)
+        return self.known
+
     def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
         """What stock gives; its steps are noted."""
         if _capturing():
             return self.stock(*args, **kwargs)
+        known, sort, given = self._known(), self.sort, list(tensors_in((args, kwargs)))
         output, program = recorded(self.stock, dict(_weights(self.module)), args, kwargs)
+        if call_of(args, kwargs) != call:
+            program = "it changes its arguments"
+        elif sort_of(self.module) != sort:
+            program = "it changes its own settings"
         plan = self._plan(program)
         if plan.executable is not None:
-            self._try(plan, list(tensors_in((args, kwargs))), output)
-        self.plans.keep(self.sort, call, plan)
+            self._try(plan, given, output)
+        self.plans.keep(known, call, plan)
         if plan.reason:
             self.ledger.fell_back(self.path, plan.reason)
         return output
@@ -138,7 +159,7 @@ class BlockForward(FastForward):
         return BlockPlan(executable) if executable.passes else BlockPlan(reason="nothing in it can be done in one pass")
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, once more, for a plan that was made while kernels only compiled."""
+        """What stock gives, once more, for a plan that was made while kernels only compiled, or from no numbers."""
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
@@ -159,7 +180,7 @@ class BlockForward(FastForward):
         if warming_up():  # nothing was computed
             return
         reason = difference(wanted, got)
-        plan.compared = True
+        plan.compared = telling(wanted)
         if reason is not None:
             plan.executable, plan.reason = None, reason
 
@@ -233,8 +254,17 @@ class Identity:
         return id(self.held)
 
 
-def call_of(tree: Any) -> tuple | None:
-    """All that decides which steps a call makes; None where it is not known. Tensors by shape, strides and dtype."""
+def call_of(args: tuple, kwargs: dict) -> tuple | None:
+    """All that decides which steps a call makes; None where it is not known. Tensors by shape, strides and dtype, and
+    by which of them are one.
+    """
+    form, places = _form((args, kwargs)), [id(tensor) for tensor in tensors_in((args, kwargs))]
+    if form is None or len(set(places)) == len(places):
+        return form
+    return form, *map(places.index, places)
+
+
+def _form(tree: Any) -> tuple | None:
     if isinstance(tree, torch.Tensor):
         if type(tree) not in (torch.Tensor, nn.Parameter) or tree.layout is not torch.strided:
             return None
@@ -243,7 +273,7 @@ def call_of(tree: Any) -> tuple | None:
         if type(tree) not in (tuple, list, dict):
             return None
         pairs = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
-        members = [(name, call_of(one)) for name, one in pairs]
+        members = [(name, _form(one)) for name, one in pairs]
         return None if any(one is None for _, one in members) else (type(tree), *members)
     return ("plain", type(tree), tree) if isinstance(tree, PLAIN) else None
 
@@ -267,6 +297,11 @@ def difference(wanted: Any, got: Any) -> str | None:
     return None
 
 
+def telling(output: Any) -> bool:
+    """Whether each tensor of an output has numbers that another outcome would differ from."""
+    return all(bool(one.isfinite().any()) for one in tensors_in(output) if one.numel())
+
+
 def _parts(module: nn.Module) -> Iterator[object]:
     for part in module.modules():
         yield part
@@ -276,8 +311,14 @@ def _parts(module: nn.Module) -> Iterator[object]:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    """By path; a tensor that stands in two places under both."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _forms(held: list[dict[str, torch.Tensor | None]]) -> list:
+    """What sorts of tensors modules hold; quick, as it is asked at every call."""
+    return [None if one is None else (one.dtype, one.shape) for tensors in held for one in tensors.values()]
 
 
 def _capturing() -> bool:

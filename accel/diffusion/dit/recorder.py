@@ -42,6 +42,8 @@ class StepRecorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}  # by id of a living tensor
         self.living: dict[int, weakref.ref] = {}
         self.weights = {id(tensor): path for path, tensor in weights.items()}
+        self.tied = {path for path, tensor in weights.items() if self.weights[id(tensor)] != path}
+        self.tied |= {self.weights[id(weights[path])] for path in self.tied}
         self.held = list(weights.values())
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -73,6 +75,9 @@ class StepRecorder(TorchFunctionMode):
         if self.error:
             raise NotRecordable(self.error)
         self.program.result = self._refs(result)
+        for value in self.program.values:
+            if value.pinned and value.root is not None:
+                raise NotRecordable("it writes into its arguments or weights")
         return self.program
 
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
@@ -123,6 +128,8 @@ class StepRecorder(TorchFunctionMode):
             path = self.weights.get(id(tensor))
             if path is None:
                 raise NotRecordable("takes a tensor that is neither an argument nor a weight, nor made by torch")
+            if path in self.tied:  # one of its places may be given another tensor
+                raise NotRecordable(f"takes a weight that stands in several places ({path})")
             number = self._add(tensor, None, ("weight", path))
         return Ref(number)
 
@@ -154,7 +161,7 @@ def recorded(
     recorder = StepRecorder(weights)
     for place, tensor in enumerate(given):
         recorder.input(tensor, place)
-    counted = [tensor for tensor in given if not tensor.is_inference()]
+    counted = [tensor for tensor in (*given, *weights.values()) if not tensor.is_inference()]
     versions, drawn = [tensor._version for tensor in counted], _random_state(given)
     with recorder:
         output = forward(*args, **kwargs)
@@ -163,7 +170,7 @@ def recorded(
     except NotRecordable as error:
         return output, str(error)
     if versions != [tensor._version for tensor in counted]:
-        return output, "it writes into its arguments"
+        return output, "it writes into its arguments or weights"
     if not all(map(torch.equal, drawn, _random_state(given))):
         return output, "it draws random numbers"
     return output, program

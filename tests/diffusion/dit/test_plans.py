@@ -1,0 +1,182 @@
+"""What decides that a plan holds for a call: arguments that are one, strides, numbers, and what blocks hold."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from accel.diffusion.dit.recorder import tensors_in
+from support.diffusion.transformer_pair import FLUX, SD3, alike
+
+
+class BlockPair:
+    """The first block of a pair of transformers, and the arguments that it is called with."""
+
+    def __init__(self, pair):
+        self.pair, self.call = pair, {}
+        self.ours, self.stock = pair.block(pair.ours), pair.block(pair.stock)
+
+        def keep(module, args, kwargs):
+            self.call = kwargs
+
+        handle = self.stock.register_forward_pre_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            pair.stock(**pair.inputs)
+        handle.remove()
+
+    def given(self, **changed):
+        """The arguments with some changed, and rotations of as many rows as there are tokens."""
+        call = self.call | changed
+        if "image_rotary_emb" in call:
+            rows = call["hidden_states"].shape[1] + call["encoder_hidden_states"].shape[1]
+            call["image_rotary_emb"] = tuple(torch.cat([one, one])[:rows] for one in call["image_rotary_emb"])
+        return call
+
+    def run(self, module, call):
+        with torch.no_grad():
+            return list(tensors_in(module(**call)))
+
+    def agree(self, plans=1, **changed):
+        call, before = self.given(**changed), self.pair.plans
+        for got, wanted in zip(self.run(self.ours, call), self.run(self.stock, call), strict=True):
+            alike(got, wanted)
+        assert self.pair.plans - before == plans and self.pair.report().fallbacks == []
+
+    @property
+    def plan(self):
+        return list(self.ours.forward.known.values())[-1]
+
+
+@pytest.fixture
+def block(pair):
+    return BlockPair(pair)
+
+
+either = pytest.mark.parametrize("pair", [FLUX, SD3], indirect=True)
+
+
+@either
+def test_a_tensor_given_twice_is_no_plan_for_two_tensors(block):
+    one, other = torch.randn(2, 2, 7, 32)
+    block.agree(hidden_states=one, encoder_hidden_states=one)
+    block.agree(hidden_states=one, encoder_hidden_states=other)
+    block.agree(hidden_states=other, encoder_hidden_states=other)
+
+
+@either
+def test_strides(block):
+    rows = block.call["hidden_states"]
+    for given in (
+        rows.mT.contiguous().mT,
+        rows[:1].expand(2, -1, -1),
+        torch.randn(*rows.shape[:2], 64)[..., ::2],
+        torch.randn(rows.numel() + 3)[3:].view(rows.shape),
+    ):
+        for _ in range(2):
+            block.agree(hidden_states=given)
+
+
+@either
+def test_outputs_without_numbers_say_nothing_about_a_plan(block):
+    rows = torch.full((2, 9, 32), torch.nan)
+    for _ in range(2):
+        call = block.given(hidden_states=rows)
+        assert all(bool(one.isnan().all()) for one in block.run(block.ours, call))
+        assert not block.plan.compared and not block.plan.reason
+    rows = torch.randn(2, 9, 32)
+    block.agree(hidden_states=rows)
+    assert block.plan.compared
+    block.agree(hidden_states=rows)
+    rows[1, 0, 0] = torch.nan
+    ours, stock = (block.run(module, block.given(hidden_states=rows)) for module in (block.ours, block.stock))
+    for got, wanted in zip(ours, stock, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@either
+def test_a_wrong_plan_is_not_taken_for_right_without_numbers(block):
+    forward = block.ours.forward
+
+    def wrong(*tensors, outputs, **more):
+        rowwise(*tensors, outputs=outputs, **more)
+        for one in outputs:
+            one.neg_()
+
+    rowwise = forward.kernels.rowwise
+    forward.kernels = dataclasses.replace(forward.kernels, rowwise=wrong)
+    block.run(block.ours, block.given(hidden_states=torch.full((2, 9, 32), torch.nan)))
+    call = block.given(hidden_states=torch.randn(2, 9, 32))
+    for _ in range(2):
+        for got, wanted in zip(block.run(block.ours, call), block.run(block.stock, call), strict=True):
+            alike(got, wanted)
+    assert any("computes something else" in reason for _, reason, _ in block.pair.report().fallbacks)
+
+
+@either
+def test_tensors_made_under_inference_mode(block):
+    with torch.inference_mode():
+        block.agree(**{name: one.clone() for name, one in block.call.items() if isinstance(one, torch.Tensor)})
+    block.agree()
+
+
+@either
+def test_threads_that_record_at_once(block):
+    calls = [block.given(hidden_states=torch.randn(2, 9 + number % 3, 32)) for number in range(6)]
+    got = [[] for _ in calls]
+
+    def work(number):
+        for _ in range(2):
+            got[number] += [block.run(block.ours, calls[number])]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for call, results in zip(calls, got, strict=True):
+        assert len(results) == 2
+        for result in results:
+            for one, wanted in zip(result, block.run(block.stock, call), strict=True):
+                alike(one, wanted)
+    assert block.pair.report().fallbacks == []
+
+
+def no_bias(linear):
+    linear.bias = None
+
+
+def with_bias(linear):
+    linear.bias = nn.Parameter(torch.randn(linear.out_features))
+
+
+@either
+def test_weights_are_read_where_they_are(block):
+    """Other numbers, another tensor, none, and one that was not there; of another dtype where stock takes it."""
+
+    def change(function):
+        for module in (block.ours, block.stock):
+            torch.manual_seed(3)
+            function(module.attn.to_q)
+
+    block.agree()
+    change(lambda q: q.weight.data.mul_(2))
+    block.agree()
+    change(lambda q: setattr(q, "weight", nn.Parameter(torch.randn(32, 32))))
+    block.agree()
+    change(no_bias)
+    block.agree()
+    block.agree()
+    change(with_bias)
+    block.agree()
+    block.agree()
+    for module in (block.ours, block.stock):
+        for norm in (module.attn.norm_q, module.attn.norm_k):
+            if norm is not None:
+                norm.weight.data = norm.weight.data.bfloat16()
+    block.agree()
+    block.agree()
+    for module in (block.ours, block.stock):
+        module.attn.to_k.weight = module.attn.to_v.weight  # what was recorded reads both
+    block.agree()
