@@ -76,7 +76,10 @@ DERIVED = ("sort", "known", "held", "forms")  # by a block from what it is now; 
 class BlockForward(FastForward):
     """Takes and gives what stock does."""
 
+    sort: tuple
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
+    held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
+    forms: list
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
