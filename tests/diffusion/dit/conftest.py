@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.diffusion.transformer_pair import TransformerPair
+from support.compatibility.transformer_pair import TransformerPair
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.diffusion.transformer_pair import FLUX, SD3, WAN
+from support.compatibility.transformer_pair import FLUX, SD3, WAN
 
 peft = pytest.importorskip("peft")
 

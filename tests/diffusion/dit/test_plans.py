@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.diffusion.dit.recorder import tensors_in
-from support.diffusion.transformer_pair import FLUX, SD3, alike
+from support.compatibility.transformer_pair import FLUX, SD3, alike
 
 
 class BlockPair:
