@@ -30,6 +30,7 @@ from accel.patching.structure import meta_weights, side_effects
 from accel.tolerances import BLOCK, bound
 
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
+FEWEST = 2  # where an attention has one product for several of these
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
 MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 
@@ -195,7 +196,9 @@ class BlockForward(FastForward):
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
-    """One of a list of modules, with linears for an attention and no such block inside of it."""
+    """One of a list of modules, with linears for an attention and no such block inside of it; with a group norm it is a
+    block of a UNet, whose parts have rules of their own.
+    """
     module = site.module
     if not _is_block(site.path, module) or type(module).__module__.startswith("transformers."):
         return None
@@ -210,7 +213,12 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
 
 
 def _is_block(path: str, module: nn.Module) -> bool:
-    return path.rpartition(".")[2].isdigit() and sum(type(one) is nn.Linear for one in module.modules()) >= LINEARS
+    if not path.rpartition(".")[2].isdigit():
+        return False
+    parts = list(module.modules())
+    attends = any("processor" in vars(part) for part in parts)
+    linears = sum(type(part) is nn.Linear for part in parts)
+    return linears >= (FEWEST if attends else LINEARS) and not any(type(part) is nn.GroupNorm for part in parts)
 
 
 def sort_of(module: nn.Module) -> tuple:

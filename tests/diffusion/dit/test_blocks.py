@@ -15,7 +15,7 @@ from accel.diffusion.dit.executable import Executable
 from support.compatibility import diffusers_calls, tiny_diffusers_models
 from support.compatibility.comparison import same, seeded, tensors
 from support.compatibility.compatibility_table import diffusion_classes
-from support.patched import fast_forwards
+from support.patched import fast_forwards, sites
 
 CLASSES = sorted(name for name in diffusion_classes() if "Transformer" in name)
 FAR = 3e-5  # of the largest number in a result: sums in another order, over a few layers
@@ -104,6 +104,25 @@ def test_blocks_of_a_class(name, runs, tiny):
         assert not runs["stock"] and bool(runs["fast"]) == bool(blocks)
     accel.restore(model)
     assert same(seeded(call, model), wanted) and not tiny.differences(model, stock)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        (
+            "Flux2Transformer2DModel",
+            {"transformer_blocks.0", "single_transformer_blocks.0"},
+        ),  # of two linears, that one
+        (
+            "UNetSpatioTemporalConditionModel",
+            {"temporal_transformer_blocks.0"},
+        ),  # not its levels, whose parts have rules
+    ],
+)
+def test_which_modules_are_blocks(name, blocks):
+    model = accel.optimize(tiny_diffusers_models.build(name), cpu="fuse")
+    paths = sites(model, "diffusion transformer block")
+    assert {path.rpartition("attentions.0.")[2].rpartition("attentions.1.")[2] for path in paths} == blocks
 
 
 @torch.no_grad()

@@ -82,7 +82,9 @@ def compare(name: str, model: torch.nn.Module, calls: dict[str, Callable], lefto
 
 
 def described(name: str, kind: str, report: accel.Report) -> Row:
-    rules = {rule for _, rule, status, _ in report.sites if status == "patched"}
+    stock = {path for path, *_ in report.fallbacks}  # a block that ran stock is none that is fused
+    patched = [(path, rule) for path, rule, status, _ in report.sites if status == "patched"]
+    rules = {rule for path, rule in patched if rule not in BLOCKS or path not in stock}
     left = [(path, rule, reason) for path, rule, status, reason in report.sites if status == "skipped"]
     language = any(rule == WHOLE for _, rule, *_ in report.sites)
     if rules & ({WHOLE} if language else BLOCKS):
