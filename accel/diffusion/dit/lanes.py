@@ -11,6 +11,7 @@ import torch
 
 from accel.diffusion.dit.operations import operation_of
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.slices import without_slices
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
@@ -43,7 +44,9 @@ PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
 
 
 def without_assignments(program: Program) -> Program:
-    """The program with one step in the place of an empty tensor and of the two assignments that fill it."""
+    """The program with one step in the place of an empty tensor and of the two assignments that fill it, and with
+    concatenations for assignments to some rows.
+    """
     users, values = program.users(), program.values
     dropped: dict[int, TorchStep | None] = {}
     for place, step in enumerate(program.steps):
@@ -78,7 +81,7 @@ def without_assignments(program: Program) -> Program:
             if value.base == number:
                 value.pinned = False
     steps = [dropped.get(place, step) for place, step in enumerate(program.steps)]
-    return Program(values, [step for step in steps if step is not None], program.result)
+    return without_slices(Program(values, [step for step in steps if step is not None], program.result))
 
 
 def _place(index: object, width: int) -> str | None:

@@ -151,6 +151,36 @@ def test_rows_of_odd_width_strided_and_broadcast():
     assert len(planned.passes) == 1 and planned.equal()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("last", [True, False])
+def test_rows_that_are_rotated_in_place_are_put_together(last, dtype):
+    """Some rows of normed queries are turned, and assigned where they were."""
+
+    def forward(x, cos, sin, w):
+        query = F.layer_norm(x.transpose(1, 2), (D,), w)
+        window = slice(T, None) if last else slice(None, S - T)
+        query[:, :, window] = halves(query[:, :, window], cos, sin)
+        return F.scaled_dot_product_attention(query, query, query)
+
+    tables = [rand(1, 1, S - T, D, seed=seed) for seed in (2, 3)]
+    planned = Planned(Formula(forward, w=rand(D, seed=4, dtype=dtype)), rand(B, S, H, D, dtype=dtype), *tables)
+    assert not {"__setitem__", "cat"} & set(planned.calls) and len(planned.passes) == 2 and planned.equal()
+
+
+def looked_at_through_a_view(x):
+    y = x * 2
+    z = y[:, 1:]
+    y[:, 1:] = z * 3 + 1
+    return y * z.sum()
+
+
+def assigned_twice(x):
+    y = x * 2
+    y[:, 1:] = y[:, 1:] * 3 + 1
+    y[:, :1] = y[:, :1] * 5 + 1
+    return y + 1
+
+
 def writes_into_memory(x):
     y = x * 2
     z = y.view(-1)
@@ -168,7 +198,11 @@ def other_halves(x):
     return torch.cat((a.sin() * 2, b.cos() * 2), dim=-1) + torch.cat((b, a), dim=-1)
 
 
-@pytest.mark.parametrize("forward", [writes_into_memory, takes_other_numbers, other_halves], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "forward",
+    [writes_into_memory, takes_other_numbers, other_halves, looked_at_through_a_view, assigned_twice],
+    ids=lambda f: f.__name__,
+)
 def test_what_no_pass_can_do_runs_as_it_was_recorded(forward):
     planned = Planned(Formula(forward), rand(3, 4, 16))
     assert planned.equal()
