@@ -112,13 +112,17 @@ class CalledCode(Code):
         super().__init__(kind for kind in kinds if _package(kind.__module__) != OWN)
 
     def find(self) -> list[CodeTable]:
-        return _Followed(self.kinds, self.chosen).tables()
+        return _Followed(self.kinds, self.chosen, self.entries()).tables()
+
+    def entries(self) -> Iterable[object]:
+        """Functions that are followed too, where a call finds them in no place that is known here."""
+        return ()
 
 
 class _Followed:
     """A walk from the methods that a call runs."""
 
-    def __init__(self, kinds: Iterable[type], chosen: tuple[str, ...]):
+    def __init__(self, kinds: Iterable[type], chosen: tuple[str, ...], entries: Iterable[object]):
         self.chosen = chosen
         self.packages = {_package(kind.__module__) for kind in kinds} - {"torch"}
         self._found: dict[object, tuple[str, Mapping, dict[str, object]]] = {}  # by class, file or registry
@@ -126,6 +130,8 @@ class _Followed:
         for kind in kinds:
             for name in CALLED:
                 self._method(kind, name)
+        for entry in entries:
+            self._follow(entry)
 
     def tables(self) -> list[CodeTable]:
         return [CodeTable(label, mapping, tuple(found), found) for label, mapping, found in self._found.values()]

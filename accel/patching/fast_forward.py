@@ -31,6 +31,7 @@ from torch import nn
 
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
+from accel.patching.code import ClassCode, Code
 from accel.patching.ledger import Ledger
 from accel.patching.relied import Parts, Relied, another_class, changed_since
 from accel.patching.structure import foreign, hooked
@@ -85,6 +86,7 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
+    code: type[Code] = ClassCode  # of its parts, that it relies on
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
         given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
@@ -154,7 +156,7 @@ class FastForward(ABC):
     def remember(self) -> str | None:
         """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
         parts = self.parts()
-        self.relied = Relied(self.module, parts) if any(parts) else None
+        self.relied = Relied(self.module, parts, self.code) if any(parts) else None
         return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
 
     def changed(self) -> str | None:

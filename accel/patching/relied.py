@@ -34,7 +34,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from accel.errors import reason_of
-from accel.patching.code import ClassCode
+from accel.patching.code import ClassCode, Code
 from accel.patching.structure import mentioned, overridden, stock_method, tampered
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
@@ -97,9 +97,9 @@ class Relied:
     called, so that its hooks run and its forward is the fused one.
     """
 
-    def __init__(self, own: nn.Module | None, parts: Parts):
+    def __init__(self, own: nn.Module | None, parts: Parts, code: type[Code] = ClassCode):
         self.records = tuple(_records(own, parts))
-        self.code = ClassCode(type(part) for part in chain(*parts) if part is not None)
+        self.code = code(type(part) for part in chain(*parts) if part is not None)
         self.snapshot: Snapshot | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -147,7 +147,7 @@ class Relied:
 class Snapshot:
     """The parts as they were at some call, and what was found then; asked at every call whether they still are."""
 
-    def __init__(self, own: nn.Module | None, parts: Parts, code: ClassCode):
+    def __init__(self, own: nn.Module | None, parts: Parts, code: Code):
         self.reason: str | None = None
         self.parts = [part for part in chain(*parts) if part is not None]
         self.kinds = list(map(type, self.parts))

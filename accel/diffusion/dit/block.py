@@ -14,6 +14,7 @@ import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
+from accel.diffusion.dit.code import BlockCode, active_backend
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.program import Program
@@ -71,16 +72,17 @@ class BlockPlans:
             plans[call] = plan
 
 
-DERIVED = ("sort", "known", "held", "forms")  # by a block from what it is now; copies derive them anew
+DERIVED = ("known", "held", "forms", "backend")  # by a block from what it is now; copies derive them anew
 
 
 class BlockForward(FastForward):
     """Takes and gives what stock does."""
 
-    sort: tuple
+    code = BlockCode
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
     held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
     forms: list
+    backend: object
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
@@ -101,6 +103,8 @@ class BlockForward(FastForward):
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
+        if self.relied is not None and self.relied.code.changed() is not None:
+            return reason
         reason = side_effects(self.module)
         if reason is None:
             self.known = None
@@ -117,7 +121,7 @@ class BlockForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(args, kwargs)
         assert call is not None
-        plan = self._known().get(call)
+        plan = (self.known or self._known()).get(call)  # unfit has seen to it that it holds
         if plan is None:
             return self._record(call, args, kwargs)
         if plan.executable is None:
@@ -128,18 +132,18 @@ class BlockForward(FastForward):
 
     def _known(self) -> dict[tuple, BlockPlan]:
         """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
-        if self.known is not None and self.forms == _forms(self.held):
+        if self.known is not None and self.forms == _forms(self.held) and self.backend == active_backend():
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
-        self.forms, self.sort = _forms(self.held), sort_of(self.module)
-        self.known = self.plans.of(self.sort)
+        self.forms, self.backend = _forms(self.held), active_backend()
+        self.known = self.plans.of((self.backend, *sort_of(self.module)))
         return self.known
 
     def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
         """What stock gives; its steps are noted."""
         if _capturing():
             return self.stock(*args, **kwargs)
-        known, sort, given = self._known(), self.sort, list(tensors_in((args, kwargs)))
+        known, sort, given = self._known(), sort_of(self.module), list(tensors_in((args, kwargs)))
         output, program = recorded(self.stock, dict(_weights(self.module)), args, kwargs)
         if call_of(args, kwargs) != call:
             program = "it changes its arguments"

@@ -1,0 +1,222 @@
+"""What users change between two calls of an optimized transformer: fast where it can be, stock and told where not."""
+
+import copy
+import pickle
+import types
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.transformers import transformer_flux
+from torch import nn
+from torch.nn import functional
+
+from support.compatibility.transformer_pair import FLUX, ROUNDING, SD3, WAN, TransformerPair, alike, first
+
+either = pytest.mark.parametrize("pair", [FLUX, SD3], indirect=True)
+flux = pytest.mark.parametrize("pair", [FLUX], indirect=True)
+
+
+def double(function):
+    def doubled(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return tuple(2 * one for one in result) if isinstance(result, tuple) else 2 * result
+
+    return doubled
+
+
+CODE = {
+    "attention, of torch": (functional, "scaled_dot_product_attention"),
+    "a norm, of torch": (functional, "layer_norm"),
+    "a rotation beside the block": (transformer_flux, "apply_rotary_emb"),
+    "how attention is dispatched": (transformer_flux, "dispatch_attention_fn"),
+    "a class's forward": (nn.Linear, "forward"),
+    "a processor": (transformer_flux.FluxAttnProcessor, "__call__"),
+}
+
+
+@pytest.mark.parametrize("pair", [FLUX], indirect=True)
+def test_other_code_runs_as_it_is_and_is_told(pair):
+    plain = pair.agree()
+    for place, name in CODE.values():
+        with mock.patch.object(place, name, double(getattr(place, name))):
+            for _ in range(2):
+                changed = pair.agree(fast=False, said=f"{name} was changed after accel.optimize")
+        assert float((changed - plain).abs().max()) > 1e-3
+        pair.agree()
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    native = attention_dispatch.AttentionBackendName.NATIVE
+    with mock.patch.dict(backends, {native: double(backends[native])}):
+        pair.agree(fast=False, said="NATIVE was changed after accel.optimize")
+    pair.agree()
+
+
+def test_attention_backends(monkeypatch):
+    monkeypatch.setitem(ROUNDING, FLUX, 1e-6)  # a plan keeps its own kernel
+    pair = TransformerPair(FLUX, monkeypatch)
+    plain = pair.agree()
+    with attention_dispatch.attention_backend("_native_math"):
+        pair.agree()
+        pair.agree()
+    for name in ("_native_math", "native"):
+        pair.change(lambda m, name=name: m.set_attention_backend(name))
+        pair.agree()
+        pair.agree()
+    pair.change(lambda m: m.reset_attention_backend())
+    assert torch.equal(pair.agree(), plain)
+
+
+class Doubling:
+    """A processor of the user's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, *args, **kwargs):
+        return double(self.inner)(*args, **kwargs)
+
+
+@either
+def test_changes_inside_of_one_block(pair):
+    blocks = [pair.block(model) for model in (pair.ours, pair.stock)]
+
+    def stock_in_one(said):
+        for _ in range(2):
+            before = {row[:2]: row[2] for row in pair.report().fallbacks}
+            ran = pair.plans
+            with torch.no_grad():
+                ours, stock = (first(model(**pair.inputs)) for model in (pair.ours, pair.stock))
+            alike(ours, stock)
+            new = {row[1] for row in pair.report().fallbacks if row[2] != before.get(row[:2])}
+            assert pair.plans - ran == pair.blocks - 1 and len(new) == 1 and said in new.pop()
+
+    pair.agree()
+    handles = [block.attn.to_q.register_forward_hook(lambda module, args, output: 2 * output) for block in blocks]
+    stock_in_one("forward hooks inside")
+    for handle in handles:
+        handle.remove()
+    pair.agree()
+    for block in blocks:
+        block.attn.to_q.forward = types.MethodType(lambda self, x: 2 * nn.Linear.forward(self, x), block.attn.to_q)
+    stock_in_one("a replaced forward")
+    for block in blocks:
+        del block.attn.to_q.forward
+    pair.agree()
+    processors = [block.attn.processor for block in blocks]
+    for block in blocks:
+        block.attn.set_processor(Doubling(block.attn.processor))
+    stock_in_one("Doubling may keep state")
+    for block, processor in zip(blocks, processors, strict=True):
+        block.attn.set_processor(processor)
+    pair.agree()
+    for block in blocks:
+        block.attn.to_out[1].p, block.attn.to_out[1].training = 0.5, True
+    pair.plans = 0
+    with torch.no_grad():
+        pair.ours(**pair.inputs)
+    assert pair.plans == pair.blocks - 1
+    assert any("training mode inside" in reason for _, reason, _ in pair.report().fallbacks)
+    for block in blocks:
+        block.attn.to_out[1].training = False
+    pair.agree()
+    for block in blocks:
+        block.norm2.eps = 0.5
+        block.my_own_note = [1]  # nobody reads it
+    pair.agree()
+    rows = pair.inputs["hidden_states"]
+    if pair.name == SD3:
+        pair.agree(hidden_states=torch.cat([rows, rows], -1))
+
+
+@either
+def test_modes(pair):
+    plain = pair.agree()
+    pair.change(lambda m: m.train())
+    pair.agree(fast=False, said="training mode")
+    pair.change(lambda m: m.eval())
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.agree(fast=False, said="autocast is on")
+    with torch.enable_grad():
+        pair.agree(fast=False, said="gradients are on")
+    assert torch.equal(pair.agree(), plain)
+
+
+@either
+def test_dtypes_sizes_and_other_weights(pair):
+    plain = pair.agree()
+    floats = {name: one.bfloat16() for name, one in pair.inputs.items() if one.is_floating_point()}
+    for _ in range(2):
+        pair.change(lambda m: m.to(torch.bfloat16))
+        pair.agree(**floats)
+        pair.change(lambda m: m.float())
+        pair.agree()
+    pair.agree(**{name: one[:1] if one.shape[0] == 2 else one for name, one in pair.inputs.items()})
+    text = torch.randn(2, 11, 32)
+    ids = {"txt_ids": torch.zeros(11, 3)} if pair.name == FLUX else {}
+    assert pair.agree(encoder_hidden_states=text, **ids).shape == plain.shape
+    pair.change(lambda m: m.load_state_dict({k: 1.1 * v for k, v in m.state_dict().items()}, assign=True))
+    pair.agree()
+    pair.change(lambda m: m.fuse_qkv_projections())
+    pair.agree()
+    pair.change(lambda m: m.unfuse_qkv_projections())
+    pair.agree()
+
+
+@pytest.mark.parametrize("pair", [FLUX, SD3, WAN], indirect=True)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(pair, copied):
+    pair.agree()
+    pair.ours = copied(pair.ours)
+    assert pair.report().fallbacks == []
+    pair.agree()
+    pair.change(lambda m: pair.block(m).norm2.__setattr__("eps", 0.25))
+    pair.agree()
+
+
+@flux
+def test_what_is_saved_is_stock(pair, tmp_path):
+    plain = pair.agree()
+    pair.ours.save_pretrained(tmp_path)
+    loaded = type(pair.ours).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(first(loaded(**pair.inputs)), plain)
+    pair.agree()
+
+
+@flux
+def test_controlnets(pair):
+    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
+        assert not torch.equal(pair.agree(**{name: [torch.randn(2, 16, 32)]}), pair.agree())
+
+
+@either
+def test_group_offload(pair):
+    pair.agree()
+    device = torch.device("cpu")
+    pair.change(lambda m: m.enable_group_offload(device, device, offload_type="block_level", num_blocks_per_group=1))
+    pair.agree()
+    pair.agree()
+
+
+@either
+def test_leaves_that_are_offloaded_or_cast_run_stock(pair):
+    pair.agree()
+    device = torch.device("cpu")
+    if pair.name == FLUX:
+        pair.change(lambda m: m.enable_group_offload(device, device, offload_type="leaf_level"))
+    else:
+        pair.change(lambda m: m.enable_layerwise_casting(torch.bfloat16, torch.float32))
+    pair.agree(fast=False, said="a replaced forward")
+
+
+@flux
+def test_compiled_blocks_are_stock_blocks(pair):
+    pair.agree()
+    pair.change(lambda m: m.compile_repeated_blocks(backend="eager"))
+    ran = pair.plans
+    with torch.no_grad():
+        ours, stock = (first(model(**pair.inputs)) for model in (pair.ours, pair.stock))
+    alike(ours, stock, 1e-6)
+    assert pair.plans == ran
+    torch.compiler.reset()
