@@ -93,7 +93,7 @@ def test_blocks_of_a_class(name, runs, tiny):
         got = seeded(call, model)
         for ours, theirs in zip(tensors(got), tensors(wanted), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=FAR * float(theirs.abs().max()))
-    plans = [plan for block in blocks for plan in block.plans.found.get(block.sort, {}).values()]
+    plans = [plan for block in blocks for plan in (block.known or {}).values()]
     reasons = {plan.reason for plan in plans if plan.reason}
     told = {reason for _, reason, _ in accel.report(model).fallbacks}
     assert all(plan.executable is not None and plan.compared for plan in plans if not plan.reason)
