@@ -94,3 +94,45 @@ def test_dora_as_stock_has_it(pair):
     pair.change(lambda m: m.add_adapter(adapter(use_dora=True)))
     pair.change(lambda m: m.eval())
     pair.agree()
+
+
+class Given(torch.nn.Module):
+    """Image embeddings as the blocks take them."""
+
+    def forward(self, embeddings):
+        return embeddings
+
+
+@pytest.mark.parametrize("pair", [FLUX], indirect=True)
+def test_an_image_adapter_is_fused_and_its_scales_are_changed_in_place(pair):
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    plain = pair.agree()
+    before = [pair.block(model).attn.processor for model in (pair.ours, pair.stock)]
+
+    def adapt(model):
+        pair.block(model).attn.set_processor(FluxIPAdapterAttnProcessor(32, 24, scale=0.7))
+        model.encoder_hid_proj = Given()
+
+    pair.change(adapt)
+    embeddings = torch.randn(2, 5, 24)
+    seen = [plain]
+    for scale in (0.7, 0.2):
+        for model in (pair.ours, pair.stock):
+            pair.block(model).attn.processor.scale[0] = scale
+        for _ in range(2):
+            # the model takes the embeddings out of the dictionary that it is given
+            kwargs = [{"ip_adapter_image_embeds": [embeddings]} for _ in range(2)]
+            ran = pair.plans
+            with torch.no_grad():
+                ours, stock = (
+                    model(**pair.inputs, joint_attention_kwargs=one).sample
+                    for model, one in zip((pair.ours, pair.stock), kwargs, strict=True)
+                )
+            assert torch.equal(ours, stock) and pair.plans - ran == pair.blocks
+        shows(ours, seen[-1])
+        seen.append(ours)
+    assert pair.report().fallbacks == []
+    for model, processor in zip((pair.ours, pair.stock), before, strict=True):
+        pair.block(model).attn.set_processor(processor)
+    assert torch.equal(pair.agree(), plain)

@@ -220,3 +220,31 @@ def test_compiled_blocks_are_stock_blocks(pair):
     alike(ours, stock, 1e-6)
     assert pair.plans == ran
     torch.compiler.reset()
+
+
+@flux
+def test_caches_of_diffusers_around_blocks_and_inside(pair):
+    from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+
+    plain = pair.agree()
+    pair.change(lambda m: m.enable_cache(FirstBlockCacheConfig(threshold=0.5)))
+    ran = pair.plans
+    for step in range(3):
+        given = pair.inputs | {"timestep": pair.inputs["timestep"] - step / 100}
+        with torch.no_grad():
+            for model in (pair.ours, pair.stock):
+                with model.cache_context("cond"):
+                    given[model] = first(model(**{name: given[name] for name in pair.inputs}))
+        alike(given[pair.ours], given[pair.stock])
+    assert pair.blocks + 2 <= pair.plans - ran < 3 * pair.blocks  # the first block always, others where it says so
+    pair.change(lambda m: m.disable_cache())
+    inside = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1000),
+        current_timestep_callback=lambda: 500,
+    )
+    pair.change(lambda m: m.enable_cache(inside))
+    for _ in range(3):
+        pair.agree(fast=False, said="a replaced forward")
+    pair.change(lambda m: m.disable_cache())
+    assert torch.equal(pair.agree(), plain)

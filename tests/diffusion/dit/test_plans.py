@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.diffusion.dit.recorder import tensors_in
+from accel.diffusion.dit.recorder import recorded, tensors_in
 from support.compatibility.transformer_pair import FLUX, SD3, alike
 
 
@@ -180,3 +180,32 @@ def test_weights_are_read_where_they_are(block):
     for module in (block.ours, block.stock):
         module.attn.to_k.weight = module.attn.to_v.weight  # what was recorded reads both
     block.agree()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.other.weight = self.one.weight
+        self.register_buffer("count", torch.zeros(16))
+
+    def forward(self, x, how):
+        if how == "count":
+            self.count += 1
+            return x + self.count
+        if how == "argument":
+            return x.mul_(2) + 1
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("tied", "several places"), ("count", "or weights"), ("argument", "its arguments")]
+)
+def test_what_no_plan_can_hold_is_told(how, said):
+    """Under inference mode tensors have no versions, by which writes would be noticed."""
+    module = Tied()
+    weights = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers()])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            _, program = recorded(module, weights, (torch.randn(2, 16), how), {})
+        assert isinstance(program, str) and said in program
