@@ -24,7 +24,7 @@ from accel.errors import reason_of
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.patch import foreign_forward
-from accel.patching.relied import BASE, Parts, settings_of
+from accel.patching.relied import BASE, Parts, Snapshot, settings_of
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights, side_effects
@@ -72,7 +72,14 @@ class BlockPlans:
             plans[call] = plan
 
 
-DERIVED = ("known", "held", "forms", "backend")  # by a block from what it is now; copies derive them anew
+DERIVED = (
+    "known",
+    "held",
+    "forms",
+    "backend",
+    "refused",
+    "examined",
+)  # by a block from what it is now; copies derive them anew
 
 
 class BlockForward(FastForward):
@@ -83,6 +90,8 @@ class BlockForward(FastForward):
     held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
     forms: list
     backend: object
+    refused: str | None  # what was found when the block was examined anew,
+    examined: Snapshot | None  # which is gone through once, not at every call that runs stock
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
@@ -103,12 +112,15 @@ class BlockForward(FastForward):
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
-        if self.relied is not None and self.relied.code.changed() is not None:
+        if self.relied is None or self.relied.code.changed() is not None:
             return reason
+        if self.examined is not None and self.examined is self.relied.snapshot:
+            return self.refused
         reason = side_effects(self.module)
         if reason is None:
             self.known = None
             reason = self.remember() or super().changed()
+        self.refused, self.examined = reason, self.relied.snapshot
         return reason
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
