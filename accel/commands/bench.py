@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, wrong_folder
-from accel.errors import told
 from accel.options import ACTIVATIONS, SCHEMES, check_activations
 from accel.progress import progress_bar
 
@@ -56,6 +55,7 @@ def bench(
     import torch
 
     from accel.bench import folder, machine, results, runner
+    from accel.errors import told
 
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
