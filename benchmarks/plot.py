@@ -26,9 +26,15 @@ BAR = 0.8  # of the height of a case, shared by its bars
 def load(folder: Path) -> list[dict]:
     """The results of real cases on a GPU, in the order of ORDER, new cases last; of plain weights alone."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = [one for one in results if "stock" in one and one["machine"]["gpu"] and not one.get("weights")]
+    results = [one for one in results if _one_pass(one) and one["machine"]["gpu"] and not one.get("weights")]
     rank = {name: number for number, name in enumerate(ORDER)}
     return sorted(results, key=lambda result: (result["machine"]["gpu"], rank.get(result["case"], len(rank))))
+
+
+def _one_pass(result: dict) -> bool:
+    """Whether it is what `accel bench` measured of a forward pass; other scripts write `stock` too."""
+    stock = result.get("stock")
+    return isinstance(stock, dict) and "median_ms" in stock
 
 
 def draw(results: list[dict], gpu: str, axes) -> None:

@@ -74,3 +74,13 @@ def test_the_plot_of_quantized_models(tmp_path, draw):
     draw()
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantized.png"]
     assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000
+
+
+def test_the_results_of_this_project_are_told_apart(draw):
+    """Other scripts keep their files beside those of `accel bench`, and have what stock did in another form."""
+    del draw  # has matplotlib, and the folder of scripts
+    import plot
+
+    found = plot.load(ROOT / "benchmarks" / "results")
+    assert len(found) > 8 and {"sd15", "flux"} <= {one["case"] for one in found}
+    assert all({"about", "dtype"} <= one.keys() for one in found)
