@@ -33,6 +33,7 @@ from accel.tolerances import BLOCK, bound
 
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
 FEWEST = 2  # where an attention has one product for several of these
+PIECE = 1 << 22  # numbers that are compared at a time
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
 MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 
@@ -247,14 +248,30 @@ def difference(wanted: Any, got: Any) -> str | None:
             if not torch.equal(theirs, ours):
                 return "computes something else: whole numbers differ"
             continue
-        finite = theirs.isfinite()
-        if not bool(finite.any()):
+        largest, off = _extremes(theirs, ours) if theirs.numel() else (None, 0.0)
+        if largest is None:
             continue
-        largest = theirs[finite].float().abs().max().clamp_min(1e-6)
-        off = float((theirs.float() - ours.float()).abs()[finite].nan_to_num(torch.inf).max() / largest)
         if not off <= bound(BLOCK, theirs.dtype):
             return f"computes something else: off by {off:.1e} of the largest output"
     return None
+
+
+def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, float]:
+    """The largest of what is finite in theirs, None where nothing is; and the largest difference, as a share of it.
+
+    In pieces: a comparison should not take more memory than the model itself does.
+    """
+    zero = torch.zeros((), device=theirs.device)
+    largest = off = zero
+    some = torch.zeros((), dtype=torch.bool, device=theirs.device)
+    for a, b in zip(theirs.flatten().split(PIECE), ours.flatten().split(PIECE), strict=True):
+        finite = a.isfinite()
+        apart = (a.float() - b.float()).abs_().nan_to_num_(torch.inf)
+        off = torch.maximum(off, torch.where(finite, apart, zero).max())
+        largest = torch.maximum(largest, torch.where(finite, a.float().abs(), zero).max())
+        some = some | finite.any()
+    largest = largest.clamp_min(1e-6)
+    return (float(largest), float(off / largest)) if bool(some) else (None, 0.0)
 
 
 def telling(output: Any) -> bool:

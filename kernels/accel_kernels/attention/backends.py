@@ -215,13 +215,13 @@ def _agrees(name: str, other: str, forms: list[Form]) -> bool:
         given = [form.filled() for form in forms]
         wanted = BACKENDS[other].run(*given, None).float()
         try:
-            off = (BACKENDS[name].run(*given, None).float() - wanted).abs().max()
+            off = BACKENDS[name].run(*given, None).float().sub_(wanted).abs_().max()
         except Exception as error:  # this card or build has no kernel for it, each library saying so in its own way
             if out_of_memory(error):  # says nothing of the backend; `Choices` goes on without a trial
                 raise
             set_aside(error)
             return False
-        return bool(off <= BACKEND * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))
+        return bool(off <= BACKEND * wanted.abs_().max().clamp_min(SMALLEST_OUTPUT))
 
 
 def _load(x: torch.Tensor) -> None:

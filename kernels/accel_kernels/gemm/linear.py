@@ -181,10 +181,11 @@ class LinearChooser(Choices):
         yield str(ranks[times.index(best)]) if best < (1 - LEAST_GAIN) * own else TORCH
 
     def _agrees(self, product: Product, rank: int, x, weight, bias, residual, gelu: bool, out) -> bool:
+        """In place, since two outputs are what a call of the model itself holds; more would be its peak of memory."""
         given = x, weight, bias, residual
         wanted = torch_linear(*given, gelu)
         try:
-            off = (self._run(product, rank, *given, out) - wanted).abs().max()
+            off = self._run(product, rank, *given, out).sub_(wanted).abs_().max()
         except RuntimeError:  # named by the heuristic, refused by the library
             return False
-        return bool(off <= ALGORITHM * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))
+        return bool(off <= ALGORITHM * wanted.abs_().max().clamp_min(SMALLEST_OUTPUT))
