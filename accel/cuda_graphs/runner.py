@@ -127,6 +127,8 @@ class GraphRunner:
             return instead()
         with self.trials.noting() as asked:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
+        if reason is None:
+            self._follow()
         self._settle(entry, asked, device, cold)
         return outputs
 
@@ -200,12 +202,23 @@ class GraphRunner:
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
         self.entries.clear()
-        beside = None if self.beside is None else self.beside.views()
-        self.fingerprint = Fingerprint(self.module, self.passed, beside)
+        self.fingerprint = self._taken()
         self.reason = self.obstacle(self.module)
         if self.changes >= RESTLESS:
             self.reason = "the module changes between any two calls"
         return self.fingerprint
+
+    def _taken(self) -> Fingerprint:
+        beside = None if self.beside is None else self.beside.views()
+        return Fingerprint(self.module, self.passed, beside)
+
+    def _follow(self) -> None:
+        """Looks for weights where an eager call has put them, side by side for one product, if no graph reads them."""
+        with self.pool.lock:
+            now = self.fingerprint
+            graphs = any(entry.graph is not None for entry in self.entries.values())
+            if now is not None and not graphs and not now.reachable() and now.holds():
+                self.fingerprint = self._taken()
 
     def _remember(self, key: tuple) -> Entry:
         if len(self.entries) >= MOST_SHAPES:

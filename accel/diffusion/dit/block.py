@@ -21,6 +21,7 @@ from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
+from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
 from accel.errors import reason_of
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
@@ -97,7 +98,7 @@ class BlockForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
-        self.plans = context.of(BlockPlans)
+        self.plans, self.stacks = context.of(BlockPlans), WeightStacks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in DERIVED}
@@ -132,7 +133,17 @@ class BlockForward(FastForward):
         plan = self._known().get(call)
         return plan.reason if plan is not None and plan.reason else None
 
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().stock(*args, **kwargs)
+        with self.stacks:
+            return super().stock(*args, **kwargs)
+
     def fast(self, *args: Any, **kwargs: Any) -> Any:
+        with self.stacks:
+            return self._fast(*args, **kwargs)
+
+    def _fast(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(args, kwargs)
         assert call is not None
         plan = (self.known or self._known()).get(call)  # unfit has seen to it that it holds
@@ -142,7 +153,7 @@ class BlockForward(FastForward):
             return self.stock(*args, **kwargs)
         if not plan.compared and not warming_up():
             return self._compare(plan, args, kwargs)
-        return plan.executable(list(tensors_in((args, kwargs))), self._weight)
+        return plan.executable(list(tensors_in((args, kwargs))), self._weight, self.stacks)
 
     def _known(self) -> dict[tuple, BlockPlan]:
         """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
@@ -195,7 +206,7 @@ class BlockForward(FastForward):
         """Runs the plan beside what stock gave; one that errs or differs is given up."""
         assert plan.executable is not None
         try:
-            got = plan.executable(given, self._weight)
+            got = plan.executable(given, self._weight, self.stacks)
         except Exception as error:
             plan.executable, plan.reason = None, f"its passes raised {reason_of(error)}"
             return
@@ -227,7 +238,8 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
     reason = foreign_forward(module) or side_effects(module)
     if reason is not None:
         return Skip(reason)
-    return Match(BlockForward(module, site.path, context), note="recorded at its first call")
+    forward = BlockForward(module, site.path, context)
+    return Match(forward, (Unstacked(module, forward.stacks),), note="recorded at its first call")
 
 
 def _is_block(path: str, module: nn.Module) -> bool:

@@ -7,7 +7,9 @@ import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
 from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
-from accel.diffusion.dit.schedule import Copy, GeluProduct, Schedule, TorchCall, Unit
+from accel.diffusion.dit.schedule import Schedule
+from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
+from accel.diffusion.dit.weight_stacks import WeightStacks
 from accel.patching.fast_forward import Kernels
 
 Slots = list[torch.Tensor | None]
@@ -35,8 +37,38 @@ class Tree:
         return members
 
 
+class Linears:
+    """Those of a product of several: numbers of what they take and make, and the paths of weights and biases."""
+
+    def __init__(self, unit: StackedProduct, values: list[TensorValue]):
+        self.taken, weights, *biases = zip(*(refs(step.args) for step in unit.steps), strict=True)
+        self.made = [next(refs(step.result)) for step in unit.steps]
+        self.parts = [weights, *biases]
+        self.paths = [tuple(_path(values[number]) for number in numbers) for numbers in self.parts]
+        self.widths = [values[number].shape[-1] for number in self.made]
+
+    @property
+    def input(self) -> int:
+        return self.taken[0]
+
+    def wholes(self, slots: Slots, stacks: WeightStacks) -> list[torch.Tensor] | None:
+        """The weight and the bias, if any, of all as one; None where they do not lie in one storage."""
+        found = [
+            stacks.whole(paths, _filled([Ref(number) for number in numbers], slots))
+            for paths, numbers in zip(self.paths, self.parts, strict=True)
+        ]
+        return None if any(one is None for one in found) else [one for one in found if one is not None]
+
+
+def _path(value: TensorValue) -> str:
+    assert value.root is not None
+    return value.root[1]
+
+
 class Executable:
-    """Called with the tensors of the arguments, in order, and a function that gives the weight of a path."""
+    """Called with the tensors of the arguments, in order, a function that gives the weight of a path, and what stacks
+    weights, if anything may.
+    """
 
     def __init__(self, schedule: Schedule, kernels: Kernels):
         self.values, self.kernels = schedule.program.values, kernels
@@ -47,6 +79,7 @@ class Executable:
         self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
         calls = (TorchCall, GeluProduct)
         self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, calls) else () for u in self.units]
+        self.linears = [Linears(u, self.values) if isinstance(u, StackedProduct) else None for u in self.units]
         kept = set(refs(self.result))
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
         self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
@@ -56,14 +89,20 @@ class Executable:
         """How many do the work of several steps."""
         return sum(isinstance(unit, Pass) for unit in self.units)
 
-    def __call__(self, inputs: list[torch.Tensor], weight: Callable[[str], torch.Tensor]) -> Any:
+    def __call__(
+        self, inputs: list[torch.Tensor], weight: Callable[[str], torch.Tensor], stacks: WeightStacks | None = None
+    ) -> Any:
         slots: Slots = [None] * len(self.values)
         for number, place in self.inputs:
             slots[number] = inputs[place]
         for number, path in self.weights:
             slots[number] = weight(path)
-        for unit, given, ends in zip(self.units, self.given, self.ends, strict=True):
-            self._run(unit, given, slots)
+        stacks = stacks or WeightStacks()
+        for unit, given, linears, ends in zip(self.units, self.given, self.linears, self.ends, strict=True):
+            if linears is None:
+                self._run(unit, given, slots)
+            else:
+                self._multiply(linears, slots, stacks)
             for number in ends:
                 slots[number] = None
         return _filled(self.result, slots)
@@ -78,9 +117,19 @@ class Executable:
             self._place(unit.output, slots, source.device).copy_(source)
         elif isinstance(unit, GeluProduct):
             self._activate(unit, given[0].filled(slots), slots)
-        else:
+        elif isinstance(unit, TorchCall):
             args, kwargs = (tree.filled(slots) for tree in given)
             _store(unit.step.result, self._function(unit.step.name, unit.step.function, args, kwargs), slots)
+
+    def _multiply(self, linears: Linears, slots: Slots, stacks: WeightStacks) -> None:
+        x, wholes = slots[linears.input], linears.wholes(slots, stacks)
+        if wholes is None:
+            for number, *parts in zip(linears.made, *linears.parts, strict=True):
+                slots[number] = self.kernels.linear(x, *(slots[part] for part in parts))
+            return
+        columns = self.kernels.linear(x, *wholes).split(linears.widths, -1)
+        for number, result in zip(linears.made, columns, strict=True):
+            slots[number] = result
 
     def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
         if unit.output.window is None:

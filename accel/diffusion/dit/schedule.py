@@ -4,68 +4,16 @@ A concatenation along rows is no work of its own where a region takes it: the re
 these write next to each other. Where something else takes it, the passes that make its pieces write into it.
 """
 
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
-from accel.diffusion.dit.program import Program, Ref, TorchStep, refs
+from accel.diffusion.dit.program import Program, Ref, refs
 from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
-
-
-@dataclass
-class TorchCall:
-    """A recorded step, run as it was."""
-
-    step: TorchStep
-    place: int
-
-    @property
-    def takes(self) -> set[int]:
-        return set(self.step.taken)
-
-    @property
-    def makes(self) -> set[int]:
-        return set(self.step.made)
-
-
-@dataclass
-class Copy:
-    """A piece of a concatenation that no pass makes, put where it belongs."""
-
-    source: Input
-    output: Output
-    place: int
-
-    @property
-    def takes(self) -> set[int]:
-        return {self.source.number}
-
-    @property
-    def makes(self) -> set[int]:
-        return {self.output.number}
-
-
-@dataclass
-class GeluProduct:
-    """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
-
-    step: TorchStep
-    output: Output
-    place: int
-
-    @property
-    def takes(self) -> set[int]:
-        return set(self.step.taken)
-
-    @property
-    def makes(self) -> set[int]:
-        return {self.output.number}
-
-
-Unit = Pass | TorchCall | Copy | GeluProduct
+from accel.diffusion.dit.stacks import Stacks
+from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit
 
 
 class Schedule:
@@ -111,6 +59,8 @@ class Schedule:
                 calls[makers[number]] = TorchCall(steps[makers[number]], makers[number])
                 needed += calls[makers[number]].takes
         units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
+        activated = {found[0] for found in map(self._gelu, units) if found is not None}
+        units = Stacks(self.program, units, activated, self.results).units
         return self._ordered(self._activated(self._concatenated(units)), regions)
 
     def _activated(self, units: list[Unit]) -> list[Unit]:

@@ -1,0 +1,100 @@
+"""Weights that a block multiplies together, kept in one storage each, and noticed where they are no longer."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.patching.patch import set_data
+
+REST = 16  # calls between two moves of the same weights, so that moving costs little where they never stay
+ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage as large as that of all
+
+
+class WeightStacks:
+    """Of one block. Finds the whole of weights that lie one after the other, and puts them so, now and then.
+
+    Something else may move them at any time: `.to`, offloading, an adapter fused into them. So their addresses are
+    compared at every call. They are moved only where no other thread is inside, as `with` tells.
+    """
+
+    def __init__(self) -> None:
+        self.__setstate__({"storages": {}})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"storages": dict.fromkeys(self.storages, ANYWHERE)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.storages: dict[tuple[str, ...], int] = state["storages"]  # addresses of those that were made here
+        self.waiting: dict[tuple[str, ...], int] = {}  # calls until these may be moved again
+        self.lock, self.inside = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+
+    def whole(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The tensor whose rows these are, by their paths in the block; None where each is to be taken by itself."""
+        found = stacked_rows(parts)
+        if found is not None:
+            return found
+        with self.lock:
+            if self.inside <= 1 and self._movable(paths, parts) and self._due(paths):
+                self._move(parts)
+                found = stacked_rows(parts)
+                if found is not None:
+                    self.storages[paths] = found.untyped_storage().data_ptr()
+        return found
+
+    def _move(self, parts: Sequence[torch.Tensor]) -> None:
+        stack_rows(parts)
+        if parts[0].is_cuda:  # the next to read them may do so on another stream
+            torch.cuda.current_stream(parts[0].device).synchronize()
+
+    def _due(self, paths: tuple[str, ...]) -> bool:
+        left = self.waiting.get(paths, 0)
+        self.waiting[paths] = left - 1 if left else REST
+        return not left
+
+    def _movable(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> bool:
+        """Whether nobody but their modules holds them, as a buffer of all weights would, of which they are views."""
+        if any(part.is_cuda for part in parts) and torch.cuda.is_current_stream_capturing():
+            return False
+        own = self.storages.get(paths)
+        return all(
+            type(part) in (torch.Tensor, nn.Parameter)
+            and part.is_contiguous()
+            and (own in (ANYWHERE, part.untyped_storage().data_ptr()) or _alone(part))
+            for part in parts
+        )
+
+
+def _alone(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+class Unstacked:
+    """Gives every weight of a block that lies in one storage with others its own again, when the block is restored."""
+
+    def __init__(self, module: nn.Module, stacks: WeightStacks):
+        self.module, self.stacks = module, stacks
+
+    def apply(self) -> None:
+        """Nothing yet: which weights belong together is known from the first call."""
+
+    def check(self) -> None:
+        """Nothing to conflict with: values and shapes are the user's own."""
+
+    def undo(self) -> None:
+        held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        for path in dict.fromkeys(path for paths in self.stacks.storages for path in paths):
+            tensor = held.get(path)
+            if tensor is not None and not _alone(tensor):
+                set_data(tensor, torch.clone)
