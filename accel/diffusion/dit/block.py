@@ -5,9 +5,8 @@ them norms, modulations, rotations, gates. So a block is not recognized by its m
 what lies between two products becomes one pass over memory, and the outcome is compared with stock's before it is used.
 """
 
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,12 @@ from accel.diffusion.dit.code import BlockCode, active_backend
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.kinds import call_of, sort_of
 from accel.diffusion.dit.lanes import without_assignments
+from accel.diffusion.dit.plans import BlockPlan, BlockPlans
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
+from accel.diffusion.dit.weights import attributes_of, forms, others, weight_of, weights_of
 from accel.errors import reason_of
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
@@ -35,45 +36,6 @@ from accel.tolerances import BLOCK, bound
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
 FEWEST = 2  # where an attention has one product for several of these
 PIECE = 1 << 22  # numbers that are compared at a time
-MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
-MOST_KINDS = 64  # of blocks, as many settings of an adapter make
-
-
-@dataclass
-class BlockPlan:
-    """What runs for one kind of call; or why stock does. compared: with what stock gives."""
-
-    executable: Executable | None = None
-    reason: str = ""
-    compared: bool = False
-
-
-@dataclass
-class BlockPlans:
-    """By kind of block and of call, for all blocks of a model. Copies and pickles record anew."""
-
-    found: dict[tuple, dict[tuple, BlockPlan]] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        BlockPlans.__init__(self)
-
-    def of(self, kind: tuple) -> dict[tuple, BlockPlan]:
-        """By kind of call. A block holds on to it: a kind is too long to be looked up at every call."""
-        with self.lock:
-            if kind not in self.found and len(self.found) >= MOST_KINDS:
-                del self.found[next(iter(self.found))]
-            return self.found.setdefault(kind, {})
-
-    def keep(self, plans: dict[tuple, BlockPlan], call: tuple, plan: BlockPlan) -> None:
-        with self.lock:
-            if len(plans) >= MOST_CALLS:
-                del plans[next(iter(plans))]
-            plans[call] = plan
-
 
 DERIVED = (
     "known",
@@ -146,21 +108,22 @@ class BlockForward(FastForward):
     def _fast(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(args, kwargs)
         assert call is not None
-        plan = (self.known or self._known()).get(call)  # unfit has seen to it that it holds
+        known = self.known or self._known()  # unfit has seen to it that it holds
+        plan = known.get(call) or self.plans.borrow(known, call)
         if plan is None:
             return self._record(call, args, kwargs)
         if plan.executable is None:
             return self.stock(*args, **kwargs)
         if not plan.compared and not warming_up():
             return self._compare(plan, args, kwargs)
-        return plan.executable(list(tensors_in((args, kwargs))), self._weight, self.stacks)
+        return plan.executable(list(tensors_in((args, kwargs))), partial(weight_of, self.module), self.stacks)
 
     def _known(self) -> dict[tuple, BlockPlan]:
         """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
-        if self.known is not None and self.forms == _forms(self.held) and self.backend == active_backend():
+        if self.known is not None and self.forms == forms(self.held) and self.backend == active_backend():
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
-        self.forms, self.backend = _forms(self.held), active_backend()
+        self.forms, self.backend = forms(self.held), active_backend()
         self.known = self.plans.of((self.backend, *sort_of(self.module)))
         return self.known
 
@@ -169,10 +132,11 @@ class BlockForward(FastForward):
         if _capturing():
             return self.stock(*args, **kwargs)
         known, sort, given = self._known(), sort_of(self.module), list(tensors_in((args, kwargs)))
-        output, program = recorded(self.stock, dict(_weights(self.module)), args, kwargs)
+        attributes = list(attributes_of(self.module))
+        output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
         if call_of(args, kwargs) != call:
             program = "it changes its arguments"
-        elif sort_of(self.module) != sort:
+        elif sort_of(self.module) != sort or others(attributes, list(attributes_of(self.module))):
             program = "it changes its own settings"
         plan = self._plan(program)
         if plan.executable is not None:
@@ -189,16 +153,23 @@ class BlockForward(FastForward):
             executable = Executable(Schedule(without_assignments(program)), self.kernels)
         except Exception as error:  # a program of a form that nobody has seen yet
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
-        return BlockPlan(executable) if executable.passes else BlockPlan(reason="nothing in it can be done in one pass")
+        if not executable.passes:
+            return BlockPlan(reason="nothing in it can be done in one pass")
+        return BlockPlan(executable, strided=program.strided)
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, once more, for a plan that was made while kernels only compiled, or from no numbers."""
+        """What stock gives, once more, for a plan that was made while kernels only compiled, from no numbers, or for
+        tensors that lay in another way.
+        """
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         output = self.stock(*args, **kwargs)
         self._try(plan, given, output)
-        if plan.reason:
+        if plan.reason and plan.lender is not None:
+            plan.lender.strided = True
+            self.plans.forget(self._known(), plan)  # the next call is recorded for itself
+        elif plan.reason:
             self.ledger.fell_back(self.path, plan.reason)
         return output
 
@@ -206,7 +177,7 @@ class BlockForward(FastForward):
         """Runs the plan beside what stock gave; one that errs or differs is given up."""
         assert plan.executable is not None
         try:
-            got = plan.executable(given, self._weight, self.stacks)
+            got = plan.executable(given, partial(weight_of, self.module), self.stacks)
         except Exception as error:
             plan.executable, plan.reason = None, f"its passes raised {reason_of(error)}"
             return
@@ -216,12 +187,6 @@ class BlockForward(FastForward):
         plan.compared = telling(wanted)
         if reason is not None:
             plan.executable, plan.reason = None, reason
-
-    def _weight(self, path: str) -> torch.Tensor:
-        owner, _, name = path.rpartition(".")
-        attributes = vars(self.module.get_submodule(owner))
-        tensor = attributes["_parameters"].get(name)
-        return attributes["_buffers"][name] if tensor is None else tensor
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
@@ -297,17 +262,6 @@ def _parts(module: nn.Module) -> Iterator[object]:
         processor = vars(part).get("processor")
         if processor is not None:
             yield processor
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By path; a tensor that stands in two places under both."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _forms(held: list[dict[str, torch.Tensor | None]]) -> list:
-    """What sorts of tensors modules hold; quick, as it is asked at every call."""
-    return [None if one is None else (one.dtype, one.shape) for tensors in held for one in tensors.values()]
 
 
 def _capturing() -> bool:

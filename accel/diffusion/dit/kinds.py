@@ -30,9 +30,11 @@ def _settings(part: object) -> tuple:
 
 
 def frozen(value: object) -> Hashable:
-    """Plain settings, and containers of them, by what they are; others by which they are."""
+    """Plain settings, and containers of them, by what they are; tensors by their form; others by which they are."""
     if isinstance(value, PLAIN):
         return type(value), value
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.dtype, value.device
     if isinstance(value, list | tuple):
         return type(value), *map(frozen, value)
     if isinstance(value, dict):
@@ -63,6 +65,15 @@ def call_of(args: tuple, kwargs: dict) -> tuple | None:
     if form is None or len(set(places)) == len(places):
         return form
     return form, *map(places.index, places)
+
+
+def without_strides(call: Any) -> Any:
+    """What decides it, but for how its tensors lie in memory."""
+    if not isinstance(call, tuple) or isinstance(call, torch.Size):
+        return call
+    if len(call) == 5 and call[0] == "tensor":
+        return call[:2] + call[3:]
+    return tuple(map(without_strides, call))
 
 
 def _form(tree: Any) -> tuple | None:

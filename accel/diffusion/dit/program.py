@@ -71,11 +71,16 @@ class TorchStep:
 
 @dataclass
 class Program:
-    """steps: in the order they were called in; result: what the forward returned, with Refs."""
+    """steps: in the order they were called in; result: what the forward returned, with Refs.
+
+    strided: steps may be others where arguments lie in memory in another way: the forward asked how tensors lie, or
+    wrote into one in place, and whether that is a view of another may hang on it.
+    """
 
     values: list[TensorValue] = field(default_factory=list)
     steps: list[TorchStep] = field(default_factory=list)
     result: Any = None
+    strided: bool = False
 
     def makers(self) -> dict[int, int]:
         """The place of the step that makes each value."""

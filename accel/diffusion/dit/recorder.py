@@ -26,6 +26,13 @@ BY_NUMBERS = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
     " is_nonzero tolist item numpy cpu data_ptr".split()
 )
+LYING = frozenset("stride is_contiguous storage_offset as_strided".split())  # that tell how a tensor lies in memory
+# Whose results have a shape that a tensor among their arguments would give, other than the one they look at.
+MADE = frozenset("arange range zeros ones empty full eye rand randn".split())
+SIZED = frozenset(
+    "view reshape expand repeat tile unflatten split split_with_sizes chunk tensor_split broadcast_to new_zeros"
+    " new_ones new_empty".split()
+)
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
@@ -51,6 +58,7 @@ class StepRecorder(TorchFunctionMode):
         if self.error:
             return func(*args, **kwargs)
         name = name_of(func)
+        self.program.strided |= name in LYING
         if name in ABOUT:
             return func(*args, **kwargs)
         try:
@@ -67,6 +75,8 @@ class StepRecorder(TorchFunctionMode):
 
     def input(self, tensor: torch.Tensor, place: int) -> Ref:
         """A tensor that the forward is given."""
+        if id(tensor) in self.weights:  # another call may be given another one in its place
+            self.error = f"it is given its own weight ({self.weights[id(tensor)]})"
         known = self.numbers.get(id(tensor))
         return Ref(self._add(tensor, None, ("input", place)) if known is None else known)
 
@@ -74,10 +84,11 @@ class StepRecorder(TorchFunctionMode):
         """The program, once the forward has returned. Raises NotRecordable."""
         if self.error:
             raise NotRecordable(self.error)
-        self.program.result = self._refs(result)
+        self.program.result = self._refs(_checked(result))
         for value in self.program.values:
             if value.pinned and value.root is not None:
                 raise NotRecordable("it writes into its arguments or weights")
+        self.program.strided |= any(value.pinned for value in self.program.values)
         return self.program
 
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
@@ -176,6 +187,16 @@ def recorded(
     return output, program
 
 
+def _checked(result: Any) -> Any:
+    """What a forward returned; raises NotRecordable for a container that a plan would not make of the same kind."""
+    if isinstance(result, tuple | list | dict):
+        if type(result) not in (tuple, list, dict) and not hasattr(result, "_fields"):
+            raise NotRecordable(f"it returns a {type(result).__name__}")
+        for one in result.values() if isinstance(result, dict) else result:
+            _checked(one)
+    return result
+
+
 def _random_state(given: list[torch.Tensor]) -> list[torch.Tensor]:
     devices = {tensor.device for tensor in given if tensor.is_cuda}
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
@@ -205,8 +226,20 @@ def _by_numbers(name: str, live: tuple) -> bool:
         repeats = [*args[1:2], *(kwargs[name] for name in ("repeats",) if name in kwargs)]
         return any(isinstance(one, torch.Tensor) for one in repeats) or (len(args) == 1 and not kwargs)
     if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
-        return any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2]))
-    return False
+        masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2]))
+        return masks or any(True for _ in _slice_ends(args[1:2]))
+    if name in MADE:
+        return any(True for _ in tensors_in(args[:1] if name == "full" else args))
+    return name in SIZED and any(True for _ in tensors_in(args[1:]))
+
+
+def _slice_ends(index: Any) -> Iterator[torch.Tensor]:
+    """The tensors that say where a slice begins or ends."""
+    if isinstance(index, slice):
+        yield from tensors_in((index.start, index.stop, index.step))
+    elif isinstance(index, tuple | list):
+        for one in index:
+            yield from _slice_ends(one)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

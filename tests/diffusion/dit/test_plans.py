@@ -1,13 +1,21 @@
 """What decides that a plan holds for a call: arguments that are one, strides, numbers, and what blocks hold."""
 
+import copy
 import dataclasses
 import threading
+from unittest import mock
 
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
+from accel.diffusion.dit import block as block_file
+from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.recorder import recorded, tensors_in
+from accel.options import Options
+from accel.patching import structure
+from accel.planning.plan import create_context
 from support.compatibility.transformer_pair import FLUX, SD3, alike
 
 
@@ -68,14 +76,30 @@ def test_a_tensor_given_twice_is_no_plan_for_two_tensors(block):
 @either
 def test_strides(block):
     rows = block.call["hidden_states"]
-    for given in (
-        rows.mT.contiguous().mT,
-        rows[:1].expand(2, -1, -1),
-        torch.randn(*rows.shape[:2], 64)[..., ::2],
-        torch.randn(rows.numel() + 3)[3:].view(rows.shape),
-    ):
+    block.agree()
+    with mock.patch.object(block_file, "recorded", side_effect=AssertionError("recorded once more")):
+        for given in (
+            rows.mT.contiguous().mT,
+            rows[:1].expand(2, -1, -1),
+            torch.randn(*rows.shape[:2], 64)[..., ::2],
+            torch.randn(rows.numel() + 3)[3:].view(rows.shape),
+        ):
+            for _ in range(2):
+                block.agree(hidden_states=given)
+
+
+@either
+def test_a_plan_that_fails_for_other_strides_is_recorded_for_them(block):
+    rows = block.call["hidden_states"]
+    lying = rows.mT.contiguous().mT
+    block.agree()
+    with mock.patch.object(block_file, "difference", return_value="computes something else"):
+        block.agree(hidden_states=lying)
+    with mock.patch.object(block_file, "recorded", wraps=block_file.recorded) as recordings:
         for _ in range(2):
-            block.agree(hidden_states=given)
+            block.agree(hidden_states=lying)
+            block.agree()
+    assert recordings.call_count == 1
 
 
 @either
@@ -182,14 +206,26 @@ def test_weights_are_read_where_they_are(block):
     block.agree()
 
 
-class Tied(nn.Module):
+class Odd(nn.Module):
+    """Forwards that no plan can hold."""
+
     def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
         self.other.weight = self.one.weight
         self.register_buffer("count", torch.zeros(16))
 
-    def forward(self, x, how):
+    def forward(self, x, how, other=None):
+        if how == "slice":
+            return x[: other[0]] + 1
+        if how == "size":
+            return x.new_zeros((other[0], 16)) + x[:1]
+        if how == "arange":
+            return x[:1] + torch.arange(other[1])
+        if how == "output":
+            return Transformer2DModelOutput(sample=x + 1)
+        if how == "weight":
+            return other + self.one.bias
         if how == "count":
             self.count += 1
             return x + self.count
@@ -198,14 +234,65 @@ class Tied(nn.Module):
         return self.other(self.one(x))
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("tied", "several places"), ("count", "or weights"), ("argument", "its arguments")]
-)
-def test_what_no_plan_can_hold_is_told(how, said):
+NOTED = {
+    "tied": "several places",
+    "count": "or weights",
+    "argument": "its arguments",
+    "slice": "goes by what a tensor holds",
+    "size": "goes by what a tensor holds",
+    "arange": "goes by what a tensor holds",
+    "output": "returns a Transformer2DModelOutput",
+    "weight": "its own weight",
+}
+
+
+@pytest.mark.parametrize("how", NOTED)
+def test_what_no_plan_can_hold_is_told(how):
     """Under inference mode tensors have no versions, by which writes would be noticed."""
-    module = Tied()
+    module = Odd()
     weights = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers()])
+    other = module.one.bias if how == "weight" else torch.tensor([1, 16])
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            _, program = recorded(module, weights, (torch.randn(2, 16), how), {})
-        assert isinstance(program, str) and said in program
+            _, program = recorded(module, weights, (torch.randn(2, 16), how, other), {})
+        assert isinstance(program, str) and NOTED[how] in program
+
+
+class Holding(nn.Module):
+    """Four layers, and tensors among the attributes: `scales` are read, `seen` is what was given last."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.scales, self.table, self.keeps, self.seen = {"one": torch.tensor(2.0)}, torch.randn(16), keeps, None
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x) * self.scales["one"] + self.table)
+        if self.keeps:
+            x, self.seen = x + (0 if self.seen is None else self.seen), x
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_among_the_attributes(keeps, monkeypatch):
+    """Read where they are; a block that puts another one there is no plan."""
+    monkeypatch.setattr(structure, "LIBRARIES", structure.LIBRARIES | {__name__.partition(".")[0]})
+    module = Holding(keeps).eval()
+    stock = copy.deepcopy(module)
+    forward = BlockForward(module, "blocks.0", create_context(Options()))
+    forward.remember()
+
+    def both():
+        x = torch.randn(2, 5, 16)
+        for _ in range(3):
+            alike(forward(x), stock(x))
+
+    both()
+    for one in (module, stock):
+        one.scales["one"].fill_(0.5)
+        one.table = torch.arange(16.0)
+    both()
+    assert any(plan.executable for plan in forward.known.values()) != keeps
+    assert any("its own settings" in reason for _, reason, _ in forward.ledger.rows()) == keeps
