@@ -13,16 +13,16 @@ import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
-from accel.diffusion.dit.code import BlockCode, active_backend
+from accel.diffusion.dit.calls.code import BlockCode, active_backend
+from accel.diffusion.dit.calls.kinds import call_of, sort_of
+from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
+from accel.diffusion.dit.calls.weights import attributes_of, forms, others, weight_of, weights_of
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.kinds import call_of, sort_of
 from accel.diffusion.dit.lanes import without_assignments
-from accel.diffusion.dit.plans import BlockPlan, BlockPlans
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
-from accel.diffusion.dit.weights import attributes_of, forms, others, weight_of, weights_of
 from accel.errors import reason_of
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward

@@ -4,8 +4,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.diffusion.dit.calls.kinds import without_strides
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.kinds import without_strides
 
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
 MOST_KINDS = 64  # of blocks, as many settings of an adapter make
