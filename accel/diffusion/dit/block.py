@@ -16,7 +16,7 @@ from torch import nn
 from accel.diffusion.dit.calls.code import BlockCode, active_backend
 from accel.diffusion.dit.calls.kinds import call_of, sort_of
 from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
-from accel.diffusion.dit.calls.weights import attributes_of, forms, others, weight_of, weights_of
+from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.program import Program
@@ -120,10 +120,10 @@ class BlockForward(FastForward):
 
     def _known(self) -> dict[tuple, BlockPlan]:
         """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
-        if self.known is not None and self.forms == forms(self.held) and self.backend == active_backend():
+        if self.known is not None and self.forms == weight_forms(self.held) and self.backend == active_backend():
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
-        self.forms, self.backend = forms(self.held), active_backend()
+        self.forms, self.backend = weight_forms(self.held), active_backend()
         self.known = self.plans.of((self.backend, *sort_of(self.module)))
         return self.known
 
@@ -136,7 +136,7 @@ class BlockForward(FastForward):
         output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
         if call_of(args, kwargs) != call:
             program = "it changes its arguments"
-        elif sort_of(self.module) != sort or others(attributes, list(attributes_of(self.module))):
+        elif sort_of(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
             program = "it changes its own settings"
         plan = self._plan(program)
         if plan.executable is not None:

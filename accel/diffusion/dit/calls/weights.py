@@ -28,12 +28,12 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from ((f"{place}[{key}]", one) for key, one in value.items() if isinstance(one, torch.Tensor))
 
 
-def others(before: list[tuple[str, torch.Tensor]], now: list[tuple[str, torch.Tensor]]) -> bool:
+def attributes_replaced(before: list[tuple[str, torch.Tensor]], now: list[tuple[str, torch.Tensor]]) -> bool:
     """Whether some tensor stands where another stood."""
     return [(path, id(one)) for path, one in before] != [(path, id(one)) for path, one in now]
 
 
-def forms(held: list[dict[str, torch.Tensor | None]]) -> list:
+def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
     """What sorts of tensors modules hold; quick, as it is asked at every call."""
     return [None if one is None else (one.dtype, one.shape) for tensors in held for one in tensors.values()]
 
