@@ -46,6 +46,7 @@ class Linears:
         self.parts = [weights, *biases]
         self.paths = [tuple(_path(values[number]) for number in numbers) for numbers in self.parts]
         self.widths = [values[number].shape[-1] for number in self.made]
+        self.output = unit.output
 
     @property
     def input(self) -> int:
@@ -123,13 +124,20 @@ class Executable:
 
     def _multiply(self, linears: Linears, slots: Slots, stacks: WeightStacks) -> None:
         x, wholes = slots[linears.input], linears.wholes(slots, stacks)
-        if wholes is None:
-            for number, *parts in zip(linears.made, *linears.parts, strict=True):
-                slots[number] = self.kernels.linear(x, *(slots[part] for part in parts))
-            return
-        columns = self.kernels.linear(x, *wholes).split(linears.widths, -1)
+        assert x is not None
+        into = None if linears.output is None else self._place(linears.output, slots, x.device)
+        if wholes is not None:
+            stacked = self._product(x, *wholes, out=into)
+            columns = stacked.split(linears.widths, -1)
+        else:
+            places = [None] * len(linears.made) if into is None else into.split(linears.widths, -1)
+            parts = [[slots[number] for number in numbers] for numbers in zip(*linears.parts, strict=True)]
+            columns = [self._product(x, *one, out=place) for one, place in zip(parts, places, strict=True)]
         for number, result in zip(linears.made, columns, strict=True):
             slots[number] = result
+
+    def _product(self, *given: Any, out: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear(*given) if out is None else self.kernels.linear(*given, out=out)
 
     def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
         if unit.output.window is None:

@@ -60,7 +60,7 @@ class Schedule:
                 needed += calls[makers[number]].takes
         units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
         activated = {found[0] for found in map(self._gelu, units) if found is not None}
-        units = Stacks(self.program, units, activated, self.results).units
+        units = Stacks(self.program, units, activated, self.results, self._concatenation).units
         return self._ordered(self._activated(self._concatenated(units)), regions)
 
     def _activated(self, units: list[Unit]) -> list[Unit]:

@@ -3,26 +3,53 @@
 A product of 3072 columns fills the last of its waves over the multiprocessors worse than one of 9216, and each is a
 launch. The results are then columns of one tensor: what takes them must read rows that lie apart, as passes and
 attention do.
+
+Where columns of two such products, of an image and of a text, are put together, both write into the rows of one tensor
+from the beginning, and the concatenation is a view of it.
 """
 
-from accel.diffusion.dit.lowering import Pass
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from accel.diffusion.dit.lowering import Output, Pass, Window
 from accel.diffusion.dit.operations import ROWWISE, operation_of
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.regions import CONCATENATIONS
 from accel.diffusion.dit.units import StackedProduct, TorchCall, Unit
 
 MOST_STACKED = 256 * 2**20  # bytes of weights in one storage: what stacking them needs for a moment on top
+MOST_IMAGES = 4  # whose rows are put together by a product for each
 ALIGNED = 16  # bytes at which the columns of each begin, as attention wants its rows
 READ_APART = ("scaled_dot_product_attention", *CONCATENATIONS)
 
 
+class Columns(NamedTuple):
+    """Where a value lies in the rows of a stacked product. strides: those of its dimensions, None for that of rows."""
+
+    product: int
+    rows: int
+    strides: tuple[int | None, ...]
+    offset: int
+
+
 class Stacks:
     """units: with one product in the place of those that take the same input. kept: the results of linears that are
-    to stay by themselves; results: values that are returned.
+    to stay by themselves; results: values that are returned; concatenation: of a value, the dimension along which it is
+    put together, counted from the last, if it is.
     """
 
-    def __init__(self, program: Program, units: list[Unit], kept: set[int], results: set[int]):
-        self.program, self.values, self.results = program, program.values, results
+    def __init__(
+        self,
+        program: Program,
+        units: list[Unit],
+        kept: set[int],
+        results: set[int],
+        concatenation: Callable[[int], int | None],
+    ):
+        self.values, self.results = program.values, results
         self.users: dict[int, list[Unit]] = {}
         for unit in units:
             for number in unit.takes:
@@ -34,8 +61,17 @@ class Stacks:
                 if kind is not None and self._read_apart(kind[-1]):
                     groups.setdefault(kind[:-1], []).append(unit)
         self.units = list(units)
+        self.products: list[StackedProduct] = []
         for group in groups.values():
             self._stack(group)
+        self.first = self._first_columns()
+        joints: dict[tuple[int, ...], list[tuple[TorchCall, Columns]]] = {}
+        for unit in self.units:
+            found = self._joint(unit, concatenation)
+            if found is not None:
+                joints.setdefault(found[0], []).append(found[1])
+        for products, calls in joints.items():
+            self._join(products, calls)
 
     def _stack(self, group: list[TorchCall]) -> None:
         if len(group) < 2 or sum(self._bytes(call.step) for call in group) > MOST_STACKED:
@@ -43,7 +79,8 @@ class Stacks:
         for call in group:
             self.units.remove(call)
         calls = sorted(group, key=lambda call: call.place)
-        self.units.append(StackedProduct([call.step for call in calls], calls[0].place))
+        self.products.append(StackedProduct([call.step for call in calls], calls[0].place))
+        self.units.append(self.products[-1])
 
     def _bytes(self, step: TorchStep) -> int:
         weight = self.values[step.args[1].number]
@@ -86,6 +123,88 @@ class Stacks:
             return not unit.step.writes
         name = unit.step.name
         return name in READ_APART or (name not in ROWWISE and operation_of(unit.step, self.values) is not None)
+
+    def _first_columns(self) -> dict[int, tuple[int, int]]:
+        """Of the result of each linear, the product that gives it, by its place in the list, and its first column."""
+        found = {}
+        for place, product in enumerate(self.products):
+            column = 0
+            for step in product.steps:
+                found[step.result.number] = place, column
+                column += self.values[step.result.number].shape[-1]
+        return found
+
+    def _width(self, product: int) -> int:
+        return sum(self.values[step.result.number].shape[-1] for step in self.products[product].steps)
+
+    def _joint(
+        self, unit: Unit, concatenation: Callable[[int], int | None]
+    ) -> tuple[tuple[int, ...], tuple[TorchCall, Columns]] | None:
+        """The products whose columns the unit puts together, with it and how these lie in the first of them."""
+        if not isinstance(unit, TorchCall) or not isinstance(unit.step.result, Ref):
+            return None
+        number = unit.step.result.number
+        dim = concatenation(number)
+        if dim is None or not self._read_apart(number):
+            return None
+        found = [self._columns(piece, dim) for piece in unit.step.taken]
+        pieces = [one for one in found if one is not None]
+        products = tuple(one.product for one in pieces)
+        alike = {one[2:] for one in pieces}
+        if len(pieces) < len(found) or len(set(products)) < len(products) or len(alike) != 1:
+            return None
+        return products, (unit, pieces[0])
+
+    def _columns(self, number: int, dim: int) -> Columns | None:
+        """Of a view of a linear's result, whose dimension `dim` is that of all its rows. Strides of what is before the
+        rows are counted in whole tensors of them.
+        """
+        view = self.values[number]
+        if view.base not in self.first:
+            return None
+        (product, column), whole = self.first[view.base], self.values[view.base]
+        rows, lanes = whole.shape[-2], whole.shape[-1]
+        strides: list[int | None] = []
+        for place, (size, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
+            if place - len(view.shape) == dim:
+                if (size, stride) != (rows, lanes) or rows < 2:
+                    return None
+                strides.append(None)
+            elif size == 1 or stride < lanes:
+                strides.append(stride if size > 1 else 1)
+            elif stride % (rows * lanes):
+                return None
+            else:
+                strides.append(-stride // (rows * lanes))
+        return Columns(product, rows, tuple(strides), column + view.offset) if view.offset < lanes else None
+
+    def _join(self, products: Sequence[int], calls: list[tuple[TorchCall, Columns]]) -> None:
+        """One tensor for the rows of all these products. Of several images each has rows of its own in it, so there all
+        columns must be put together: each image is a product by itself.
+        """
+        units = [self.products[place] for place in products]
+        shapes = [self.values[unit.steps[0].result.number].shape for unit in units]
+        widths, before = {self._width(place) for place in products}, {shape[:-2] for shape in shapes}
+        if len(widths) > 1 or len(before) > 1 or any(unit.output is not None for unit in units):
+            return
+        images, width, rows = prod(before.pop()), widths.pop(), sum(shape[-2] for shape in shapes)
+        joined = {self.values[piece].base for call, _ in calls for piece in call.step.taken}
+        if images > MOST_IMAGES or (images > 1 and joined != {step.result.number for u in units for step in u.steps}):
+            return
+        dtype = self.values[units[0].steps[0].result.number].dtype
+        shape, number = (*shapes[0][:-2], rows, width), len(self.values)
+        self.values.append(TensorValue(number, shape, torch.empty(shape, device="meta").stride(), 0, dtype, number))
+        start = 0
+        for unit, (*_, size, _) in zip(units, shapes, strict=True):
+            unit.output = Output(number, Window(-2, start, size))
+            start += size
+        for call, columns in calls:
+            strides = [width if s is None else s if s >= 0 else -s * rows * width for s in columns.strides]
+            result = call.step.result
+            args = (Ref(number), self.values[result.number].shape, tuple(strides), columns.offset)
+            self.units[self.units.index(call)] = TorchCall(
+                TorchStep(torch.as_strided, "as_strided", args, {}, result), call.place
+            )
 
 
 def keeps_rows(view: TensorValue, whole: TensorValue) -> bool:

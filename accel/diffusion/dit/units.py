@@ -58,10 +58,11 @@ class GeluProduct:
 
 @dataclass
 class StackedProduct:
-    """Linears of one input, as one product whose columns are their results."""
+    """Linears of one input, as one product whose columns are their results. output: rows of a tensor to write to."""
 
     steps: list[TorchStep]
     place: int
+    output: Output | None = None
 
     @property
     def takes(self) -> set[int]:
@@ -69,7 +70,8 @@ class StackedProduct:
 
     @property
     def makes(self) -> set[int]:
-        return {number for step in self.steps for number in step.made}
+        into = () if self.output is None else (self.output.number,)
+        return {*into, *(number for step in self.steps for number in step.made)}
 
 
 Unit = Pass | TorchCall | Copy | GeluProduct | StackedProduct

@@ -27,6 +27,17 @@ def torch_linear(x, weight, bias=None, residual=None, gelu=False, out=None):
 
     gelu: GELU of it by the tanh formula, and no residual. out: where it is written and what is returned, if given.
     """
+    if out is not None and residual is None and _by_images(out):
+        for one, rows in zip(x, out, strict=True):
+            torch_linear(one, weight, bias, None, gelu, rows)
+        return out
+    if out is not None and residual is None and not gelu and out.is_contiguous():
+        flat, rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if bias is None:
+            torch.mm(flat, weight.t(), out=rows)
+        else:
+            torch.addmm(bias, flat, weight.t(), out=rows)
+        return out
     if out is not None:
         return out.copy_(torch_linear(x, weight, bias, residual, gelu))
     if gelu:
@@ -45,12 +56,23 @@ def _as_torch_alone_may() -> bool:
     return full or torch.are_deterministic_algorithms_enabled()
 
 
+def _by_images(out: torch.Tensor) -> bool:
+    """Whether it is rows of several images that lie apart, which a product for each writes; a CPU sums in another order
+    where rows are fewer.
+    """
+    return out.is_cuda and out.dim() == 3 and len(out) > 1 and not _evenly(out)
+
+
 def _in_rows(out: torch.Tensor, width: int) -> bool:
     """Whether it is rows of this width at equal distances, of which 16 bytes each can be written at once."""
     apart, fit = out.stride(-2), out.shape[-1] == width and out.stride(-1) == 1
+    return fit and _evenly(out) and apart >= width and not (out.data_ptr() % 16 or apart % 8)
+
+
+def _evenly(out: torch.Tensor) -> bool:
+    """Whether each row lies as far from the next, over all dimensions before the last."""
     sizes, strides = out.shape[-2::-1], out.stride()[-2::-1]
-    even = all(wide == apart * torch.Size(sizes[:i]).numel() for i, wide in enumerate(strides) if sizes[i] > 1)
-    return fit and even and apart >= width and not (out.data_ptr() % 16 or apart % 8)
+    return all(wide == strides[0] * torch.Size(sizes[:i]).numel() for i, wide in enumerate(strides) if sizes[i] > 1)
 
 
 class LinearChooser(Choices):
@@ -69,6 +91,10 @@ class LinearChooser(Choices):
 
     def __call__(self, x, weight, bias=None, residual=None, gelu=False, out=None):
         given = x, weight, bias, residual
+        if out is not None and residual is None and _by_images(out):
+            for one, rows in zip(x, out, strict=True):
+                self(one, weight, bias, None, gelu, rows)
+            return out
         if self.broken or _as_torch_alone_may() or self._refuses(*given, gelu, out):
             return torch_linear(*given, gelu, out)
         rows = x.numel() // x.shape[-1]

@@ -51,6 +51,11 @@ def stacks(planned):
     return [len(unit.steps) for unit in planned.schedule.units if isinstance(unit, StackedProduct)]
 
 
+def into(planned):
+    """Whether each of the products writes into rows of a larger tensor."""
+    return [unit.output is not None for unit in planned.schedule.units if isinstance(unit, StackedProduct)]
+
+
 def beside(*tensors):
     """Whether the tensors lie one after the other in one storage."""
     ends = [tensors[0].data_ptr(), *(tensor.data_ptr() + tensor.nbytes for tensor in tensors)]
@@ -71,6 +76,78 @@ def test_queries_keys_and_values_are_one_product(dtype, bias, monkeypatch):
 def test_what_something_else_takes_stays_by_itself():
     planned = Planned(Feeding("qkvuwy"), rand(B, S, C))
     assert stacks(planned) == [3] and planned.equal()
+
+
+class Joint(nn.Module):
+    """Of an image and a text. how: of what each gives, the queries, keys and values that are put together."""
+
+    def __init__(self, how, dtype=torch.float32, bias=True, first="text"):
+        super().__init__()
+        self.image, self.text = Attention(bias=bias, dtype=dtype), Attention(bias=bias, dtype=dtype)
+        self.text.q.weight.mul_(2)
+        self.how, self.first = how, first
+
+    def forward(self, x, y):
+        given = [self.how(*(getattr(one, name)(x) for name in "qkv")) for one, x in ((self.text, y), (self.image, x))]
+        given = given if self.first == "text" else given[::-1]
+        return F.scaled_dot_product_attention(*(torch.cat(pieces, dim=2) for pieces in zip(*given, strict=True)))
+
+
+def in_heads(*tensors):
+    return [one.unflatten(-1, (H, D)).transpose(1, 2) for one in tensors]
+
+
+def normed_in_heads(q, k, v):
+    q, k, v = in_heads(q, k, v)
+    return F.layer_norm(q, (D,)) * 2, F.layer_norm(k, (D,)) + 1, v
+
+
+def shuffled(q, k, v):
+    q, k, v = in_heads(q, k, v)
+    return k, q, v
+
+
+def by_columns(q, k, v):
+    return [one.view(len(one), H, -1, D) for one in (q, k, v)]
+
+
+@pytest.mark.parametrize("first", ["text", "image"])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("how", "batch", "joined"),
+    [
+        (in_heads, 1, True),
+        (in_heads, 2, True),
+        (shuffled, 2, True),
+        (normed_in_heads, 1, True),
+        (normed_in_heads, 2, False),  # queries and keys are put together by the passes that norm them
+        (in_heads, 5, False),
+        (by_columns, 1, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_two_products_are_put_together_by_them(how, batch, joined, apart, dtype, first):
+    module = Joint(how, dtype, first=first)
+    if apart:  # in a buffer of the user's, where each weight is multiplied by itself
+        torch.nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in module.parameters()]), module.parameters())
+    planned = Planned(module, rand(batch, S, C, dtype=dtype), rand(batch, 3, C, seed=1, dtype=dtype))
+    assert into(planned) == ([] if how is by_columns else [joined] * 2) and planned.equal()
+    if joined:
+        assert planned.calls == ["scaled_dot_product_attention"]
+        assert len(planned.passes) == (4 if how is normed_in_heads else 0)
+
+
+def test_columns_of_one_product_put_together_are_no_rows_of_two():
+    """And neither are columns at different places, nor one row."""
+    ways = [
+        lambda q, k, v: in_heads(torch.cat([q, k], 1), torch.cat([k, v], 1), torch.cat([v, q], 1)),
+        lambda q, k, v: in_heads(q, q, k) if q.shape[1] == S else in_heads(k, k, q),
+    ]
+    for how in ways:
+        planned = Planned(Joint(how), rand(1, S, C), rand(1, 3, C, seed=1))
+        assert into(planned) == [False, False] and planned.equal()
+    planned = Planned(Joint(in_heads), rand(1, S, C), rand(1, 1, C, seed=1))
+    assert into(planned) == [False, False] and planned.equal()
 
 
 def columns_as_rows(self, x):

@@ -88,6 +88,24 @@ def test_every_algorithm_of_cublaslt_is_the_linear_layer(shape, dtype, bias, res
     again(*given)
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_products_into_rows_of_a_larger_tensor(images):
+    """Of a text and of an image, beside each other; other memory stays as it is."""
+    chooser, graph = LinearChooser(), torch.cuda.CUDAGraph()
+    weight, bias = (torch.randn(*size, device="cuda").bfloat16() / 8 for size in ((192, 64), (192,)))
+    x = torch.randn(images, 136, 64, device="cuda").bfloat16()
+    into = torch.full((images, 256, 192), 7.0, device="cuda", dtype=torch.bfloat16)
+    chooser(x, weight, bias, out=into[:, 40:176])
+    with torch.cuda.graph(graph):
+        chooser(x, weight, bias, out=into[:, 40:176])
+    wanted = torch.nn.functional.linear(x, weight, bias)
+    for run in (lambda: chooser(x, weight, bias, out=into[:, 40:176]), graph.replay):
+        into[:, 40:176] = float("nan")
+        run()
+        torch.testing.assert_close(into[:, 40:176], wanted)
+        assert bool((into[:, :40] == 7).all()) and bool((into[:, 176:] == 7).all())
+
+
 def test_what_cublaslt_cannot_do_is_left_to_torch():
     chooser = LinearChooser()
     for x, weight in (
