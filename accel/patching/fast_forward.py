@@ -2,6 +2,9 @@
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from types import CodeType
@@ -37,7 +40,18 @@ from accel.patching.relied import Parts, Relied, another_class, changed_since
 from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
 
+AS_WRITTEN: ContextVar[bool] = ContextVar("accel_as_written", default=False)  # inside `as_written`
 STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, every fast forward that this thread calls runs stock: to see what a module does as it is written."""
+    token = AS_WRITTEN.set(True)
+    try:
+        yield
+    finally:
+        AS_WRITTEN.reset(token)
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,7 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
+    beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
@@ -120,7 +135,7 @@ class FastForward(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
+        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self._refuses(args, kwargs)
         if reason is None:
@@ -130,7 +145,8 @@ class FastForward(ABC):
                 if STOCK in vars(error):
                     raise
                 reason = f"the fast forward raised {reason_of(error)}"
-        self.ledger.fell_back(self.path, reason)
+        if not self.beneath:
+            self.ledger.fell_back(self.path, reason)
         try:
             return self.stock(*args, **kwargs)
         except Exception as error:

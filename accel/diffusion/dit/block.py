@@ -24,16 +24,18 @@ from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
 from accel.errors import reason_of
+from accel.fusion.norms import match_layer_norm
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
-from accel.patching.patch import foreign_forward
+from accel.patching.fast_forward import FastForward, as_written
+from accel.patching.patch import ForwardPatch, foreign_forward
 from accel.patching.relied import Parts, Snapshot
-from accel.patching.rule import Match, Skip
+from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights, side_effects
 from accel.tolerances import BLOCK, bound
 
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
+LAYER_NORM = Rule("layer norm", match_layer_norm)
 FEWEST = 2  # where an attention has one product for several of these
 PIECE = 1 << 22  # numbers that are compared at a time
 
@@ -133,7 +135,8 @@ class BlockForward(FastForward):
             return self.stock(*args, **kwargs)
         known, sort, given = self._known(), sort_of(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
-        output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
+        with as_written():
+            output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
         if call_of(args, kwargs) != call:
             program = "it changes its arguments"
         elif sort_of(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
@@ -204,7 +207,20 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
     if reason is not None:
         return Skip(reason)
     forward = BlockForward(module, site.path, context)
-    return Match(forward, (Unstacked(module, forward.stacks),), note="recorded at its first call")
+    norms = list(_norms(site, context))
+    patches = (Unstacked(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
+    inside = tuple((norm.path, LAYER_NORM.name) for norm in norms)
+    return Match(forward, patches, note="recorded at its first call", inside=inside)
+
+
+def _norms(site: Site, context: Context) -> Iterator[FastForward]:
+    """For norms inside, which are called where the block runs stock."""
+    for path, module in site.module.named_modules():
+        place = Site(f"{site.path}.{path}", module)
+        answer = LAYER_NORM.answer(place, context) if path and foreign_forward(module) is None else None
+        if isinstance(answer, Match) and answer.forward is not None:
+            answer.forward.beneath = True
+            yield answer.forward
 
 
 def _is_block(path: str, module: nn.Module) -> bool:
