@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from accel_kernels import Norm, QuantizedRows
-from accel_kernels.gemm.quantize_rows import LEAST, LEAST_PEAK, MOST, KnownColumns
+from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.norm import norm as norms
+from accel_kernels.row_numbers import LEAST, LEAST_PEAK, MOST
 from torch import nn
 
 from accel.quantization.activations import FIXED, KERNELS, REFERENCES, THRESHOLD, RowProducts

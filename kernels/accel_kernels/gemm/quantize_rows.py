@@ -11,17 +11,12 @@ import torch
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.row_numbers import MOST, row_numbers, row_peak, row_scale, whole
 
-MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
-# The largest absolute value of a row over this is its scale: half of what lies between least and largest number, as in
-# the package compressed-tensors 0.20 (calculate_qparams), whose files say "dynamic" and leave the formula to who reads.
-REACH = {kind: (MOST[kind] - LEAST[kind]) / 2 for kind in MOST}
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
 # of the Llama-3.1-8B shape take about as long either way on an H200, see benchmarks/outliers.py.
 SHARE = 16
 SINGLE = torch.float32  # rows of it are rounded, and multiplied, bit for bit as by compressed-tensors
-LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 
 
 class QuantizedRows(NamedTuple):
@@ -108,18 +103,17 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
             mask, columns, count = known.mask.bool(), known.columns, known.count
         taken = h.index_select(-1, columns).to(x.dtype)
         h = h.masked_fill(mask, 0)
-    peak = h.abs().masked_fill(h.isnan(), torch.inf).amax(-1, keepdim=True).clamp_min(LEAST_PEAK)
-    reach = torch.full_like(peak, REACH[dtype])  # of a plain number torch takes the reciprocal, which rounds once more
-    scales = peak / reach if scale is None else scale.to(kind).expand_as(peak)
+    peak = row_peak(h)
+    scales = (
+        row_scale(peak, dtype) if scale is None else scale.to(kind).expand_as(peak).masked_fill(peak.isinf(), torch.nan)
+    )
     if x.dtype == SINGLE:
-        numbers = h / scales  # whose rounding decides about a negative peak
-    elif scale is None:  # a peak is exactly half a step beyond 127: no rounding before may decide where it falls
-        numbers = torch.where(h.abs() == peak, reach.copysign(h), h * (reach / peak))
+        numbers = whole(h / scales, dtype)  # whose rounding decides about a negative peak
+    elif scale is None:
+        numbers = row_numbers(h, peak, dtype)
     else:
-        numbers = h * (1 / scale.to(kind))
-    numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
-    scales = scales.masked_fill(peak.isinf(), torch.nan)
-    return QuantizedRows(numbers.clamp(LEAST[dtype], MOST[dtype]).to(dtype), scales, x.dtype, taken, columns, count)
+        numbers = whole(h * (1 / scale.to(kind)), dtype)
+    return QuantizedRows(numbers.to(dtype), scales, x.dtype, taken, columns, count)
 
 
 def _threshold(value: float) -> float:

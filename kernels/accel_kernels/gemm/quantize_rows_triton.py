@@ -10,18 +10,11 @@ import triton
 import triton.language as tl
 
 from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.quantize_rows import (
-    LEAST,
-    LEAST_PEAK,
-    MOST,
-    REACH,
-    SHARE,
-    KnownColumns,
-    QuantizedRows,
-    known_columns,
-)
+from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
+from accel_kernels.row_numbers import LEAST, MOST, REACH
+from accel_kernels.row_numbers_triton import SMALLEST, magnitude, numbers_of, scale_of, whole
 from accel_kernels.warmup import launch
 
 AT_ONCE = tl.constexpr(32)  # outliers of a row
@@ -88,7 +81,7 @@ def outlier_columns_kernel(
 def quantize_rows_kernel(
     x_ptr, norm, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity,
     NORM: tl.constexpr, ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    LEAST_PEAK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k_idx = tl.arange(0, BLOCK_K)
@@ -118,30 +111,24 @@ def quantize_rows_kernel(
                 its_weight, its_bias = _affine(norm, column, o_mask)
                 taken = (taken - mean) * factor * its_weight + its_bias
             tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
-    # A maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN.
-    peak = tl.maximum(tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=0), LEAST_PEAK)
+    peak = tl.maximum(tl.max(magnitude(h), axis=0), SMALLEST)
     if given_ptr is not None:
-        scale = tl.load(given_ptr)
+        scale = tl.where(peak < float("inf"), tl.load(given_ptr), float("nan"))
     else:
-        scale = tl.div_rn(peak, REACH)
+        scale = scale_of(peak, REACH)
     if x_ptr.dtype.element_ty == tl.float32:
-        y = tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,)))  # as the reference says
+        y = whole(tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,))), LEAST, MOST, ROUND)  # as the reference says
     elif given_ptr is not None:
-        y = h * tl.div_rn(1.0, scale)
+        y = whole(h * tl.div_rn(1.0, tl.load(given_ptr)), LEAST, MOST, ROUND)
     else:
-        # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
-        y = tl.where(tl.abs(h) == peak, tl.where(h < 0, -REACH, REACH), h * tl.div_rn(REACH, peak))
-    y = tl.where(y == y, y, 0.0)
-    if ROUND:  # to even, as torch: the sum has no bits left for the fraction
-        y = (y + 12582912.0) - 12582912.0
-    y = tl.minimum(tl.maximum(y, LEAST), MOST)
+        y = numbers_of(h, peak, REACH, LEAST, MOST, ROUND)
     tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(s_ptr + row, tl.where(peak < float("inf"), scale, float("nan")))
+    tl.store(s_ptr + row, scale)
 
 
 def _numbers(dtype: torch.dtype) -> dict:
     """Constants of a kernel that rounds to this dtype."""
-    ends = {"REACH": REACH[dtype], "LEAST": LEAST[dtype], "MOST": MOST[dtype], "LEAST_PEAK": LEAST_PEAK}
+    ends = {"REACH": REACH[dtype], "LEAST": LEAST[dtype], "MOST": MOST[dtype]}
     return {"ROUND": dtype == torch.int8} | ends
 
 

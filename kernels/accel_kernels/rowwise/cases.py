@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from accel_kernels.op import Case
-from accel_kernels.rowwise.program import FULL, HALF, RowOp, RowProgram
+from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
 
 
 class Writer:
@@ -96,6 +96,19 @@ def half_rotary(width: int, dtype: torch.dtype) -> RowProgram:
     left = w.op("sub", w.op("mul", one, 1), w.op("mul", two, 2), dtype=dtype)
     right = w.op("add", w.op("mul", two, 1), w.op("mul", one, 2), dtype=dtype)
     return w.program(w.op("concatenate", left, right, dtype=dtype), dtypes=(dtype,))
+
+
+def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8", least: bool = False) -> RowProgram:
+    """The adaptive norm of x, scale, shift; gives it, its numbers of 8 bits (kind: "int8", "fp8"), their scales and the
+    peak of each row. least: of these, and of one more input, the peak of other columns of the same row, the larger one.
+    """
+    w = Writer(2, width, *(FULL,) * 3, *(ONE,) * least)
+    y = _modulated(w, w.op("layer_norm", 0, number=1e-6, dtype=dtype), 1, 2, dtype)
+    peak = w.op("peak", y)
+    peak = w.op("maximum", peak, 3) if least else peak
+    numbers, scale = w.op(f"numbers_{kind}", y, peak), w.op(f"scale_{kind}", peak)
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
+    return w.program(y, numbers, scale, peak, dtypes=(dtype, stored, torch.float32, torch.float32))
 
 
 Random = Callable[..., torch.Tensor]

@@ -4,7 +4,8 @@ import struct
 
 import torch
 
-from accel_kernels.rowwise.program import MOVES_HALVES, MOVES_PAIRS
+from accel_kernels.row_numbers import LEAST, LEAST_PEAK, MOST, REACH
+from accel_kernels.rowwise.program import MOVES_HALVES, MOVES_PAIRS, NUMBERS
 
 # What needs no rounding where its registers are of the dtype already.
 KEEPS = ("neg", "abs", "relu", "maximum", "minimum", "round", "amax", *MOVES_PAIRS, *MOVES_HALVES)
@@ -34,12 +35,22 @@ FORMULAS = {
         name: f"{name}({{0}})"
         for name in ("rsqrt", "reciprocal", "exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "gelu_tanh")
     },
+    **{name.replace("numbers", "scale"): f"scale_of({{0}}, {REACH[kind]})" for name, kind in NUMBERS.items()},
+    **{
+        name: f"numbers_of({{0}}, {{1}}, {REACH[kind]}, {LEAST[kind]}, {MOST[kind]}, {kind == torch.int8})"
+        for name, kind in NUMBERS.items()
+    },
 }
 
 
 def rounding(dtype: torch.dtype) -> str:
     """Of the function that rounds to it."""
     return str(dtype).removeprefix("torch.")
+
+
+def peak_of(largest: str) -> str:
+    """Of a row, by its largest magnitude."""
+    return f"tl.maximum({largest}, {literal(LEAST_PEAK)})"
 
 
 def larger_of(a: str, b: str) -> str:

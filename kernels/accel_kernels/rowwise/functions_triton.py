@@ -36,6 +36,16 @@ def float32(x):
 
 
 @triton.jit
+def int8(x):
+    return x.to(tl.int8)
+
+
+@triton.jit
+def float8_e4m3fn(x):
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def divided(number, x):
     return tl.math.div_rn(tl.full(x.shape, number, tl.float32), x)
 

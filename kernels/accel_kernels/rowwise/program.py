@@ -15,17 +15,19 @@ BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 WITH_NUMBER = ("add_number", "mul_number", "div_number", "rsub_number", "rdiv_number", "clamp_min", "clamp_max")
 UNARY = (
     "neg", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "sin", "cos", "abs", "tanh", "sigmoid", "silu",
-    "gelu", "gelu_tanh", "relu", "round",
+    "gelu", "gelu_tanh", "relu", "round", "scale_int8", "scale_fp8",
 )  # fmt: skip
-TO_ONE = ("sum", "mean", "amax")
+TO_ONE = ("sum", "mean", "amax", "peak")
+# What gives numbers of 8 bits, from values and the peak of their row; a result and nothing else.
+NUMBERS = {"numbers_int8": torch.int8, "numbers_fp8": torch.float8_e4m3fn}
 NORMS = ("layer_norm", "rms_norm")
 REDUCTIONS = TO_ONE + NORMS
 # Moves of lanes: between C and C // 2 of them.
 TAKE_PAIRS, TAKE_HALVES = ("even", "odd"), ("first", "second")
 MOVES_PAIRS, MOVES_HALVES = (*TAKE_PAIRS, "interleave"), (*TAKE_HALVES, "concatenate")
 MOVES = MOVES_PAIRS + MOVES_HALVES
-OPERATIONS = BINARY + WITH_NUMBER + UNARY + REDUCTIONS + MOVES
-TWO = (*BINARY, "interleave", "concatenate")  # those that take two registers
+OPERATIONS = BINARY + WITH_NUMBER + UNARY + REDUCTIONS + MOVES + (*NUMBERS,)
+TWO = (*BINARY, *NUMBERS, "interleave", "concatenate")  # those that take two registers
 
 
 class RowOp(NamedTuple):
@@ -34,6 +36,7 @@ class RowOp(NamedTuple):
     name: one of OPERATIONS. `rsub_number` is number - x, `rdiv_number` number / x, `round` rounds to the dtype only.
         `div_number` multiplies by 1 / number on a GPU, as torch does there.
         `layer_norm` is (x - mean) / sqrt(var + number), `rms_norm` x / sqrt(mean(x^2) + number), not rounded inside.
+        `peak`, `scale_` of a peak, and `numbers_` of values and their peak are the functions of `row_numbers.py`.
         `even` and `odd` take every second lane, `first` and `second` each half; `interleave` and `concatenate` undo it.
     args: the numbers of the registers it takes.
     number: of the operations that take one.
@@ -54,7 +57,7 @@ class RowProgram(NamedTuple):
     inputs: the widths of the inputs; registers 0 to n - 1, in the dtypes of the tensors given.
     ops: each appends one register.
     results: the registers to store, by number.
-    dtypes: of the results.
+    dtypes: of the results; 8 bits for what `numbers_` give, and for nothing else.
     """
 
     rows: int
@@ -87,6 +90,13 @@ def register_widths(program: RowProgram) -> tuple[str, ...]:
         widths.append(_width(op, [widths[arg] for arg in op.args]))
     if any(not 0 <= result < len(widths) for result in program.results):
         raise ValueError(f"results {program.results} of {len(widths)} registers")
+    for result, dtype in zip(program.results, program.dtypes, strict=True):
+        made = program.ops[result - len(program.inputs)].name if result >= len(program.inputs) else ""
+        if NUMBERS.get(made) != (dtype if dtype in NUMBERS.values() else None):
+            raise ValueError(f"a result of {dtype} from {made or 'an input'}")
+    numbers = {n for n, op in enumerate(program.ops, len(program.inputs)) if op.name in NUMBERS}
+    if any(arg in numbers for op in program.ops for arg in op.args):
+        raise ValueError("an operation on numbers of 8 bits")
     if HALF in widths and program.width % 2:
         raise ValueError(f"halves of {program.width} lanes")
     return tuple(widths)
@@ -106,6 +116,8 @@ def _width(op: RowOp, given: list[str]) -> str:
         if given[0] == ONE:
             raise ValueError(f"{op.name} over one lane")
         return ONE if op.name in TO_ONE else given[0]
+    if op.name in NUMBERS and given[1] != ONE:
+        raise ValueError(f"{op.name} by a peak of {given[1]} lanes")
     wide = set(given) - {ONE}
     if len(wide) > 1:
         raise ValueError(f"{op.name} of {given[0]} and {given[1]} lanes")

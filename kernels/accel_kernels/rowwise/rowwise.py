@@ -12,12 +12,14 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import FLOATS, Op, dtype_reason
+from accel_kernels.op import FLOATS, Op, capability, dtype_reason
+from accel_kernels.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.cases import CASES
 from accel_kernels.rowwise.program import (
     MOVES_HALVES,
     MOVES_PAIRS,
     NORMS,
+    NUMBERS,
     REDUCTIONS,
     WITH_NUMBER,
     RowOp,
@@ -62,6 +64,11 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.mean(-1, keepdim=True),
     "amax": lambda x: x.amax(-1, keepdim=True),
+    "peak": row_peak,
+    "scale_int8": lambda peak: row_scale(peak, torch.int8),
+    "scale_fp8": lambda peak: row_scale(peak, torch.float8_e4m3fn),
+    "numbers_int8": lambda x, peak: row_numbers(x, peak, torch.int8),
+    "numbers_fp8": lambda x, peak: row_numbers(x, peak, torch.float8_e4m3fn),
     "layer_norm": lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
     "rms_norm": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
     "even": lambda x: x[..., 0::2],
@@ -154,9 +161,11 @@ def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
 
 
 def supports(first, *others, program, shape, outputs=None) -> str | None:
+    wide = (one for one in outputs or () if one is not None and one.dtype in FLOATS)  # those of 8 bits: `_examine`
     return (
         _examine(first, *others, program=program, shape=shape, outputs=outputs)[1]
-        or dtype_reason(first, *others, *(outputs or ()))
+        or dtype_reason(first, *others, *wide)
+        or _device_reason(first, program)
         or next(filter(None, (_written_reason(one, (first, *others)) for one in outputs or ())), None)
     )
 
@@ -168,8 +177,15 @@ def _program_reason(program: RowProgram) -> str | None:
         return f"a reduction over {program.width} lanes, more than {MOST_REDUCED}"
     if not names.isdisjoint(MOVES_PAIRS) and not names.isdisjoint(MOVES_HALVES):
         return "lanes taken by pairs and by halves"
-    wrong = {op.dtype for op in program.ops}.union(program.dtypes).difference(FLOATS)
+    wrong = {op.dtype for op in program.ops}.union(program.dtypes).difference(FLOATS, NUMBERS.values())
     return f"dtype {wrong.pop()} is not float16, bfloat16 or float32" if wrong else None
+
+
+def _device_reason(first: torch.Tensor, program: RowProgram) -> str | None:
+    """Why a GPU does not store these results."""
+    if torch.float8_e4m3fn in program.dtypes and first.is_cuda and capability(first.device) < (8, 9):
+        return "float8 below compute capability 8.9"
+    return None
 
 
 def _written_reason(output: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels import row_numbers_triton
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
@@ -27,9 +28,10 @@ from accel_kernels.warmup import launch
 
 # What the text may call.
 FUNCTIONS = (
-    "bfloat16", "float16", "float32", "larger", "divided", "reciprocal", "rsqrt", "exp", "log", "sin", "cos", "sigmoid",
-    "tanh", "silu", "gelu_erf", "gelu_tanh",
+    "bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "larger", "divided", "reciprocal", "rsqrt", "exp", "log",
+    "sin", "cos", "sigmoid", "tanh", "silu", "gelu_erf", "gelu_tanh",
 )  # fmt: skip
+ROW_NUMBERS = ("magnitude", "scale_of", "numbers_of")
 
 
 class Plan(NamedTuple):
@@ -113,6 +115,7 @@ def _jit(text: str) -> Any:
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     scope = {"tl": tl, "__name__": __name__}
     scope |= {one: getattr(functions_triton, one) for one in FUNCTIONS}
+    scope |= {one: getattr(row_numbers_triton, one) for one in ROW_NUMBERS}
     exec(compile(text, name, "exec"), scope)  # the text is made of names of our own and numbers
     function = scope["rowwise_kernel"]
     numbers = [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, larger_of, literal, rounding
+from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, larger_of, literal, peak_of, rounding
 from accel_kernels.rowwise.program import FULL, NORMS, ONE, RowOp, RowProgram, lanes, register_widths
 from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, cdiv, form_of
 
@@ -204,6 +204,8 @@ class Source:
         size = lanes(x.width, self.program)
         if op.name in ("sum", "amax"):
             return [self._reduced(x, x.tiles, op.name)]
+        if op.name == "peak":
+            return [self._peak(x)]
         if op.name == "mean":
             return [f"{self._reduced(x, x.tiles)} * {literal(1 / size)}"]
         if op.name in NORMS:
@@ -223,6 +225,11 @@ class Source:
         if name == "sum":
             return f"tl.sum({all_of}, axis=1, keep_dims=True)"
         return f"tl.reduce({all_of}, 1, larger, keep_dims=True)"
+
+    def _peak(self, x: Register) -> str:
+        found = tuple(f"magnitude_{n}" for n in range(len(x.tiles)))
+        self.lines += [f"{name} = magnitude({tile})" for name, tile in zip(found, x.tiles, strict=True)]
+        return peak_of(self._reduced(x, found, "amax"))
 
     def _normed(self, op: RowOp, x: Register, size: int) -> list[str]:
         by, tiles = literal(1 / size), x.tiles

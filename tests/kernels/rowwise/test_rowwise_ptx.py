@@ -12,6 +12,7 @@ CHECK = """
 import re
 import torch
 from accel_kernels import rowwise
+from accel_kernels.rowwise.cases import quantized_norm
 from support.kernels.absent_gpu import GPU, absent_gpu
 
 CASES = ("flux-adaptive", "flux-rotary", "wan-across-heads", "halves-rotary", "flux2-swiglu")
@@ -25,16 +26,22 @@ with absent_gpu(90) as found:
     name, make = next((case.name, case.make) for case in rowwise.cases if case.name == CASES[0])
     (x, scale, shift), more = make(GPU, torch.bfloat16)
     rowwise.triton(x[:, :77], scale, shift, **more | {"shape": (1, 77)})
-assert found[-1].kernel is found[0].kernel
-for launch in found[:-1]:
+    assert found[-1].kernel is found[0].kernel
+    for kind in ("int8", "fp8"):
+        rowwise.triton(x, scale, shift, program=quantized_norm(3072, torch.bfloat16, kind), shape=(1, 4608))
+for launch in (*found[:-3], *found[-2:]):
     compiled = launch.compiled()
     access = set(re.findall(r"(?:ld|st)\\.global[.\\w]*", compiled.asm["ptx"]))
-    assert access == {"ld.global.v4.b32", "st.global.v4.b32"}, access
-    assert "convert_layout" not in compiled.asm["ttgir"]
+    # Eight values to a thread are eight bytes where they are rounded to a byte each; a row has one scale and one peak.
+    eight = re.search("tensor<.*x(i8|f8E4M3FN)>", compiled.asm["ttir"])
+    narrow = {"st.global.v2.b32", "st.global.b32"} if eight else set()
+    assert access == {"ld.global.v4.b32", "st.global.v4.b32"} | narrow, access
+    moved = [line for line in compiled.asm["ttgir"].splitlines() if "convert_layout" in line]
+    assert all("-> tensor<1x1xf32" in line for line in moved), moved  # but one number of a row
     assert "fma" not in compiled.asm["ptx"] or "ex2" in compiled.asm["ptx"]  # but inside of functions
     print(launch.name)
 """
 
 
 def test_rows_are_read_and_written_in_16_bytes(tmp_path: Path):
-    assert len(in_a_process(CHECK, tmp_path).split()) == 5
+    assert len(in_a_process(CHECK, tmp_path).split()) == 7

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from accel_kernels.gemm.quantize_rows import LEAST_PEAK, MOST
+from accel_kernels.row_numbers import LEAST_PEAK, MOST
 from torch import Tensor, nn
 
 from accel.quantization.activations import KERNELS

@@ -1,0 +1,38 @@
+"""The numbers of 8 bits that stand for a row: its largest absolute value, the scale that it gives, the nearest numbers.
+
+One definition for `quantize_rows` and for row programs, which round what they have just computed. The kernels' own is
+`row_numbers_triton`, function by function.
+"""
+
+import torch
+
+MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
+# The largest absolute value of a row over this is its scale: half of what lies between least and largest number, as in
+# the package compressed-tensors 0.20 (calculate_qparams), whose files say "dynamic" and leave the formula to who reads.
+REACH = {kind: (MOST[kind] - LEAST[kind]) / 2 for kind in MOST}
+LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
+
+
+def row_peak(x: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each row, (..., 1), infinite where one is NaN; x: (..., K) float32 or float64."""
+    return x.abs().masked_fill(x.isnan(), torch.inf).amax(-1, keepdim=True).clamp_min(LEAST_PEAK)
+
+
+def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What one of the numbers stands for; NaN for a row that holds something not finite. dtype: of the numbers."""
+    reach = torch.full_like(peak, REACH[dtype])  # of a plain number torch takes the reciprocal, which rounds once more
+    return (peak / reach).masked_fill(peak.isinf(), torch.nan)
+
+
+def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest numbers, in x.dtype, which is float32 or float64; see `whole`."""
+    # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+    reach = torch.full_like(peak, REACH[dtype])
+    return whole(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)
+
+
+def whole(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Between least and largest number, whole ones for int8; 0 for NaN."""
+    numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
+    return numbers.clamp(LEAST[dtype], MOST[dtype])

@@ -1,0 +1,36 @@
+"""The functions of `row_numbers` for kernels, on tiles of fp32. What lies beyond the end of a row is given as 0."""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.row_numbers import LEAST_PEAK
+
+SMALLEST = tl.constexpr(LEAST_PEAK)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, infinite for NaN: a maximum passes over NaN; as infinity it shows, and makes the scale of the row NaN."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_of(peak, REACH: tl.constexpr):
+    return tl.where(peak < float("inf"), tl.div_rn(peak, tl.full(peak.shape, REACH, tl.float32)), float("nan"))
+
+
+@triton.jit
+def numbers_of(x, peak, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
+    # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+    factor = tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
+    y = tl.where(tl.abs(x) == peak, tl.where(x < 0, -REACH, REACH), x * factor)
+    return whole(y, LEAST, MOST, ROUND)
+
+
+@triton.jit
+def whole(y, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
+    """Between least and largest number; ROUND: the nearest whole one."""
+    y = tl.where(y == y, y, 0.0)
+    if ROUND:  # to even, as torch: the sum has no bits left for the fraction
+        y = (y + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(y, LEAST), MOST)

@@ -1,0 +1,105 @@
+"""Row programs that round what they compute to 8 bits: bit for bit what `quantize_rows` makes of the same rows."""
+
+import pytest
+import torch
+from accel_kernels import RowOp, RowProgram, quantize_rows, rowwise
+from accel_kernels.rowwise.cases import quantized_norm
+from accel_kernels.rowwise.program import FULL, NUMBERS, ONE, register_widths
+
+pytest.importorskip("triton")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ODD = [(3, 5, 72), (2, 1, 130), (1, 2, 2600)]
+
+
+def poisoned(program, shape):
+    """Memory for results that shows where nothing was written."""
+    widths = register_widths(program)
+    sizes = [(*shape, program.width if widths[one] == FULL else 1) for one in program.results]
+    whole = {kind: torch.full((1,), 0x81, dtype=torch.uint8).view(kind) for kind in KINDS.values()}
+    return tuple(
+        whole[dtype].expand(size).contiguous() if dtype in whole else torch.full(size, float("nan"), dtype=dtype)
+        for size, dtype in zip(sizes, program.dtypes, strict=True)
+    )
+
+
+def bits(numbers):
+    return numbers.view(torch.uint8)
+
+
+def rows_of(shape, dtype):
+    """Some whose largest value is negative, is twice there, is nothing, or is no number."""
+    x = (torch.randn(shape) * 3).to(dtype)
+    x[0, 0, 5], x[0, 0, 9] = -50, 50
+    return x
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, beyond the ends of rows
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_rounded_in_the_pass_that_makes_them(shape, dtype, kind):
+    x, scale, shift = rows_of(shape, dtype), *(torch.randn(shape[0], 1, shape[-1]).to(dtype) for _ in range(2))
+    program = quantized_norm(shape[-1], dtype, kind)
+    outputs = poisoned(program, shape[:-1])
+    assert rowwise.supports(x, scale, shift, program=program, shape=shape[:-1], outputs=outputs) is None
+    given = {"program": program, "shape": shape[:-1]}
+    for run, separate in (
+        (rowwise.triton(x, scale, shift, **given, outputs=outputs), quantize_rows.triton),
+        (rowwise.reference(x, scale, shift, **given), quantize_rows.reference),
+    ):
+        y, numbers, scales, _ = run
+        wanted = separate(y, dtype=KINDS[kind])
+        assert numbers.dtype == KINDS[kind] and torch.equal(bits(numbers), bits(wanted.data))
+        assert torch.equal(scales, wanted.scales)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_programs_round_the_columns_of_one_row(kind):
+    """Each a part, by the peak of both, into one tensor: as of the parts put together."""
+    parts, kept = (torch.randn(2, 3, 48).bfloat16(), torch.randn(2, 3, 200).bfloat16() * 2), KINDS[kind]
+    parts[0][1, 2, 4], parts[1][0, 1, 7] = 30, float("inf")
+    peak = RowProgram(2, 48, (FULL,), (RowOp("peak", (0,)),), (1,), (torch.float32,))
+    ops = (
+        RowOp("peak", (0,)),
+        RowOp("maximum", (2, 1)),
+        RowOp(f"numbers_{kind}", (0, 3)),
+        RowOp(f"scale_{kind}", (3,)),
+    )
+    both = RowProgram(2, 200, (FULL, ONE), ops, (4, 5, 3), (kept, torch.float32, torch.float32))
+    other = RowProgram(2, 48, (FULL, ONE), (RowOp(f"numbers_{kind}", (0, 1)),), (2,), (kept,))
+    for run, separate in ((rowwise.triton, quantize_rows.triton), (rowwise.reference, quantize_rows.reference)):
+        wanted = separate(torch.cat(parts, -1), dtype=kept)
+        joint = torch.full((2, 3, 248), 0x81, dtype=torch.uint8).view(kept)
+        (least,) = run(parts[0], program=peak, shape=(2, 3))
+        _, scales, most = run(parts[1], least, program=both, shape=(2, 3), outputs=(joint[..., 48:], None, None))
+        run(parts[0], most, program=other, shape=(2, 3), outputs=(joint[..., :48],))
+        assert torch.equal(bits(joint), bits(wanted.data))
+        assert torch.equal(scales.nan_to_num(-1), wanted.scales.nan_to_num(-1)) and scales[0, 1].isnan()
+
+
+@interpreted
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_has_no_scale(value):
+    x = torch.randn(1, 4, 77).bfloat16()
+    x[0, 1, 70], x[0, 3] = value, 0
+    program = RowProgram(2, 77, (FULL,), (RowOp("peak", (0,)), RowOp("scale_fp8", (1,))), (2,), (torch.float32,))
+    for run in (rowwise.triton, rowwise.reference):
+        (scales,) = run(x, program=program, shape=(1, 4))
+        assert scales[0, 1].isnan() and scales[0, [0, 2, 3]].isfinite().all() and (scales[0, 3] > 0).all()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_8_bits_are_a_result_and_nothing_else(name):
+    ops = (RowOp("peak", (0,)), RowOp(name, (0, 1)))
+    with pytest.raises(ValueError, match=f"a result of torch.bfloat16 from {name}"):
+        register_widths(RowProgram(1, 64, (FULL,), ops, (2,), (torch.bfloat16,)))
+    with pytest.raises(ValueError, match="a result of torch.int8 from an input"):
+        register_widths(RowProgram(1, 64, (FULL,), ops, (0,), (torch.int8,)))
+    with pytest.raises(ValueError, match="an operation on numbers of 8 bits"):
+        register_widths(RowProgram(1, 64, (FULL,), (*ops, RowOp("neg", (2,))), (2,), (NUMBERS[name],)))
+    with pytest.raises(ValueError, match=f"{name} by a peak of full lanes"):
+        register_widths(RowProgram(1, 64, (FULL,), (RowOp(name, (0, 0)),), (1,), (NUMBERS[name],)))
