@@ -35,6 +35,11 @@ def many(x: torch.Tensor) -> bool:
     return x.numel() > MOST_ROWS * x.shape[-1]
 
 
+def many_rows(count: int) -> bool:
+    """The same of a number of rows."""
+    return count > MOST_ROWS
+
+
 @dataclass(frozen=True)
 class RowProducts:
     """The operations by which rows are rounded and multiplied."""

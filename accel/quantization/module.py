@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Quantized, quantized_linear
+from accel_kernels import Quantized
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from accel.quantization.activations import COLUMNS, FIXED, KERNELS, REFERENCES, SCALE, RowProducts, many
+from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, many
+from accel.quantization.call import QuantizedCall, multiply
 from accel.quantization.scheme import Scheme
 from accel.quantization.weight import Reading
 
@@ -83,6 +85,11 @@ class QuantizedLinear(nn.Linear):
         return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
 
     @property
+    def call(self) -> QuantizedCall:
+        """What it computes now, but for what calibration fixed."""
+        return QuantizedCall(self.number, self.activations, self.products, self.exact)
+
+    @property
     def weight(self) -> Reading:  # type: ignore[override]
         return self.quantized.dequantized(self.dtype).as_subclass(Reading)
 
@@ -97,13 +104,13 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., K). Gradients flow to it, and to the bias, not to W."""
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
-        if not plain and (kind := self.rounds(input)) is not None:
-            products: RowProducts = REFERENCES if self.exact else self.products
-            rows = products.rounded(input, kind, fixed=self.fixed)
-            return products.product(kind)(rows, self.quantized, self.bias)
-        if self.exact or plain:
+        if plain:
             return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
-        return quantized_linear(input.contiguous(), self.quantized, self.bias)
+        if has_torch_function_unary(input) and self.fixed is None:  # whoever watches sees one call
+            given = input, self.data, self.scales, self.zeros, self.bias
+            return handle_torch_function(self.call, (input,), *given)  # type: ignore[arg-type]
+        kind = self.rounds(input)
+        return multiply(input, self.quantized, self.bias, kind, self.products, self.exact, self.fixed)
 
     def _fix(self) -> None:
         # Read once: asking the device in every call would wait for it.

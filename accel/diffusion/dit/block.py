@@ -21,6 +21,7 @@ from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.recorder import recorded, tensors_in
+from accel.diffusion.dit.rounded_rows import with_rounded_rows
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
 from accel.errors import reason_of
@@ -32,6 +33,7 @@ from accel.patching.relied import Parts, Snapshot
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights, side_effects
+from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound
 
 LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
@@ -153,7 +155,7 @@ class BlockForward(FastForward):
         if isinstance(program, str):
             return BlockPlan(reason=f"cannot be recorded: {program}")
         try:
-            executable = Executable(Schedule(without_assignments(program)), self.kernels)
+            executable = Executable(Schedule(with_rounded_rows(without_assignments(program))), self.kernels)
         except Exception as error:  # a program of a form that nobody has seen yet
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
         if not executable.passes:
@@ -228,7 +230,7 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(type(part) is nn.Linear for part in parts)
+    linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
     return linears >= (FEWEST if attends else LINEARS) and not any(type(part) is nn.GroupNorm for part in parts)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
-from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
+from accel.diffusion.dit.products import is_product, product
+from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
 from accel.diffusion.dit.weight_stacks import WeightStacks
@@ -120,7 +121,7 @@ class Executable:
             self._activate(unit, given[0].filled(slots), slots)
         elif isinstance(unit, TorchCall):
             args, kwargs = (tree.filled(slots) for tree in given)
-            _store(unit.step.result, self._function(unit.step.name, unit.step.function, args, kwargs), slots)
+            _store(unit.step.result, self._function(unit.step, args, kwargs), slots)
 
     def _multiply(self, linears: Linears, slots: Slots, stacks: WeightStacks) -> None:
         x, wholes = slots[linears.input], linears.wholes(slots, stacks)
@@ -140,14 +141,15 @@ class Executable:
         return self.kernels.linear(*given) if out is None else self.kernels.linear(*given, out=out)
 
     def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
-        if unit.output.window is None:
-            slots[unit.output.number] = self.kernels.linear(*args, gelu=True)
-        else:
-            self.kernels.linear(*args, gelu=True, out=self._place(unit.output, slots, args[0].device))
+        out = None if unit.output.window is None else self._place(unit.output, slots, args[0].device)
+        result = product(unit.step.function, args, self.kernels.linear, gelu=True, out=out)
+        if out is None:
+            slots[unit.output.number] = result
 
-    def _function(self, name: str, function: Callable, args: list | tuple, kwargs: dict) -> Any:
-        if name == "linear" and len(args) in (2, 3) and not kwargs:
-            return self.kernels.linear(*args)
+    def _function(self, step: TorchStep, args: list | tuple, kwargs: dict) -> Any:
+        name, function = step.name, step.function
+        if is_product(step):
+            return product(function, list(args), self.kernels.linear)
         if name == "scaled_dot_product_attention":
             given = dict(
                 zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.diffusion.dit.operations import operation_of
+from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.slices import without_slices
 
@@ -184,7 +184,7 @@ class Lanes:
         if value.shape != (*space[:-1], space[-1] // 2):
             return False
         operation = None if place is None else operation_of(self.program.steps[place], self.values)
-        if operation is None or operation.name in ("mean", "sum", "amax", "layer_norm", "rms_norm"):
+        if operation is None or operation.name in (*REDUCTIONS, *ROWWISE):
             return value.dtype is not torch.complex64  # read as it is
         found[number] = Half(space)
         for ref in operation.operands:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
+from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE, RowOp, RowProgram
 
+from accel.diffusion.dit.operations import REDUCTIONS
 from accel.diffusion.dit.regions import Region, Regions
 
 REAL, IMAGINARY = "real", "imag"
@@ -132,7 +133,7 @@ class Lowering:
         if any(len(registers) != 1 for registers in taken):
             raise NotLowered(f"{operation.name} of complex numbers")
         registers = tuple(registers[0] for registers in taken)
-        first = torch.float32 if operation.then else dtype
+        first = torch.float32 if operation.then or operation.name in NUMBERS else dtype
         result = self._op(operation.name, registers, first, operation.number)
         for place, (name, ref) in enumerate(operation.then):
             last = place == len(operation.then) - 1
@@ -155,7 +156,7 @@ class Lowering:
             widths = {self.widths[one] for one in args} - {ONE}
             if len(widths) > 1:
                 raise NotLowered("halves and rows in one operation")
-            width = ONE if name in ("mean", "sum", "amax") else (widths.pop() if widths else ONE)
+            width = ONE if name in REDUCTIONS else (widths.pop() if widths else ONE)
         register = len(self.widths)
         self.widths.append(width)
         self.ops.append((register, RowOp(name, args, number, dtype)))

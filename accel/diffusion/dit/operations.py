@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep
+from accel.diffusion.dit.rounded_rows import RowFunction
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PAIRS = {
@@ -21,7 +22,7 @@ SINGLES = {
     "tanh": "tanh", "sigmoid": "sigmoid", "silu": "silu", "relu": "relu",
 }  # fmt: skip
 CASTS = {"to", "float", "half", "bfloat16", "type_as", "type"}
-REDUCTIONS = {"mean", "sum", "amax"}
+REDUCTIONS = {"mean", "sum", "amax", "peak"}
 ROWWISE = {"layer_norm", "rms_norm"}
 
 
@@ -40,6 +41,10 @@ def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None
     """None for a function, or arguments of it, that are none."""
     if step.writes or not isinstance(step.result, Ref):
         return None
+    if isinstance(step.function, RowFunction):
+        if step.function.name == "peak":
+            return Operation("peak", step.args[:1], then=tuple(("maximum", least) for least in step.args[1:]))
+        return Operation(step.function.name, step.args)
     result = values[step.result.number]
     if result.dtype not in (*FLOATS, torch.complex64) or result.pinned or not result.shape:
         return None

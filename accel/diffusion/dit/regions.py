@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from accel_kernels.rowwise.program import FULL, HALF, ONE
+from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE
 
 from accel.diffusion.dit.lanes import Lanes
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, Operation, operation_of
@@ -191,7 +191,9 @@ class Regions:
     def _region(self, numbers: frozenset[int]) -> Region | None:
         space = self.places[min(numbers)].space
         work = sum(n in self.lanes.joins or self.operations[n].name != "round" for n in numbers)
+        names = {self.operations[n].name for n in numbers if n in self.operations}
         alone = all(map(self._put_together, numbers)) or any(self._taken_apart(n, space) for n in numbers)
+        alone = alone or not names.isdisjoint(("peak", *NUMBERS))  # of which torch makes many
         few = work + (len(numbers) > work) < 2 and not alone
         if few or len(space) < 2 or space[-1] < LEAST:
             return None

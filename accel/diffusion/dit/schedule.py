@@ -10,6 +10,7 @@ from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
+from accel.diffusion.dit.products import is_product
 from accel.diffusion.dit.program import Program, Ref, refs
 from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
 from accel.diffusion.dit.stacks import Stacks
@@ -70,9 +71,9 @@ class Schedule:
         for unit in list(units):
             found = self._gelu(unit)
             product = None if found is None else makers.get(found[0])
-            if found is None or product is None or product.step.name != "linear" or users[found[0]] != 1:
+            if found is None or product is None or users[found[0]] != 1:
                 continue
-            if len(product.step.args) in (2, 3) and not product.step.kwargs:
+            if is_product(product.step):
                 units.remove(unit)
                 units.remove(product)
                 units.append(GeluProduct(product.step, found[1], unit.place))

@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.diffusion.dit.recorder import PLAIN, tensors_in
 from accel.patching.relied import BASE, settings_of
+from accel.quantization.scheme import Scheme
 
 
 def sort_of(module: nn.Module) -> tuple:
@@ -31,7 +32,7 @@ def _settings(part: object) -> tuple:
 
 def frozen(value: object) -> Hashable:
     """Plain settings, and containers of them, by what they are; tensors by their form; others by which they are."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, (*PLAIN, Scheme)):
         return type(value), value
     if isinstance(value, torch.Tensor):
         return type(value), value.shape, value.dtype, value.device
