@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
-from accel.diffusion.dit.products import is_product, product
+from accel.diffusion.dit.products import is_product, run_product
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
@@ -142,14 +142,14 @@ class Executable:
 
     def _activate(self, unit: GeluProduct, args: list[torch.Tensor], slots: Slots) -> None:
         out = None if unit.output.window is None else self._place(unit.output, slots, args[0].device)
-        result = product(unit.step.function, args, self.kernels.linear, gelu=True, out=out)
+        result = run_product(unit.step.function, args, self.kernels.linear, gelu=True, out=out)
         if out is None:
             slots[unit.output.number] = result
 
     def _function(self, step: TorchStep, args: list | tuple, kwargs: dict) -> Any:
         name, function = step.name, step.function
         if is_product(step):
-            return product(function, list(args), self.kernels.linear)
+            return run_product(function, list(args), self.kernels.linear)
         if name == "scaled_dot_product_attention":
             given = dict(
                 zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False)

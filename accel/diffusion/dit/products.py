@@ -17,7 +17,7 @@ def is_product(step: TorchStep) -> bool:
     return step.name == "linear" and len(step.args) in (2, 3) and not step.kwargs
 
 
-def product(
+def run_product(
     function: Callable, args: list, linear: Callable, gelu: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What the step of a product gives. function, args: of it. linear: what multiplies by a plain weight.
@@ -36,5 +36,5 @@ def product(
     else:
         x, data, scales, zeros, bias = args
         weight = dequantize(function.weight(data, scales, zeros), x.dtype)
-        return product(F.linear, [x, weight, bias], linear, gelu, out)
+        return run_product(F.linear, [x, weight, bias], linear, gelu, out)
     return y if out is None else out.copy_(y)
