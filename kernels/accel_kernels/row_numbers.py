@@ -26,13 +26,13 @@ def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers, in x.dtype, which is float32 or float64; see `whole`."""
+    """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`."""
     # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
     reach = torch.full_like(peak, REACH[dtype])
-    return whole(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)
+    return bounded(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)
 
 
-def whole(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def bounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Between least and largest number, whole ones for int8; 0 for NaN."""
     numbers = numbers.nan_to_num(0) if dtype != torch.int8 else numbers.nan_to_num(0).round()
     return numbers.clamp(LEAST[dtype], MOST[dtype])

@@ -15,20 +15,20 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of(peak, REACH: tl.constexpr):
+def scale_tile(peak, REACH: tl.constexpr):
     return tl.where(peak < float("inf"), tl.div_rn(peak, tl.full(peak.shape, REACH, tl.float32)), float("nan"))
 
 
 @triton.jit
-def numbers_of(x, peak, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
+def numbers_tile(x, peak, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
     # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
     factor = tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
     y = tl.where(tl.abs(x) == peak, tl.where(x < 0, -REACH, REACH), x * factor)
-    return whole(y, LEAST, MOST, ROUND)
+    return bounded_tile(y, LEAST, MOST, ROUND)
 
 
 @triton.jit
-def whole(y, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
+def bounded_tile(y, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
     """Between least and largest number; ROUND: the nearest whole one."""
     y = tl.where(y == y, y, 0.0)
     if ROUND:  # to even, as torch: the sum has no bits left for the fraction

@@ -11,7 +11,7 @@ import torch
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Case, Op, capability, dtype_reason
-from accel_kernels.row_numbers import MOST, row_numbers, row_peak, row_scale, whole
+from accel_kernels.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
 
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
 # of the Llama-3.1-8B shape take about as long either way on an H200, see benchmarks/outliers.py.
@@ -108,11 +108,11 @@ def reference(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
         row_scale(peak, dtype) if scale is None else scale.to(kind).expand_as(peak).masked_fill(peak.isinf(), torch.nan)
     )
     if x.dtype == SINGLE:
-        numbers = whole(h / scales, dtype)  # whose rounding decides about a negative peak
+        numbers = bounded(h / scales, dtype)  # whose rounding decides about a negative peak
     elif scale is None:
         numbers = row_numbers(h, peak, dtype)
     else:
-        numbers = whole(h * (1 / scale.to(kind)), dtype)
+        numbers = bounded(h * (1 / scale.to(kind)), dtype)
     return QuantizedRows(numbers.to(dtype), scales, x.dtype, taken, columns, count)
 
 

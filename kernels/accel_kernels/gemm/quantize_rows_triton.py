@@ -14,7 +14,7 @@ from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows,
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.row_numbers import LEAST, MOST, REACH
-from accel_kernels.row_numbers_triton import SMALLEST, magnitude, numbers_of, scale_of, whole
+from accel_kernels.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
 from accel_kernels.warmup import launch
 
 AT_ONCE = tl.constexpr(32)  # outliers of a row
@@ -115,13 +115,13 @@ def quantize_rows_kernel(
     if given_ptr is not None:
         scale = tl.where(peak < float("inf"), tl.load(given_ptr), float("nan"))
     else:
-        scale = scale_of(peak, REACH)
+        scale = scale_tile(peak, REACH)
     if x_ptr.dtype.element_ty == tl.float32:
-        y = whole(tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,))), LEAST, MOST, ROUND)  # as the reference says
+        y = bounded_tile(tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,))), LEAST, MOST, ROUND)  # as the reference says
     elif given_ptr is not None:
-        y = whole(h * tl.div_rn(1.0, tl.load(given_ptr)), LEAST, MOST, ROUND)
+        y = bounded_tile(h * tl.div_rn(1.0, tl.load(given_ptr)), LEAST, MOST, ROUND)
     else:
-        y = numbers_of(h, peak, REACH, LEAST, MOST, ROUND)
+        y = numbers_tile(h, peak, REACH, LEAST, MOST, ROUND)
     tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(s_ptr + row, scale)
 

@@ -35,9 +35,9 @@ FORMULAS = {
         name: f"{name}({{0}})"
         for name in ("rsqrt", "reciprocal", "exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "gelu_tanh")
     },
-    **{name.replace("numbers", "scale"): f"scale_of({{0}}, {REACH[kind]})" for name, kind in NUMBERS.items()},
+    **{name.replace("numbers", "scale"): f"scale_tile({{0}}, {REACH[kind]})" for name, kind in NUMBERS.items()},
     **{
-        name: f"numbers_of({{0}}, {{1}}, {REACH[kind]}, {LEAST[kind]}, {MOST[kind]}, {kind == torch.int8})"
+        name: f"numbers_tile({{0}}, {{1}}, {REACH[kind]}, {LEAST[kind]}, {MOST[kind]}, {kind == torch.int8})"
         for name, kind in NUMBERS.items()
     },
 }

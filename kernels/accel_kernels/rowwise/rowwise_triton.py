@@ -31,7 +31,7 @@ FUNCTIONS = (
     "bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "larger", "divided", "reciprocal", "rsqrt", "exp", "log",
     "sin", "cos", "sigmoid", "tanh", "silu", "gelu_erf", "gelu_tanh",
 )  # fmt: skip
-ROW_NUMBERS = ("magnitude", "scale_of", "numbers_of")
+ROW_NUMBERS = ("magnitude", "scale_tile", "numbers_tile")
 
 
 class Plan(NamedTuple):
