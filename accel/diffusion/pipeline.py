@@ -35,8 +35,8 @@ class LoopStart:
         vars(self).update(state, former=WeakSet())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.context.of(Loop).begin()
         self._follow()
+        self.context.of(Loop).begin(self.current.values())
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
         return type(self.pipe).progress_bar(self.pipe, *args, **kwargs)

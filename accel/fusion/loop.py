@@ -1,8 +1,12 @@
 """Which run of a pipeline's denoising loop this is."""
 
 import itertools
+from collections.abc import Iterable
+from weakref import ref
 
 from accel.patching.per_thread import PerThread
+
+_UNKNOWN = "a scheduler that counts no steps"
 
 
 class Loop(PerThread):
@@ -20,9 +24,17 @@ class Loop(PerThread):
     def number(self) -> int:
         return getattr(self._local, "number", 0)
 
-    def begin(self) -> None:
+    @property
+    def clock(self) -> tuple[int, ...] | None:
+        """How many steps the schedulers of that loop have made, which grows through it; None where none counts them."""
+        counts = [getattr(scheduler(), "step_index", _UNKNOWN) for scheduler in getattr(self._local, "schedulers", ())]
+        known = tuple(-1 if count is None else count for count in counts if count is None or isinstance(count, int))
+        return known or None
+
+    def begin(self, schedulers: Iterable[object] = ()) -> None:
         self._local.number = next(self._numbers)
+        self._local.schedulers = tuple(map(ref, schedulers))
 
     def forget(self) -> None:
         """As if this thread had begun none."""
-        self._local.number = 0
+        self._local.number, self._local.schedulers = 0, ()

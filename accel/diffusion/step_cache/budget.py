@@ -23,12 +23,14 @@ def settle(obj: Any, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Pla
 
     The pipeline draws two images with its default number of steps, every call whole, then with intervals of 2, 3 and
     so on until one is worse than wanted. Returns the plans to be made anew without a step cache, and why: no interval
-    keeps the quality. Raises ValueError where obj has no UNet; for a quality also where obj does not draw from a text
-    alone, or draws blank images; with strict=True also where no interval keeps the quality.
+    keeps the quality. Raises ValueError where obj has no denoiser; for a quality also where obj does not draw from a
+    text alone, or draws blank images; with strict=True also where no interval keeps the quality.
     """
     plans = [plan for plan in plans if any(row.rule == NAME for row in plan.rows)]
     if not plans:
-        raise ValueError(f"step_cache={wanted!r}: there is no UNet in this {type(obj).__name__}")
+        raise ValueError(
+            f"step_cache={wanted!r}: there is no UNet and no diffusion transformer in this {type(obj).__name__}"
+        )
     cached = [(plan, forward) for plan in plans if (forward := _forward(plan)) is not None]
     if isinstance(wanted, int) or not cached:
         return []

@@ -1,13 +1,17 @@
-"""The step cache, lossy: between whole calls of a UNet only its outermost layers run, the rest is extrapolated.
+"""The step cache, lossy: between whole calls of a denoiser only its outermost layers run, the rest is extrapolated.
 
-From step to step of a denoising loop the image a UNet sees changes in detail, while what its deep layers make of it
-changes slowly and smoothly. Every n-th call is computed whole and keeps what enters the last layer of the last up
-block. The calls between run conv_in, that layer and conv_out; what enters it lies on the straight line through the last
-two kept values. Ma, Fang and Wang, "DeepCache: Accelerating Diffusion Models for Free", CVPR 2024, for the split, with
-plain reuse; Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", ICCV 2025, for
+From step to step of a denoising loop the image a denoiser sees changes in detail, while what its deep layers make of it
+changes slowly and smoothly. Every n-th call is computed whole. Of a UNet it keeps what enters the last layer of the
+last up block; the calls between run conv_in, that layer and conv_out. Of a transformer it keeps what the blocks after
+the first add to the rows; the calls between run the embedders, the first block, and what follows the blocks. What is
+left out lies on the straight line through the last two kept values, for transformers half as far along it.
+
+Ma, Fang and Wang, "DeepCache: Accelerating Diffusion Models for Free", CVPR 2024, for the split of UNets, with plain
+reuse; Chen et al., "Delta-DiT: A Training-Free Acceleration Method Tailored for Diffusion Transformers", 2024, for what
+blocks add; Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", ICCV 2025, for
 the extrapolation.
 
-The UNet's own forward runs in every call, so whatever a pipeline passes to it works; only its blocks know.
+The denoiser's own forward runs in every call, so whatever a pipeline passes to it works; only its blocks know.
 """
 
 import itertools
@@ -17,33 +21,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accel_kernels.warmup import warming_up
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from accel.diffusion.step_cache.features import Features, StepCall
+from accel.diffusion.dit.block import difference, telling
+from accel.diffusion.step_cache.arguments import StepArguments
+from accel.diffusion.step_cache.features import Features
+from accel.diffusion.step_cache.stack import Stack
+from accel.diffusion.step_cache.step_call import StepCall
 from accel.diffusion.step_cache.tracks import Tracks
-from accel.errors import PatchConflict
+from accel.errors import PatchConflict, reason_of
 from accel.fusion.loop import Loop
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.patch import ForwardPatch
 
 NAME = "step cache"  # of the rule
-MOST_FEATURES = 16  # kept at a time, by thread, shape of the sample and lane
+DAMPED = 0.5  # of the way along the line, for what blocks add: it bends more than the output of a UNet's layers
+MOST_FEATURES = 16  # kept at a time, by thread, shapes of a call and lane
+MOST_BYTES = 2**31  # beyond which only those are kept that the loop in progress uses
 
 
 class StepCacheState:
-    """What the forwards of one UNet share: interval, tracks, features, and the call in progress.
+    """What the forwards of one denoiser share: interval, tracks, features, and the call in progress.
 
     Calls of several threads run one after the other. Each thread has tracks and features of its own: what it computes
     does not depend on what the others do meanwhile.
     """
 
-    def __init__(self, loop: Loop, interval: int) -> None:
-        self.loop, self.interval = loop, interval
+    def __init__(self, loop: Loop, interval: int, arguments: StepArguments) -> None:
+        self.loop, self.interval, self.arguments = loop, interval, arguments
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"loop": self.loop, "interval": self.interval}
+        return {"loop": self.loop, "interval": self.interval, "arguments": self.arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -58,7 +70,7 @@ class StepCacheState:
     def tracks(self) -> Tracks:
         """This thread's."""
         if not hasattr(self._local, "tracks"):
-            self._local.tracks = Tracks(self.loop)
+            self._local.tracks = Tracks(self.loop, self.arguments)
         return self._local.tracks
 
     def variant(self) -> tuple:
@@ -67,14 +79,20 @@ class StepCacheState:
             return ()
         return "whole" if self.current.whole else "between whole ones", f"features {self.current.features.number}"
 
-    def kept(self, lane: int, sample: torch.Tensor) -> Features:
-        key = threading.get_ident(), lane, sample.shape, sample.dtype, sample.device
+    def kept(self, lane: int, shapes: tuple) -> Features:
+        """The features of a lane for calls of these shapes; new ones take the place of those unused the longest."""
+        key = threading.get_ident(), lane, shapes
         if key not in self.features:
-            if len(self.features) >= MOST_FEATURES:
-                self.features.popitem(last=False)
-            self.features[key] = Features(next(self.numbers))
+            used = [track.features for track in self.tracks.tracks.values()]
+            idle = [one for one, held in self.features.items() if not any(held is features for features in used)]
+            while idle and self._crowded():
+                del self.features[idle.pop(0)]
+            self.features[key] = Features(self.numbers)
         self.features.move_to_end(key)
         return self.features[key]
+
+    def _crowded(self) -> bool:
+        return len(self.features) >= MOST_FEATURES or sum(f.nbytes for f in self.features.values()) > MOST_BYTES
 
     def follow(self, device: torch.device) -> None:
         """On another CUDA stream than before: what was kept there is written, and read, before this call begins."""
@@ -86,7 +104,10 @@ class StepCacheState:
 
 
 class StepCacheForward(FastForward):
-    """The UNet's forward: decides what a call is to do, and hands it to the forward beneath, a CUDA graph or stock."""
+    """The model's forward: decides what a call is to do, and hands it to the forward beneath, a CUDA graph or stock.
+
+    stacks: of a transformer, whose blocks' calls are traced: whether rows can go by them shows only in a whole call.
+    """
 
     def __init__(
         self,
@@ -96,9 +117,10 @@ class StepCacheForward(FastForward):
         ledger: Ledger,
         state: StepCacheState,
         paths: tuple[str, ...],
+        stacks: tuple[Stack, ...] = (),
     ) -> None:
         super().__init__(module, path, kernels, ledger)
-        self.state, self.paths = state, paths
+        self.state, self.paths, self.stacks = state, paths, stacks
         self.blocks: dict[str, ForwardPatch] = {}  # what stands in for the blocks of these paths
         self.inner: FastForward | None = None
         self.told = ""  # of the forward beneath, in the report
@@ -108,21 +130,23 @@ class StepCacheForward(FastForward):
         inner = self.inner or self.stock
         if torch.compiler.is_compiling():
             return inner(*args, **kwargs)
-        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        given = dict(zip(self.names, args, strict=False)) | kwargs
         with self.state.lock:
-            reason = self.mode() or self.unfit(arguments)
+            reason = self.mode() or self.unfit(given)
             if reason is not None:
                 self._computed_whole(reason)
                 self.state.tracks.forget()
                 return inner(*args, **kwargs)
-            return self.fast(inner, arguments, args, kwargs)
+            return self.fast(inner, given, args, kwargs)
 
-    def unfit(self, arguments: dict) -> str | None:
-        sample = arguments.get("sample")
-        if type(sample) is not torch.Tensor:
-            return f"a sample of type {type(sample).__name__}"
-        if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+    def unfit(self, given: dict) -> str | None:
+        reason = self.state.arguments.unfit(given)
+        if reason is not None:
+            return reason
+        if self.state.arguments.samples(given)[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"
+        if getattr(self.module, "_cache_config", None) is not None:
+            return f"diffusers' own cache is enabled ({type(self.module._cache_config).__name__})"
         return next(filter(None, map(self._unfit_block, self.paths)), None)
 
     def _unfit_block(self, path: str) -> str | None:
@@ -134,36 +158,76 @@ class StepCacheForward(FastForward):
         if reason is not None:
             return f"{path}: {reason}"
         attributes = vars(self.blocks[path].owner)
-        return f"forward hooks on {path}" if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] else None
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+            return f"forward hooks on {path}"
+        references = getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())
+        if any(reference.original_forward is not None for reference in references):  # it decides itself what runs
+            return f"a hook of diffusers in the place of {path}"
+        return None
 
-    def fast(self, inner: Callable, arguments: dict, args: tuple, kwargs: dict) -> Any:
-        state, sample = self.state, arguments["sample"]
+    def fast(self, inner: Callable, given: dict, args: tuple, kwargs: dict) -> Any:
+        state = self.state
         if state.interval == 1:
             return inner(*args, **kwargs)
-        state.follow(sample.device)
-        track, reason = state.tracks.find(arguments)
+        state.follow(state.arguments.samples(given)[0].device)
+        track, reason = state.tracks.find(given)
+        if track is None:
+            self._computed_whole(reason or "")
+            return inner(*args, **kwargs)
+        track.features = features = track.features or state.kept(track.lane, state.arguments.shapes(given))
+        reason = features.reason or reason
         if reason is not None:
             self._computed_whole(reason)
-        if track is None:
+        if features.reason is not None:
             return inner(*args, **kwargs)
         step = state.tracks.step
-        track.features = features = track.features or state.kept(track.lane, sample)
         whole = track.due(step, state.interval)
         if whole:
             features.shift(first=track.whole is None)
         else:
-            features.aim(track.beyond(step))
-        state.current = StepCall(features, whole)
-        try:
-            output = inner(*args, **kwargs)
-        except BaseException:
-            state.tracks.forget()
-            raise
-        finally:
-            state.current = None
+            ahead = track.beyond(step) - 1
+            features.aim(1 + (DAMPED if self.stacks else 1) * ahead)
+        # With containers of their own, as some forwards empty them, and more than one call may be needed.
+        leaves, structure = pytree.tree_flatten((args, kwargs)) if self.stacks else ([(args, kwargs)], None)
+
+        def run(call: StepCall) -> Any:
+            args, kwargs = leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+            return self._run(call, inner, args, kwargs)
+
+        call = StepCall(features, whole)
+        output = run(call)
         if whole:
             track.computed_whole(step)
+            features.reason = call.misfit(self.stacks)
+            if features.reason is None and self.stacks and not features.compared and not warming_up():
+                features.reason = self._compare(run, features, output)
+            if features.reason is not None:
+                self._computed_whole(features.reason)
+        elif call.entered != call.ended:
+            features.reason = "blocks are called otherwise than in the whole call before"
+            self._computed_whole(features.reason)
+            return run(StepCall(features, True))
         return output
+
+    def _run(self, call: StepCall, inner: Callable, args: tuple, kwargs: dict) -> Any:
+        self.state.current = call
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            self.state.tracks.forget()
+            raise
+        finally:
+            self.state.current = None
+
+    def _compare(self, run: Callable, features: Features, wanted: Any) -> str | None:
+        """Why a call that leaves blocks out does not give what the whole call gave, right after it, of its inputs."""
+        features.aim(1)
+        try:
+            reason = difference(wanted, run(StepCall(features, False)))
+        except Exception as error:
+            return f"without its blocks it raised {reason_of(error)}"
+        features.compared = telling(wanted)
+        return None if reason is None else f"without its blocks it {reason}"
 
     def note(self) -> str:
         """For the report."""

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from accel.diffusion.step_cache.cache import StepCacheState
-from accel.diffusion.step_cache.features import StepCall
+from accel.diffusion.step_cache.step_call import StepCall
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 
 SKIPS = "res_hidden_states_tuple"
+HIDDEN = "what enters the last layer"
 RESAMPLERS = ("downsamplers", "upsamplers")
 
 
@@ -66,9 +67,9 @@ class LastUpBlock(DeepBlock):
         run = self._runner(given)
         if call.whole:
             hidden = self._before_last(run, given)
-            call.features.record(hidden)
+            call.features.record(HIDDEN, hidden)
         else:
-            hidden = call.features.extrapolated()
+            hidden = call.features.extrapolated(HIDDEN)
         return self._last(run, given, hidden)
 
     def in_two_parts(self, **given: Any) -> torch.Tensor:

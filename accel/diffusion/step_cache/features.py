@@ -1,48 +1,75 @@
-"""What the step cache keeps of a UNet's deep layers between calls, in memory that CUDA graphs may refer to."""
+"""What the step cache keeps of a denoiser's deep layers between calls, in memory that CUDA graphs may refer to."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 
+class Line:
+    """One tensor at the last two whole calls; weight: where on the straight line through both the next call is."""
+
+    def __init__(self, like: torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            _outside_capture(like)
+            self.last, self.previous = (torch.zeros_like(like, requires_grad=False) for _ in range(2))
+            self.weight = torch.ones((), dtype=like.dtype, device=like.device)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        mine = self.last
+        return (mine.shape, mine.dtype, mine.device) == (tensor.shape, tensor.dtype, tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.last.nbytes + self.previous.nbytes
+
+
 class Features:
-    """What one track keeps: the deep layers' output at the last two whole calls, and the shapes of what blocks return.
+    """What one track keeps: lines by name, the shapes of what blocks return, and what a whole call has shown of stacks.
 
     Allocated once, in ordinary memory, so that the CUDA graphs of whole calls may write and those of calls between
-    read it. `number` is in the key of those graphs and never given twice.
+    read it. `number` is in the key of those graphs and never given twice. reason: why calls of this kind have to be
+    computed whole. compared: a call between gave what the whole one gave, of the same inputs.
     """
 
-    last: torch.Tensor  # these three from the first `record` on
-    previous: torch.Tensor
-    weight: torch.Tensor
-
-    def __init__(self, number: int):
-        self.number, self.recorded = number, False
+    def __init__(self, numbers: Iterator[int]):
+        self.numbers, self.number = numbers, next(numbers)
+        self.lines: dict[str, Line] = {}
         self.blanks: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
+        self.reason: str | None = None
+        self.compared = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.nbytes for line in self.lines.values())
 
     def shift(self, first: bool) -> None:
         """Before a whole call: what was last is previous now. Before a loop's first nothing is, not even NaN."""
-        if self.recorded:
-            self.previous.zero_() if first else self.previous.copy_(self.last)
+        for line in self.lines.values():
+            line.previous.zero_() if first else line.previous.copy_(line.last)
 
     def aim(self, weight: float) -> None:
         """Where on the line the next call is: 1 is the last whole call, 2 as far beyond it as the previous is back."""
-        self.weight.fill_(weight)
+        for line in self.lines.values():
+            line.weight.fill_(weight)
 
-    def record(self, hidden: torch.Tensor) -> None:
-        """In a whole call; may be done again, as capturing a graph does."""
-        if not self.recorded:
-            with torch.inference_mode(False), torch.no_grad():
-                _outside_capture(hidden)
-                self.last, self.previous = torch.zeros_like(hidden), torch.zeros_like(hidden)
-                self.weight = torch.ones((), dtype=hidden.dtype, device=hidden.device)
-            self.recorded = True
-        self.last.copy_(hidden)
+    def record(self, name: str, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """In a whole call; may be done again, as capturing a graph does. before: what the layers added to."""
+        line = self.lines.get(name)
+        if line is None or not line.fits(after):
+            if line is not None:  # no graph that was captured with the former may run any more
+                self.number = next(self.numbers)
+            line = self.lines[name] = Line(after)
+        if before is None:
+            line.last.copy_(after)
+        else:
+            torch.sub(after, before, out=line.last)
 
-    def extrapolated(self) -> torch.Tensor:
-        return torch.lerp(self.previous, self.last, self.weight)
+    def extrapolated(self, name: str) -> torch.Tensor:
+        line = self.lines[name]
+        return torch.lerp(line.previous, line.last, line.weight)
 
     def note(self, path: str, output: object) -> None:
         """Remembers the shapes of a block's output, as zeros that take no memory."""
@@ -64,11 +91,3 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 def _outside_capture(tensor: torch.Tensor) -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the step cache would keep features in the memory of a CUDA graph")
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """What one call of the UNet is to do."""
-
-    features: Features
-    whole: bool

@@ -1,25 +1,32 @@
-"""Where the step cache fits: UNets whose up blocks take one skip connection a layer, and their blocks."""
+"""Where the step cache fits: UNets whose up blocks take one skip connection a layer, transformers, and their blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
+from accel.diffusion.step_cache.arguments import StepArguments
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
 from accel.diffusion.step_cache.deep_blocks import DeepBlock, LastUpBlock
+from accel.diffusion.step_cache.stack import Stack
+from accel.diffusion.step_cache.stack_block import StackBlock
+from accel.diffusion.step_cache.transformer import gives_blocks, lists_blocks, stacks_of, transformer_arguments
 from accel.fusion.loop import Loop
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
 from accel.patching.patch import ForwardPatch
 from accel.patching.probe import Probe, example
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, untouched
 
+# Prompts of a UNet are the same tensors in every step of a loop.
+UNET = StepArguments("sample", "timestep", ("encoder_hidden_states", "class_labels", "added_cond_kwargs"))
+
 
 def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
-    """The root of a UNet, then its blocks. Each keeps the forward that the rules `beneath` give it, inside this one."""
+    """The root of a denoiser, then its blocks. Each keeps the forward that the rules `beneath` give it in this one."""
     if context.options.step_cache is None:
         return None
     if not site.path:
@@ -31,47 +38,87 @@ def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> M
 
 
 def _match_root(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
-    m, interval = site.module, context.options.step_cache
-    if not holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
-        return None
+    m = site.module
+    if holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
+        return _match_unet(site, context, beneath)
+    arguments = transformer_arguments(m) if lists_blocks(m) else None
+    return None if arguments is None else _match_transformer(site, context, beneath, arguments)
+
+
+def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip:
+    m = site.module
     reason = _unlike(m)
     if reason is not None:
         return Skip(reason)
     blocks = _blocks(m)
     path, block = blocks[-1]
-    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(Loop(), 1), None)
+    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(Loop(), 1, UNET), None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
     reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
     if reason is not None:
         return Skip(f"{path} in two parts: {reason}")
+    return _root(site, context, beneath, UNET, tuple(path for path, _ in blocks))
+
+
+def _match_transformer(
+    site: Site, context: Context, beneath: Sequence[Rule], arguments: StepArguments
+) -> Match | Skip | None:
+    m = site.module
+    if gives_blocks(m):
+        return Skip("it gives what each of its blocks gives, as a ControlNet does: it runs whole in every call")
+    stacks = stacks_of(m)
+    if not stacks:
+        return Skip("a single block in each list")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
+    paths = tuple(stack.path(index) for stack in stacks for index in range(stack.size))
+    reason = untouched(*map(m.get_submodule, paths))
+    return Skip(reason) if reason is not None else _root(site, context, beneath, arguments, paths, stacks)
+
+
+def _root(
+    site: Site,
+    context: Context,
+    beneath: Sequence[Rule],
+    arguments: StepArguments,
+    paths: tuple[str, ...],
+    stacks: tuple[Stack, ...] = (),
+) -> Match | Skip:
+    wanted = context.options.step_cache
     # For a quality the interval is found once everything is patched.
-    state = StepCacheState(context.of(Loop), interval if isinstance(interval, int) else 1)
-    paths = tuple(path for path, _ in blocks)
-    root = StepCacheForward(m, site.path, context.kernels, context.ledger, state, paths)
+    state = StepCacheState(context.of(Loop), wanted if isinstance(wanted, int) else 1, arguments)
+    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, state, paths, stacks)
     inner = _inner(site, context, beneath)
     if isinstance(inner, Skip):
         return inner
-    root.inner, patches, root.told = inner
+    root.inner, root.told = inner.forward, inner.note
     if isinstance(root.inner, GraphForward):
         root.inner.variant = state.variant
     context.put(root)
-    return Match(root, patches, covers=(), note=root.note())
+    return Match(root, inner.patches, covers=(), note=root.note())
 
 
 def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: StepCacheForward) -> Match | Skip:
     inner = _inner(site, context, beneath)
     if isinstance(inner, Skip):
         return inner
-    forward, patches, told = inner
-    last = site.path == root.paths[-1]
-    kind, note = (LastUpBlock, "its last layer runs in every call") if last else (DeepBlock, "runs in whole calls")
-    block = kind(site.module, site.path, context.kernels, context.ledger, root.state, forward)
+    given = site.module, site.path, context.kernels, context.ledger, root.state, inner.forward
+    stack = next((one for one in root.stacks if site.path.rpartition(".")[0] == one.name), None)
+    block: DeepBlock | StackBlock
+    if stack is not None:
+        block = StackBlock(*given, stack)
+        note = "runs in whole calls" if block.index >= stack.kept else "runs in every call"
+    elif site.path == root.paths[-1]:
+        block, note = LastUpBlock(*given), "its last layer runs in every call"
+    else:
+        block, note = DeepBlock(*given), "runs in whole calls"
     root.blocks[site.path] = ForwardPatch(site.module, block)
-    return Match(block, patches, covers=(), note="; ".join(filter(None, (note, told))))
+    told = "; ".join(filter(None, (note, inner.note)))
+    return Match(block, inner.patches, covers=inner.covers, note=told, inside=inner.inside)
 
 
-def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> tuple[FastForward | None, tuple, str] | Skip:
-    """What the first of the rules that replaces this site's forward would do, and a word on it for the report."""
+def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip:
+    """What the first of the rules that replaces this site's forward would do; its note says which rule that is."""
     told, patches = [], ()
     for rule in beneath:
         answer = rule.answer(site, context)
@@ -83,8 +130,8 @@ def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> tuple[FastF
             patches += answer.patches
             told.append(f"with {rule.name}" + (f" ({answer.note})" if answer.note else ""))
             if answer.forward is not None:
-                return answer.forward, patches, "; ".join(told)
-    return None, patches, "; ".join(told)
+                return replace(answer, patches=patches, note="; ".join(told))
+    return Match(None, patches, covers=(), note="; ".join(told))
 
 
 def _blocks(m: Any) -> list[tuple[str, nn.Module]]:

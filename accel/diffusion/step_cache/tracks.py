@@ -1,49 +1,20 @@
-"""Which calls of a UNet are steps of one denoising loop, told without reading anything from a GPU.
+"""Which calls of a denoiser are steps of one denoising loop.
 
-A loop goes on while timesteps move forward: through the scheduler's tensor, or down in value where that can be read for
-free. Within it, a track is the calls that see the same conditions in step after step: a pipeline that calls the UNet
-apart with and without the prompt has two.
+A loop goes on while timesteps move forward, see `moment.py`. Within it, a track is the calls that see the same
+conditions in step after step: a pipeline that calls the denoiser apart with and without the prompt has two.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch.utils import _pytree as pytree
 
+from accel.diffusion.step_cache.arguments import StepArguments
 from accel.diffusion.step_cache.features import Features
+from accel.diffusion.step_cache.moment import Moment
 from accel.fusion.loop import Loop
 
 MOST_TRACKS = 8  # at once; each keeps features in memory
-CONDITIONS = ("encoder_hidden_states", "class_labels", "added_cond_kwargs")  # the same tensors in every step of a loop
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where in a loop a call is: the timestep's value if it is a number or on the CPU, and where it lies in memory."""
-
-    value: float | None = None
-    storage: tuple[int, int | None] | None = None
-    offset: int | torch.SymInt = 0
-
-    @classmethod
-    def of(cls, timestep: object) -> "Moment":
-        if isinstance(timestep, int | float) and not isinstance(timestep, bool):
-            return cls(float(timestep))
-        if type(timestep) is not torch.Tensor or not timestep.numel():
-            return cls()
-        value = float(timestep.reshape(-1)[0]) if timestep.device.type == "cpu" else None
-        storage = timestep.untyped_storage().data_ptr(), version(timestep)
-        return cls(value, storage, timestep.storage_offset())
-
-    def follows(self, before: "Moment") -> bool | None:
-        """True: a later step of the same loop; False: the same step; None: another loop, or who knows."""
-        together = self.storage is not None and self.storage == before.storage
-        if together and self.offset != before.offset:
-            return True if self.offset > before.offset else None
-        if self.value is not None and before.value is not None:
-            return self.value < before.value if self.value <= before.value else None
-        return False if together else None
 
 
 @dataclass
@@ -74,14 +45,14 @@ class Track:
 
 
 class Tracks:
-    """The tracks of the loop that a UNet is in, as one thread calls it; every doubt starts a new one.
+    """The tracks of the loop that a denoiser is in, as one thread calls it; every doubt starts a new one.
 
-    `find(arguments)` gives the track of a call, or None where there are too many; `reason` then says why the call gains
+    `find(given)` gives the track of a call, or None where there are too many; `reason` then says why the call gains
     nothing. Tracks of a loop have lanes of their own, numbered from 0, which those of the next loop take over.
     """
 
-    def __init__(self, loop: Loop):
-        self.loop = loop
+    def __init__(self, loop: Loop, arguments: StepArguments):
+        self.loop, self.arguments = loop, arguments
         self.number = loop.number
         self.forget()
 
@@ -91,9 +62,9 @@ class Tracks:
         self.tracks: dict[tuple, Track] = {}
         self.calls: Counter[tuple] = Counter()  # in this step, by conditions
 
-    def find(self, arguments: dict) -> tuple[Track | None, str | None]:
-        reason = self._tick(Moment.of(arguments.get("timestep")))
-        key, conditions = _conditions(arguments)
+    def find(self, given: dict) -> tuple[Track | None, str | None]:
+        reason = self._tick(Moment.of(given.get(self.arguments.timestep), self.loop.clock, self.arguments.reads))
+        key, conditions = self.arguments.conditions_of(given)
         self.calls[key] += 1
         key = key, self.calls[key]  # equal arguments in one step are not steps: tiles of an image, for one
         track = self.tracks.get(key)
@@ -129,16 +100,3 @@ class Tracks:
     def _restart(self, moment: Moment) -> None:
         self.forget()
         self.moment = moment
-
-
-def version(tensor: torch.Tensor) -> int | None:
-    """How often the tensor was written to; None under inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _conditions(arguments: dict) -> tuple[tuple, tuple[torch.Tensor, ...]]:
-    sample = arguments["sample"]
-    leaves = pytree.tree_leaves([arguments.get(name) for name in CONDITIONS])
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    identities = tuple((id(tensor), version(tensor)) for tensor in tensors)
-    return (sample.shape, sample.dtype, sample.device, identities), tensors

@@ -133,8 +133,10 @@ def test_a_quality_needs_a_pipeline_that_draws_from_a_text(pipe, tiny, few_steps
     assert accel.report(pipe).sites == []
 
 
-def test_models_that_are_no_unet(tiny):
-    with pytest.raises(ValueError, match="step_cache=3: there is no UNet in this AutoencoderKL"):
+def test_models_that_are_no_denoiser(tiny):
+    with pytest.raises(
+        ValueError, match="step_cache=3: there is no UNet and no diffusion transformer in this AutoencoderKL"
+    ):
         accel.optimize(tiny.vae(), step_cache=3)
 
 

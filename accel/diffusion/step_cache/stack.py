@@ -1,0 +1,157 @@
+"""A stack of a transformer's blocks, one after the other over the same rows: what it adds to them, and to which."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from accel.diffusion.step_cache.arguments import PLAIN
+from accel.diffusion.step_cache.features import Features
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of blocks. kept: so many of the first run in every call."""
+
+    name: str
+    size: int
+    kept: int
+
+    def path(self, index: int) -> str:
+        return f"{self.name}.{index}"
+
+
+class PassedRows(NamedTuple):
+    """What flows through a stack. into: of each value that a block returns, the argument by which the next takes it,
+    None for what is no tensor. middle, last: what blocks return, and the last one; the tensors are left out.
+    """
+
+    into: tuple[str | None, ...]
+    middle: tuple[list, pytree.TreeSpec]
+    last: tuple[list, pytree.TreeSpec]
+
+    def passed(self, given: dict) -> Any:
+        """What a block returns that adds nothing."""
+        values, structure = self.middle
+        rows = [value if name is None else given[name] for value, name in zip(values, self.into, strict=True)]
+        return pytree.tree_unflatten(rows, structure)
+
+    def ended(self, given: dict, name: str, features: Features) -> Any:
+        """What the last block returns, where all those that do not run add what is expected of them."""
+        values, structure = self.last
+        rows = [
+            given[self.into[at]] + features.extrapolated(f"{name}.{at}") if value is TENSOR else value
+            for at, value in enumerate(values)
+        ]
+        return pytree.tree_unflatten(rows, structure)
+
+
+TENSOR = "a tensor"
+
+
+class StackTrace:
+    """One whole call, as its blocks see it. reason: why the stack is not one whose rows could go by its blocks.
+
+    A block's tensors have to be arguments of the next one, untouched, and nobody else's.
+    """
+
+    def __init__(self, stack: Stack):
+        self.stack = stack
+        self._begin()
+
+    def _begin(self) -> None:
+        self.next = 0
+        self.finished = False
+        self.reason: str | None = None
+        self.into: tuple[str | None, ...] | None = None
+        self.middle: tuple[list, pytree.TreeSpec] | None = None
+        self.outputs: list = []
+        self.versions: list = []
+        self.entry: dict[str, torch.Tensor] = {}
+        self.passing: list[tuple[int, weakref.ref]] = []
+
+    def enter(self, index: int, given: dict) -> None:
+        """Before a block is called."""
+        if index == 0:
+            self._begin()  # as capturing a graph does, more than once
+        if index != self.next:
+            self._refuse(f"{self.stack.path(index)} is called where {self.stack.path(self.next)} is expected")
+        if self.reason is not None:
+            return
+        if index:
+            self._follow(index, given)
+        if index == self.stack.kept:
+            self.entry = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        if index == self.stack.size - 1:
+            self._alone(given)
+
+    def leave(self, index: int, output: Any, features: Features) -> None:
+        """After it has returned."""
+        self.next = index + 1
+        if self.reason is not None:
+            return
+        leaves, structure = pytree.tree_flatten(output)
+        values = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if not all(value is TENSOR or isinstance(value, PLAIN) for value in values):
+            return self._refuse(f"{self.stack.path(index)} returns a {type(output).__name__}")
+        if index == self.stack.size - 1:
+            return self._finish(leaves, (values, structure), features)
+        if self.middle is not None and self.middle != (values, structure):
+            return self._refuse(f"{self.stack.path(index)} returns something else than the block before it")
+        self.middle, self.outputs = (values, structure), leaves
+        self.versions = [_version(leaf) for leaf in leaves]
+        if index >= self.stack.kept:
+            self.passing += [(index, weakref.ref(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _follow(self, index: int, given: dict) -> None:
+        """By which arguments it takes what the block before it gave."""
+        before = self.stack.path(index - 1)
+        if self.versions != [_version(leaf) for leaf in self.outputs]:
+            return self._refuse(f"what {before} gives is changed before the next block takes it")
+        into = []
+        for leaf in self.outputs:
+            names = [name for name, value in given.items() if value is leaf] if isinstance(leaf, torch.Tensor) else []
+            if isinstance(leaf, torch.Tensor) and not names:
+                return self._refuse(f"what {before} gives is changed before the next block takes it")
+            into.append(names[0] if names else None)
+        if self.into not in (None, tuple(into)):
+            return self._refuse(f"{self.stack.path(index)} takes its rows otherwise than the block before it")
+        self.into, self.outputs = tuple(into), []
+
+    def _alone(self, given: dict) -> None:
+        """Nobody else has kept what a block gave."""
+        taken = {id(value) for value in given.values()}
+        for index, reference in self.passing:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in taken:
+                return self._refuse(f"what {self.stack.path(index)} gives is kept by more than the next block")
+
+    def _finish(self, leaves: list, last: tuple[list, pytree.TreeSpec], features: Features) -> None:
+        into, middle, name = self.into, self.middle, self.stack.name
+        assert into is not None and middle is not None  # there are two blocks at least
+        path = self.stack.path(self.stack.size - 1)
+        pairs = []
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                before = self.entry.get(into[at] or "") if at < len(into) else None
+                if before is None or (leaf.shape, leaf.dtype, leaf.device) != (
+                    before.shape,
+                    before.dtype,
+                    before.device,
+                ):
+                    return self._refuse(f"{path} gives other rows than the blocks before it take")
+                pairs.append((at, leaf, before))
+        for at, leaf, before in pairs:
+            features.record(f"{name}.{at}", leaf, before)
+        features.rows[name] = PassedRows(into, middle, last)
+        self.entry, self.passing, self.finished = {}, [], True
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.entry, self.passing, self.outputs = {}, [], []
+
+
+def _version(leaf: object) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
