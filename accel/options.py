@@ -40,9 +40,10 @@ class Options:
     graphs: "auto" replays a CUDA graph per input shape where that is faster; True keeps it even where it is not;
         False never captures.
     graph_memory_gb: bound on the memory that captured graphs may hold, in GiB; None is a quarter of the GPU.
-    step_cache: lossy. The deep layers of UNets run in every n-th call of a denoising loop only; give n, 2 or more, or
-        a quality such as "35dB", up to 100: the largest n whose images keep that PSNR, measured when a text-to-image
-        pipeline is optimized; where none does, every call is computed whole, as the report says, and as with None.
+    step_cache: lossy. The deep layers of UNets, and the blocks of diffusion transformers after the first, run in every
+        n-th call of a denoising loop only; give n, 2 or more, or a quality such as "35dB", up to 100: the largest n
+        whose images keep that PSNR, measured when a text-to-image pipeline is optimized; where none does, every call is
+        computed whole, as the report says, and as with None.
     weights: lossy, for causal language models and denoisers. The linear layers inside the decoder layers, or inside the
         blocks and embeddings of a UNet or diffusion transformer, are stored in fewer bits, rounded to nearest: "int8"
         and "fp8" (float8_e4m3fn) with a scale a row; for language models also "int4" with one for 128 columns of a row,

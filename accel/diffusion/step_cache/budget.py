@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,12 +70,25 @@ def _search(pipe: Any, forwards: list[StepCacheForward], wanted: str) -> tuple[i
     return LONGEST, kept[-1]
 
 
-def _draw(pipe: Any, call: dict, forwards: list[StepCacheForward], interval: int) -> list:
-    """The outputs of the pipeline, one a seed; images are arrays."""
+class Drawn(NamedTuple):
+    """Images, or the frames of videos, as an array (N, H, W, C)."""
+
+    images: Any
+
+
+def _draw(pipe: Any, call: dict, forwards: list[StepCacheForward], interval: int) -> list[Drawn]:
+    """What the pipeline draws, one a seed."""
     for forward in forwards:
         forward.state.interval = interval
     generators = (torch.Generator().manual_seed(seed) for seed in SEEDS)
-    return [pipe(**call, generator=generator, output_type="np") for generator in generators]
+    return [_images(pipe(**call, generator=generator, output_type="np")) for generator in generators]
+
+
+def _images(output: Any) -> Drawn:
+    drawn = getattr(output, "images", getattr(output, "frames", None))
+    if drawn is None:
+        raise ValueError(f"a {type(output).__name__} has neither images nor frames to measure a quality by")
+    return Drawn(drawn.reshape(-1, *drawn.shape[-3:]))
 
 
 def _forward(plan: Plan) -> StepCacheForward | None:

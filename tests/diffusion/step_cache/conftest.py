@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from support.compatibility.stack_oracle import StackOracle, deep, loop
 
 import accel
+from support.compatibility.stack_oracle import StackOracle, deep, loop
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from support.compatibility.stack_oracle import STACKS, StackOracle, agree, deep, run
 
 import accel
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.dit.executable import Executable
+from support.compatibility.stack_oracle import STACKS, StackOracle, agree, deep, run
 from support.diffusion.step_oracle import reasons
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"

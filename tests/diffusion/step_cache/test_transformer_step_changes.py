@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from support.compatibility.stack_oracle import agree, deep, loop, run
 
 import accel
+from support.compatibility.stack_oracle import agree, deep, loop, run
 from support.diffusion.step_oracle import reasons
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"

@@ -24,12 +24,12 @@ STACKS = {
 LISTS = ("num_layers", "num_single_layers", "n_layers")
 
 
-def deep(name, blocks=4):
+def deep(name, blocks=4, **more):
     """A tiny transformer with so many blocks in each list, in evaluation mode, and what it is called with."""
     shallow = build(name)
     config = {key: value for key, value in shallow.config.items() if not key.startswith("_")}
     torch.manual_seed(1)
-    model = type(shallow)(**config | {key: blocks for key in LISTS if key in config}).eval()
+    model = type(shallow)(**config | {key: blocks for key in LISTS if key in config} | more).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.float() + 0.05 * torch.randn(parameter.shape)
     return model, inputs(model)
@@ -61,11 +61,11 @@ def run(model, call, **more):
 class StackOracle:
     """Written down from the definition. After whole calls at a and b, blocks from the second on add in call i
 
-    r(b) + (r(b) - r(a)) (i - b) / (b - a) / 2, where r is what they added in a whole call.
+    r(b) + (r(b) - r(a)) (i - b) / (b - a) / 2, where r is what they added in a whole call. streams: calls in a step.
     """
 
-    def __init__(self, model, interval):
-        self.model, self.interval = model, interval
+    def __init__(self, model, interval, streams=1):
+        self.model, self.interval, self.streams = model, interval, streams
         model.register_forward_pre_hook(lambda *args: setattr(self, "calls", self.calls + 1))
         for place, (name, rows) in enumerate(STACKS[type(model).__name__].items()):
             deep = list(getattr(model, name))[place == 0 :]
@@ -76,11 +76,15 @@ class StackOracle:
         self.restart()
 
     def restart(self):
-        self.calls, self.entry, self.kept, self.ran = -1, {}, {}, 0
+        self.calls, self.entry, self.kept = -1, {}, {}
+
+    @property
+    def step(self):
+        return self.calls // self.streams
 
     @property
     def whole(self):
-        return self.calls % self.interval == 0
+        return self.step % self.interval == 0
 
     def taken(self, block, rows, args, kwargs):
         bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
@@ -100,7 +104,8 @@ class StackOracle:
                 if edge[1]:
                     pairs = zip(given, self.entry[name], strict=True)
                     added = [None if after is None else after - before for after, before in pairs]
-                    self.kept[name] = [*self.kept.get(name, [])[-1:], (self.calls, added)]
+                    key = name, self.calls % self.streams
+                    self.kept[key] = [*self.kept.get(key, [])[-1:], (self.step, added)]
                 return None
             rows_now = self.taken(block, rows, args, kwargs)
             if edge[1]:
@@ -110,13 +115,14 @@ class StackOracle:
         return leave
 
     def ended(self, name, at, row):
-        b, newest = self.kept[name][-1]
+        kept = self.kept[name, self.calls % self.streams]
+        b, newest = kept[-1]
         if newest[at] is None:
             return None
         line = newest[at].clone()
-        if len(self.kept[name]) == 2:
-            a, older = self.kept[name][0]
-            line += (newest[at] - older[at]) * (self.calls - b) / (b - a) / 2
+        if len(kept) == 2:
+            a, older = kept[0]
+            line += (newest[at] - older[at]) * (self.step - b) / (b - a) / 2
         return row + line
 
 
