@@ -61,17 +61,18 @@ def seeded():
 
 
 GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
+LONG = 8  # rows of a table of which every second one is enough, where the table has no share of its own
 
 
 def pytest_collection_modifyitems(config, items):
-    numbers, left = Counter(), []
+    rows, numbers, left = Counter(map(table, items)), Counter(), []
     for item in items if not EVERYTHING else ():
-        share = item.get_closest_marker("share")
-        if share is not None:
-            test = item.nodeid.partition("[")[0]
-            if numbers[test] * GOLDEN % 1 >= 1 / share.args[0]:
-                left.append(item)
-            numbers[test] += 1
+        test, marker = table(item), item.get_closest_marker("share")
+        whole = rows[test] < LONG or item.get_closest_marker("gpu")
+        share = marker.args[0] if marker is not None else 1 if whole else 2
+        if numbers[test] * GOLDEN % 1 >= 1 / share:
+            left.append(item)
+        numbers[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         deselected = set(left)
@@ -79,6 +80,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def table(item):
+    """The test that the item is a row of."""
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_collection_finish(session):
