@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from accel_kernels import (
     Op,
+    convolution_frames,
     experts,
     fused_linear,
     group_norm,
@@ -62,6 +63,7 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = paged_attention
+    convolution_frames: Any = convolution_frames
     experts: Any = experts
     group_norm: Any = group_norm
     image_concat: Any = image_concat

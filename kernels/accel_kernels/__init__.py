@@ -19,6 +19,7 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
 from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.image.frames import FrameGroups, FramePadding, FrameScale, convolution_frames
 from accel_kernels.image.image_sum import image_concat, image_sum
 from accel_kernels.image.upsample import upsample
 from accel_kernels.image.upsample_convolve import upsample_convolve
@@ -37,6 +38,7 @@ from accel_kernels.sampling.table import SamplingTable
 OPS = (
     paged_attention,
     attention,
+    convolution_frames,
     dequantize,
     experts,
     fp8_linear,
@@ -65,6 +67,9 @@ __all__ = [
     "KV",
     "OPS",
     "Case",
+    "FrameGroups",
+    "FramePadding",
+    "FrameScale",
     "Norm",
     "Op",
     "Quantized",
@@ -74,6 +79,7 @@ __all__ = [
     "RowProgram",
     "SamplingTable",
     "attention",
+    "convolution_frames",
     "dequantize",
     "experts",
     "fp8_linear",

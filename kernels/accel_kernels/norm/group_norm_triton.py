@@ -188,7 +188,27 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     if single and not every:
         return y
 
-    if channel_stats is not None and not every:
+    table = group_table(x, num_groups, weight, eps, addends, flags, channel_stats)
+    for wide in large(rows):
+        block_c = block_channels(channels, 256 if wide else 64)
+        block_r = max(1, TILE // block_c)
+        launch(
+            group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
+            x, y, table, bias, silu, rows, channels,
+            AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
+        )  # fmt: skip
+    return y
+
+
+def group_table(x, num_groups, weight, eps, addends, flags, channel_stats=None):
+    """(N, 2, C) in fp32: what to take away from each channel of x, and what to multiply the rest by.
+
+    x: (N, C, H, W) channels-last. addends: of a sample and of a channel, and flags which are there, see `group_norm`.
+    channel_stats: of x, where they are known.
+    """
+    batch, channels, height, width = x.shape
+    rows, cpg = height * width, channels // num_groups
+    if channel_stats is not None and not warming_up():
         channel_stats, chunk_rows = channel_stats
     else:
         cut = Chunks.of(batch, channels, rows, x.device, block=64, tile=TILE, programs=4)
@@ -202,18 +222,10 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
                 STAGES=3 if ahead else 1, num_warps=4,
             )  # fmt: skip
     table = torch.empty((batch, 2, channels), device=x.device, dtype=torch.float32)
-    block_k, chunks = max(1, min(64, TILE // block_c)), channel_stats.shape[1]
+    block_c, chunks = power_of_two(cpg), channel_stats.shape[1]
     launch(
         group_norm_merge, (num_groups, batch),
-        channel_stats, table, weight, *addends, *flags, rows, channels, chunks, chunk_rows, eps, cpg, affine,
-        BLOCK_C=block_c, BLOCK_K=block_k, num_warps=4,
+        channel_stats, table, weight, *addends, *flags, rows, channels, chunks, chunk_rows, eps, cpg,
+        weight is not None, BLOCK_C=block_c, BLOCK_K=max(1, min(64, TILE // block_c)), num_warps=4,
     )  # fmt: skip
-    for wide in large(rows):
-        block_c = block_channels(channels, 256 if wide else 64)
-        block_r = max(1, TILE // block_c)
-        launch(
-            group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
-            x, y, table, bias, silu, rows, channels,
-            AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
-        )  # fmt: skip
-    return y
+    return table
