@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.entry import Constant
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
-from accel.fusion.channels_last import ChannelsLast
+from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
@@ -24,7 +24,10 @@ PROMPT = "encoder_hidden_states"
 
 
 class GraphForward(FastForward):
-    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape."""
+    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape.
+
+    Not of half an autoencoder over video: its kernels are long, and a graph would hold the memory of its frames again.
+    """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
@@ -33,6 +36,7 @@ class GraphForward(FastForward):
         self.passes = context.of(ForwardCounter)
         self.passes.tracked = True
         self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
+        self.video = bool(path) and any(map(over_video, module.modules()))
         keep = context.options.graphs is True
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
@@ -59,6 +63,8 @@ class GraphForward(FastForward):
         return None
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
+        if self.video:
+            return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
         return self.runner(self.stock, args, kwargs, variant, self._constant(args, kwargs))
@@ -125,4 +131,6 @@ def match_graph(site: Site, context: Context) -> Match | Skip | None:
     forward = GraphForward(site.module, site.path, context)
     device = next(site.module.parameters()).device.type
     note = "" if device == "cuda" else f"waits for CUDA; the module is on {device}"
+    if forward.video:
+        note = "none is captured: over video a launch takes no time, and a graph would hold all frames"
     return Match(forward, covers=(), note=note)

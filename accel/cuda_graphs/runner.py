@@ -125,10 +125,13 @@ class GraphRunner:
             self.ledger.fell_back(self.path, f"no graph: {reason}")
         if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
             return instead()
+        lists = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
         with self.trials.noting() as asked:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
         if reason is None:
             self._follow()
+        if entry is not None and any(_filled(*pair) for pair in lists):
+            entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
         return outputs
 
@@ -327,6 +330,12 @@ class GraphRunner:
             }
             for key, entry in self.entries.items()
         ]
+
+
+def _filled(given: list, before: list) -> bool:
+    """Whether a list holds now what it did not hold before; one that was only emptied does not."""
+    known = set(map(id, before))
+    return any(id(value) not in known for value in given)
 
 
 def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:

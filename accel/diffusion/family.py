@@ -12,11 +12,15 @@ from accel.diffusion.blocks.resampling import match_resample
 from accel.diffusion.blocks.resnet import match_resnet
 from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
 from accel.diffusion.blocks.up_block import match_up_block
+from accel.diffusion.blocks.video_convolution import match_video_convolution
+from accel.diffusion.blocks.video_convolution_kind import VideoConvolutions
+from accel.diffusion.blocks.video_norm import VideoNorms, match_video_norm
+from accel.diffusion.blocks.video_resnet import match_video_resnet
 from accel.diffusion.dit.block import match_block
 from accel.diffusion.overflow_guard import match_overflow_guard
 from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
 from accel.diffusion.step_cache.rule import match_step_cache
-from accel.fusion.channels_last import ChannelsLast
+from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.norms import match_group_norm, match_layer_norm
 from accel.patching.context import Context
 from accel.patching.rule import Match, Rule, Skip
@@ -25,15 +29,20 @@ from accel.patching.structure import holds
 
 
 def match_layout(site: Site, context: Context) -> Match | Skip | None:
-    """The root of a model with 2-D convolutions: their weights go channels-last on a GPU, by name on a CPU too."""
+    """The root of a model with convolutions over images or video: their weights go channels-last on a GPU, by name on a
+    CPU too. Of those over images exactly Conv2d; causal ones over video are classes of their own.
+    """
     if site.path:
         return None
-    convolutions = [m for m in site.module.modules() if type(m) is nn.Conv2d]
+    convolutions = [m for m in site.module.modules() if type(m) is nn.Conv2d or over_video(m)]
     if not convolutions:
         return None
     if context.options.layout == "keep":
         return Skip('layout="keep"')
     everywhere = context.options.layout == "channels_last"
+    if any(map(over_video, convolutions)):
+        context.put(VideoConvolutions())
+        context.put(VideoNorms())
     layout = context.put(ChannelsLast(convolutions, everywhere))
     where = "" if everywhere else " on a GPU"
     return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
@@ -53,6 +62,7 @@ def images(match: Callable[[Site, Context], Match | Skip | None]) -> Callable[[S
 
 FORWARDS = (
     Rule("CUDA graph", match_graph),
+    Rule("video resnet block", images(match_video_resnet)),
     Rule("resnet block", images(match_resnet)),
     Rule("upward block", images(match_up_block)),
     Rule("transformer stack", images(match_transformer_stack)),
@@ -61,6 +71,8 @@ FORWARDS = (
     Rule("diffusion transformer block", match_block),
     Rule("resampling", images(match_resample)),
     Rule("convolution", images(match_convolution)),
+    Rule("video convolution", images(match_video_convolution)),
+    Rule("video norm", images(match_video_norm)),
     Rule("group norm", match_group_norm),
     Rule("layer norm", match_layer_norm),
 )

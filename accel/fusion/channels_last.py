@@ -1,10 +1,11 @@
 """Channels-last helpers: the layout in which convolutions, norms and transformer blocks agree without copies."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from accel_kernels.image.frames import frames_last
 from torch import nn
 
 from accel.fusion.tensor_notes import TensorNotes
@@ -20,6 +21,25 @@ def nhwc(x: torch.Tensor) -> torch.Tensor:
     Torch's own group norm over channels-last images on a CPU is wrong far from zero, and stock code may be next.
     """
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
+
+
+def ndhwc(x: torch.Tensor) -> torch.Tensor:
+    """x: (N, C, T, H, W), each sample channels-last on a GPU, free where it already is; on a CPU as it comes."""
+    return x if not x.is_cuda or frames_last(x) else x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def as_one_image(x: torch.Tensor) -> torch.Tensor:
+    """Frames, (N, C, T, H, W), as (N, C, T * H, W), a view of frames that lie together; an image as it comes."""
+    return x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def sum_frames(
+    kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """(N, C, T, H, W): x + residual + bias[c], the channel stats of the sum kept."""
+    images = [None if one is None else as_one_image(ndhwc(one)) for one in (x, residual)]
+    y, channel_stats = kernels.image_sum(*images, bias)
+    return keep_channel_stats((y.unflatten(2, x.shape[2:4]), channel_stats))
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -51,12 +71,23 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
     return image
 
 
-def normalize(kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, **more: Any) -> torch.Tensor:
-    """The fused group norm with the module's settings, and the channel stats of x where they are known."""
+def channel_stats_of(x: torch.Tensor) -> Any:
+    """Those that the pass which wrote x has taken; None where they are not known, or x has changed since."""
     notes = TensorNotes.valid(x)
-    if notes is not None and notes.channel_stats is not None:
-        more["channel_stats"] = notes.channel_stats
-    return kernels.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, **more)
+    return None if notes is None else notes.channel_stats
+
+
+def normalize(kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, **more: Any) -> torch.Tensor:
+    """The fused group norm with the module's settings, and the channel stats of x where they are known.
+
+    Frames, (N, C, T, H, W), are normed as one image of all their rows.
+    """
+    known = channel_stats_of(x)
+    if known is not None:
+        more["channel_stats"] = known
+    image = as_one_image(x)
+    y = kernels.group_norm(image, norm.num_groups, norm.weight, norm.bias, norm.eps, **more)
+    return y if image is x else y.unflatten(2, x.shape[2:4])
 
 
 def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -86,14 +117,24 @@ def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear)
     return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])
 
 
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a weight
+
+
+def over_video(module: nn.Module) -> TypeGuard[nn.Conv3d]:
+    """Whether it is a convolution over frames, rows and columns; one that cuts a video into patches is none."""
+    return isinstance(module, nn.Conv3d) and module.kernel_size != module.stride
+
+
 class ChannelsLast:
-    """Stores 4-D weights as (out, height, width, in), in place: same Parameter, same values, other strides.
+    """Stores 4-D weights as (out, height, width, in), and 5-D weights as (out, frames, height, width, in).
+
+    In place: same Parameter, same values, other strides.
 
     everywhere: not on GPUs alone. Without it, on a CPU, they stay: convolutions would hand channels-last images to
     stock code, and torch's own group norm over those is wrong there, far from zero.
     """
 
-    def __init__(self, modules: Sequence[nn.Conv2d], everywhere: bool = False):
+    def __init__(self, modules: Sequence[nn.Conv2d | nn.Conv3d], everywhere: bool = False):
         self.modules, self.everywhere = tuple(modules), everywhere
         self.strides: dict[int, tuple[int, ...]] = {}
         self.on_gpu = False
@@ -116,9 +157,9 @@ class ChannelsLast:
         for index, weight in enumerate(weights):
             if not (self.everywhere or self.lies_on_gpu(weight)):
                 continue
-            if not weight.is_meta and not weight.is_contiguous(memory_format=torch.channels_last):
+            if not weight.is_meta and not weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
                 self.strides[index] = weight.stride()
-                set_data(weight, lambda data: data.contiguous(memory_format=torch.channels_last))
+                set_data(weight, lambda data: data.contiguous(memory_format=FORMATS[data.dim()]))
 
     def check(self) -> None:
         """A layout the user changed since is theirs; undo leaves it alone."""
@@ -126,7 +167,7 @@ class ChannelsLast:
     def undo(self) -> None:
         for index, strides in self.strides.items():
             weight = self.modules[index].weight
-            if weight.is_contiguous(memory_format=torch.channels_last):
+            if weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
                 set_data(weight, lambda data, strides=strides: _strided(data, strides))
         self.strides, self.on_gpu = {}, False
 

@@ -32,7 +32,7 @@ class FramePadding(NamedTuple):
 
 
 class FrameScale(NamedTuple):
-    """How often each frame, row and column is repeated. first_once: the first frame once, its rows and columns as all."""
+    """How often each frame, row and column is repeated. first_once: the first frame is not."""
 
     frames: int = 1
     height: int = 1
