@@ -89,6 +89,20 @@ def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
     assert "20.00 ms to launch 300.00 ms" in runner.rows()[0]["reason"]
 
 
+@pytest.mark.parametrize("fills", [True, False])
+def test_what_fills_a_list_that_it_is_given_is_not_captured(runner_of, fills):
+    """A replay would leave the list as it is. One that is only emptied is the caller's to lose."""
+    runner, _ = runner_of(keep=True, graph=(35.7, 0.1))
+
+    def eager(x, kept):
+        kept[:] = [x + 1] if fills else []
+        return "eager"
+
+    outputs = [runner(eager, (torch.zeros(2), [torch.zeros(2)]), {}) for _ in range(3)]
+    assert outputs == (["eager"] * 3 if fills else ["eager", "graph", "graph"])
+    assert ("writes into a list" in runner.rows()[0]["reason"]) is fills
+
+
 def test_asked_for_it_is_kept_anyway(runner_of):
     _, call = runner_of(keep=True, eager=(50.0, 10.0), plain=(40.0, 10.0), graph=(60.0, 0.1))
     assert [call() for _ in range(2)] == ["eager", "graph"]
