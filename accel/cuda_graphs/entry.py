@@ -113,6 +113,12 @@ def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
 
 
+def filled(given: list, before: list) -> bool:
+    """Whether a list holds now what it did not hold before; one that was only emptied does not."""
+    known = set(map(id, before))
+    return any(id(value) not in known for value in given)
+
+
 def switches() -> tuple:
     """What of torch's global settings changes which kernels run."""
     return (

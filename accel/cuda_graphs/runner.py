@@ -17,7 +17,7 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, key_of, switches
+from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pool import GraphPool
 from accel.errors import reason_of, told
@@ -130,7 +130,7 @@ class GraphRunner:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
         if reason is None:
             self._follow()
-        if entry is not None and any(_filled(*pair) for pair in lists):
+        if entry is not None and any(filled(*pair) for pair in lists):
             entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
         return outputs
@@ -330,12 +330,6 @@ class GraphRunner:
             }
             for key, entry in self.entries.items()
         ]
-
-
-def _filled(given: list, before: list) -> bool:
-    """Whether a list holds now what it did not hold before; one that was only emptied does not."""
-    known = set(map(id, before))
-    return any(id(value) not in known for value in given)
 
 
 def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
