@@ -176,6 +176,8 @@ class Executable:
             stride = self.layouts.get(output.number)
             whole = _empty(value, device) if stride is None else _strided(value, stride, device)
             slots[output.number] = whole
+        if output.flat:
+            return whole.flatten(-2)
         return whole if output.window is None else _windowed(whole, output.window)
 
 
@@ -198,6 +200,8 @@ def _read(one: Input, slots: Slots) -> torch.Tensor:
     assert tensor is not None
     if one.part is not None:
         tensor = getattr(tensor, one.part)
+    if one.flat:
+        return tensor.flatten(-2)
     return tensor if one.window is None else _windowed(tensor, one.window)
 
 

@@ -25,18 +25,20 @@ class Window(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A value that a pass reads: all of it or a window, a complex one by parts."""
+    """A value that a pass reads: all of it or a window, a complex one by parts; flat: its heads as one row."""
 
     number: int
     part: str | None = None
     window: Window | None = None
+    flat: bool = False
 
 
 class Output(NamedTuple):
-    """A value that a pass writes, all of it or a window."""
+    """A value that a pass writes, all of it or a window; flat: its heads as one row."""
 
     number: int
     window: Window | None = None
+    flat: bool = False
 
 
 @dataclass

@@ -190,7 +190,7 @@ class Regions:
 
     def _region(self, numbers: frozenset[int]) -> Region | None:
         space = self.places[min(numbers)].space
-        work = sum(n in self.lanes.joins or self.operations[n].name != "round" for n in numbers)
+        work = sum(1 if n in self.lanes.joins else self._work(self.operations[n]) for n in numbers)
         names = {self.operations[n].name for n in numbers if n in self.operations}
         alone = all(map(self._put_together, numbers)) or any(self._taken_apart(n, space) for n in numbers)
         alone = alone or not names.isdisjoint(("peak", *NUMBERS))  # of which torch makes many
@@ -198,6 +198,10 @@ class Regions:
         if few or len(space) < 2 or space[-1] < LEAST:
             return None
         return Region(space, sorted({self.makers[n] for n in numbers}), numbers)
+
+    def _work(self, operation: Operation) -> int:
+        """How much there is to do: a norm and its weight are two."""
+        return (operation.name != "round") + len(operation.then)
 
     def _taken_apart(self, number: int, space: tuple[int, ...]) -> bool:
         """Whether a value is computed from a concatenation, of which a pass can read the pieces."""

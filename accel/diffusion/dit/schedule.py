@@ -4,10 +4,12 @@ A concatenation along rows is no work of its own where a region takes it: the re
 these write next to each other. Where something else takes it, the passes that make its pieces write into it.
 """
 
+from contextlib import suppress
 from heapq import heappop, heappush
 
 from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
+from accel.diffusion.dit.heads import HeadLowering
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
 from accel.diffusion.dit.products import is_product
@@ -101,6 +103,8 @@ class Schedule:
 
     def _passes(self, region: Region, results: list[int]) -> list[Unit]:
         whole: list[tuple[Window | None, dict[int, int]]] = [(None, {})]
+        with suppress(NotLowered):
+            return [HeadLowering(self.regions, region).lowered(results)]
         for pieces in (self._pieces(region), whole):
             try:
                 return [Lowering(self.regions, region, window, given).lowered(results) for window, given in pieces]

@@ -25,7 +25,6 @@ REASONS = {
     "HiDreamImageTransformer2DModel": "bincount: goes by what a tensor holds",
     "Kandinsky6SRTransformer3DModel": "new_zeros: takes a tensor that is neither an argument nor a weight",
     "MochiTransformer3DModel": "nonzero: goes by what a tensor holds",
-    "WanAnimateTransformer3DModel": "nothing in it can be done in one pass",  # its face adapter
 }
 WITHOUT = {"DreamLiteTransformer2DModel", "Transformer2DModel", "TransformerTemporalModel"}  # their blocks are UNets'
 IN_16_BITS = (

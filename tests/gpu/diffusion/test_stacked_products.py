@@ -14,7 +14,7 @@ from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.patched import fast_forwards
 
-CLASSES = ["FluxTransformer2DModel", "SD3Transformer2DModel", "ZImageTransformer2DModel"]
+CLASSES = ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel", "ZImageTransformer2DModel"]
 
 
 def call(model, given):

@@ -1,0 +1,135 @@
+"""Norms over whole rows and rotations of their heads, in one pass.
+
+Wan and its kin norm queries and keys over all heads, then rotate each head by the same table. The norm works on rows
+(.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of lanes are the same in both, and a table
+that is repeated over heads is one whose lanes repeat along the row. So the rotation can be done on whole rows.
+"""
+
+from accel_kernels.rowwise.program import FULL, HALF, ONE
+
+from accel.diffusion.dit.lowering import IMAGINARY, REAL, Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
+from accel.diffusion.dit.program import TensorValue, refs
+from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
+
+
+class HeadLowering(Lowering):
+    """Of a region of heads. Raises NotLowered where that does not come down to whole rows."""
+
+    def __init__(self, regions: Regions, region: Region):
+        super().__init__(regions, region)
+        if len(region.space) < 3:
+            raise NotLowered("no heads")
+        self.space = (*region.space[:-2], region.space[-2] * region.space[-1])
+        self.folded: set[int] = set()  # values over whole rows that are computed here
+        self.over_rows = False
+
+    def lowered(self, results: list[int]) -> Pass:
+        if not all(self._flat(self.values[number]) for number in results):
+            raise NotLowered("results that are no whole rows")
+        found = super().lowered(results)
+        if not self.folded:
+            raise NotLowered("nothing over whole rows")
+        found.outputs = [one._replace(flat=True) for one in found.outputs]
+        return found
+
+    def _made(self, number: int) -> tuple[int, ...]:
+        if self.over_rows:
+            return self._operation(number) if number in self.folded else super()._input(number)
+        row = self._row(number)
+        if row is not None:
+            return self._whole(row)
+        half, join = self.regions.lanes.halves.get(number), self.regions.lanes.joins.get(number)
+        if (half is not None and half.lanes in ("first", "second")) or (join is not None and join.name != "interleave"):
+            raise NotLowered("halves of heads")
+        place, operation = self.regions.places.get(number), self.regions.operations.get(number)
+        if place is not None and place.width == ONE:
+            raise NotLowered("one number for each head")
+        if operation is not None and operation.name in (*REDUCTIONS, *ROWWISE):
+            raise NotLowered("a norm of each head")
+        return super()._made(number)
+
+    def _whole(self, row: int) -> tuple[int, ...]:
+        self.folded |= self._own(row)
+        self.over_rows = True
+        try:
+            return self._registers(row)
+        finally:
+            self.over_rows = False
+
+    def _row(self, number: int) -> int | None:
+        """The value over whole rows that this one shows by heads, if it is computed for nothing else."""
+        view = self.values[number]
+        if view.shape != self.region.space:
+            return None
+        while number in self.regions.makers:
+            taken = self.regions.program.steps[self.regions.makers[number]].taken
+            if not taken or self.values[taken[0]].base != view.base:
+                return None
+            number = taken[0]
+            row = self.values[number]
+            if row.shape == self.space:
+                lane = row.stride[-1]
+                same = view.stride == (*row.stride[:-1], view.shape[-1] * lane, lane) and view.offset == row.offset
+                return number if same and number in self._own(number) else None
+        return None
+
+    def _own(self, row: int) -> set[int]:
+        """What the row is computed from over whole rows, and itself, as far as nothing else takes it."""
+        found, waiting = set(), [row]
+        while waiting:
+            number = waiting.pop()
+            place = self.regions.places.get(number)
+            if number in found or place is None or place.space != self.space or place.width == HALF:
+                continue
+            if number in self.regions.operations and number not in self.regions.lanes.joins:
+                found.add(number)
+                waiting += self.regions.sources(number)
+        kept = set(refs(self.regions.program.result))
+        while True:
+            shared = {n for n in found if n in kept or not self._taken_in(n, found)}
+            if not shared:
+                return found
+            found -= shared
+
+    def _taken_in(self, number: int, found: set[int]) -> bool:
+        """Whether all that takes the value is among those, or in this region."""
+        base, lanes = self.values[number].base, self.regions.lanes
+        views = [value.number for value in self.values if value.base == base]
+        made = {n for view in views for user in self.regions.users[view] for n in self._makes(user)}
+        inside = found | self.region.values | lanes.inside
+        return all(one in inside or one in views or one in lanes.halves for one in made)
+
+    def _makes(self, place: int) -> list[int]:
+        return self.regions.program.steps[place].made or [-1]
+
+    def _flat(self, value: TensorValue) -> bool:
+        """Whether heads lie side by side where the value is written: as torch had it, or else contiguous."""
+        users = {self.regions.program.steps[user].name for user in self.regions.users[value.number]}
+        if value.shape != self.region.space or users & set(CONCATENATIONS):
+            return False
+        own = value.dense and value.base == value.number and value.stride[-1] == 1
+        return not own or value.stride[-2] == value.shape[-1]
+
+    def _input(self, number: int) -> tuple[int, ...]:
+        value = self.values[number]
+        if value.pinned:
+            raise NotLowered("memory that is written in place")
+        *rows, heads, lanes = (1,) * (2 - len(value.shape)) + value.shape
+        wide = self.region.space[-1]
+        widths = {wide: FULL, wide // 2: HALF, 1: ONE}
+        if lanes not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and lanes == 1):
+            raise NotLowered(f"a value of shape {value.shape} among heads of {wide} lanes")
+        if any(size not in (1, whole) for size, whole in zip(rows[::-1], self.region.space[-3::-1], strict=False)):
+            raise NotLowered(f"a value of shape {value.shape} among rows of {self.region.space}")
+        if heads > 1 and value.stride[-2] != lanes * value.stride[-1]:
+            raise NotLowered("heads that do not lie side by side")
+        parts = (REAL, IMAGINARY) if value.dtype.is_complex else (None,)
+        found = []
+        for part in parts:
+            key = Input(number, part, None, len(value.shape) > 1)
+            if key not in self.inputs:
+                self.inputs[key] = len(self.widths)
+                self.widths.append(widths[lanes])
+            found.append(self.inputs[key])
+        return tuple(found)
