@@ -19,11 +19,11 @@ from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
 from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lanes import without_assignments
+from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
+from accel.diffusion.dit.products.weight_stacks import Unstacked, WeightStacks
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.recorder import recorded, tensors_in
-from accel.diffusion.dit.rounded_rows import with_rounded_rows
 from accel.diffusion.dit.schedule import Schedule
-from accel.diffusion.dit.weight_stacks import Unstacked, WeightStacks
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
 from accel.patching.context import Context

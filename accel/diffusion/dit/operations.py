@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.diffusion.dit.products.rounded_rows import RowFunction
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep
-from accel.diffusion.dit.rounded_rows import RowFunction
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PAIRS = {

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.diffusion.dit.products.weight_stacks import REST, WeightStacks
 from accel.diffusion.dit.units import StackedProduct
-from accel.diffusion.dit.weight_stacks import REST, WeightStacks
 from support.compatibility.transformer_pair import FLUX, SD3
 from support.diffusion.programs import Formula, Planned
 
