@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from accel.bench.case import Case, cast
-from accel.verification.precision import finer, full_precision, upcast
+from accel.fusion.float32_precision import full_precision
+from accel.verification.precision import finer, upcast
 
 
 def reference(case: Case, module: nn.Module, inputs: list[dict], dtype: torch.dtype) -> list[torch.Tensor]:

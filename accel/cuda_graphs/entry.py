@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
 
 
@@ -122,8 +123,10 @@ def filled(given: list, before: list) -> bool:
 def switches() -> tuple:
     """What of torch's global settings changes which kernels run."""
     return (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        products_in_tf32(),
+        convolutions_in_tf32(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -12,11 +12,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from accel.errors import reason_of
+from accel.fusion.float32_precision import convolutions_in_tf32, full_precision, products_in_tf32
 from accel.patching.structure import placement
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
 from accel.verification.call import seeded
 from accel.verification.metrics import Quality, compare, relative_rms
-from accel.verification.precision import finer, full_precision, in_dtype, upcast
+from accel.verification.precision import finer, in_dtype, upcast
 
 # On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
 CALLS_ON_GPU = 3
@@ -56,7 +57,7 @@ class ModelRecord:
     def unit(self) -> float:
         """Half the distance of two neighboring numbers around 1: what one rounding costs at most."""
         device, dtype = placement(self.module)
-        tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        tf32 = convolutions_in_tf32() or products_in_tf32()
         coarse = torch.float16 if dtype == torch.float32 and device.type == "cuda" and tf32 else dtype
         return torch.finfo(coarse).eps / 2
 

@@ -1,7 +1,5 @@
 """A module in another precision than its own, without a change to it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,17 +8,6 @@ from torch import nn
 from accel.patching.fast_forward import FastForward
 
 PLAIN = (torch.Tensor, nn.Parameter)  # weights of other types are packed: quantized, sharded
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 inside; the caller's settings are put back."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 def finer(dtype: torch.dtype) -> torch.dtype:
