@@ -1,5 +1,6 @@
 """What comes before the rules for a denoiser: quantize, round. No stage changes the model."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -34,12 +35,13 @@ def quantize_denoiser(model: nn.Module, context: Context) -> Staged:
     weights = context.options.weights
     if weights is None:
         return Staged()
-    found, before = denoiser_quantization(model, weights, context.options), _bytes(model)
+    (found, kept), before = denoiser_quantization(model, weights, context.options), _bytes(model)
 
     def tell() -> Told:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
+        rows += [Row(path, RULE, "skipped", reason) for path, reason in kept.items()]
         if found.records:
-            rows.append(Row("", RULE, "patched", _share(model, found.records, before)))
+            rows.append(Row("", RULE, "patched", _share(model, found.records, kept, before)))
         records = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
         return Told(rows, records, found.warnings)
 
@@ -59,9 +61,10 @@ def round_activations(model: nn.Module, context: Context) -> Staged:
     return Staged((found,), tell)
 
 
-def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> Quantization:
-    """What is to be done, not done yet. Raises ValueError for a scheme of fewer bits than images bear, for one that
-    names an output head, and for rows in float8 in a model of float16.
+def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tuple[Quantization, dict[str, str]]:
+    """What is to be done, not done yet; and which linears are kept as they are, by path, and why: by design, so with
+    `strict` too. Raises ValueError for a scheme of fewer bits than images bear, for one that names an output head, and
+    for rows in float8 in a model of float16.
     """
     scheme = Scheme.parse(weights)
     if Scheme.of_head(weights) is not None:
@@ -74,14 +77,14 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> Qu
             f"weights={weights!r}: for causal language models; a {type(root).__name__} takes "
             "'int8', 'int8-asym' or 'fp8'"
         )
-    chosen, skipped = denoiser_linears(root, scheme)
+    chosen, skipped, kept = denoiser_linears(root, scheme)
     half = any(linear.weight.dtype == torch.float16 for linear in chosen.values())
     if half and options.activations is not None and kind_of(options.activations) == "fp8":
         raise ValueError(
             f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
             f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
         )
-    return Quantization(root, weights, replace(options, activations=None), chosen, skipped, MergeGuard(root))
+    return Quantization(root, weights, replace(options, activations=None), chosen, skipped, MergeGuard(root)), kept
 
 
 def rounded(root: nn.Module, options: Options) -> Rounding | None:
@@ -112,13 +115,16 @@ def _bytes(root: nn.Module, kinds: type = nn.Module) -> int:
     return sum(p.nbytes for p in {id(p): p for p in held if p is not None}.values())
 
 
-def _share(root: nn.Module, records: list[dict], before: int) -> str:
-    """What became of the bytes of the model, for the report."""
+def _share(root: nn.Module, records: list[dict], kept: Collection[str], before: int) -> str:
+    """What became of the bytes of the model, for the report. kept: paths of linears."""
     linear = sum(row["bytes_before"] for row in records)
     after = before - linear + sum(row["bytes_after"] for row in records)
-    convolutions = f"convolutions, {_bytes(root, _ConvNd) / before:.0%}, and all else stay as they are"
+    sensitive = sum(root.get_parameter(f"{path}.weight").nbytes for path in kept)
+    others = [f"convolutions, {_bytes(root, _ConvNd) / before:.0%},"]
+    others += [f"{len(kept)} linears that modulate or lie in no block, {sensitive / before:.0%},"] if kept else []
     became = f"{before / 1e6:,.1f} MB become {after / 1e6:,.1f}"
-    return f"{len(records)} linears, {linear / before:.0%} of the bytes; {convolutions}: {became}"
+    told = f"{' '.join(others)} and all else stay as they are"
+    return f"{len(records)} linears, {linear / before:.0%} of the bytes; {told}: {became}"
 
 
 def _told(root: nn.Module, rounding: Rounding) -> str:

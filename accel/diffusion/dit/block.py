@@ -225,6 +225,14 @@ def _norms(site: Site, context: Context) -> Iterator[FastForward]:
             yield answer.forward
 
 
+def innermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By path, the modules that are blocks by their make, and hold no other."""
+    found = {path: module for path, module in model.named_modules() if _is_block(path, module)}
+    for path, module in found.items():
+        if not any(other.startswith(f"{path}.") for other in found):
+            yield path, module
+
+
 def _is_block(path: str, module: nn.Module) -> bool:
     if not path.rpartition(".")[2].isdigit():
         return False

@@ -101,12 +101,14 @@ def test_the_report_tells_which_linears_round(unet_and_inputs):
     told = f"{count} linears round rows, where there are more than 64; 16 that project the prompt, once a loop, do not"
     assert found[""] == ("patched", told) and len(found) == count + 1
     assert "activations int8 beyond" in " ".join(str(accel.report(model)).split())
-    odd = accel.optimize(transformer("pixart"), **INT8)
+    sizes = {"attention_head_dim": 12, "cross_attention_dim": 24}
+    odd = accel.optimize(transformer("pixart", **sizes), **INT8)
     left = {path: reason for path, (status, reason) in sites(odd, "activations").items() if status == "skipped"}
-    assert left == {"caption_projection.linear_1": "24 inputs, not a multiple of 16"}
-    assert odd.caption_projection.linear_1.activations is None
-    with pytest.raises(ValueError, match=r"strict=True: caption_projection.linear_1 \(activations\): 24 inputs"):
-        accel.optimize(transformer("pixart"), strict=True, graphs=False, **INT8)
+    assert set(left.values()) == {"24 inputs, not a multiple of 16"}
+    assert odd.transformer_blocks[0].ff.net[0].proj.activations is None
+    assert odd.transformer_blocks[0].ff.net[2].activations == "int8"
+    with pytest.raises(ValueError, match=r"strict=True: transformer_blocks.0.attn1.to_q \(activations\): 24 inputs"):
+        accel.optimize(transformer("pixart", **sizes), strict=True, graphs=False, **INT8)
     accel.optimize(unet_and_inputs("sd15", torch.float32)[0], strict=True, **INT8)
 
 

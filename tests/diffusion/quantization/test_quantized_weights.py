@@ -3,15 +3,19 @@
 import copy
 import json
 
+import diffusers
 import pytest
 import torch
 from torch import nn
 
 import accel
 from accel.bench import configs
-from accel.diffusion.linears import denoises
+from accel.bench.dit.published import PUBLISHED
+from accel.diffusion.linears import denoiser_linears, denoises
+from accel.diffusion.sensitive_linears import sensitive_linears
 from accel.fusion import stacked_linears as joint
 from accel.quantization import product
+from accel.quantization.scheme import Scheme
 from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.outputs import close, error, run
 from support.diffusion.tiny_models import UNETS
@@ -46,8 +50,8 @@ def test_a_transformer_equals_stock_over_the_same_weights(name, weights, tiny):
     accel.optimize(model, weights=weights)
     close(run(model, inputs), run(rounded(stock, model), inputs))
     assert 1e-5 < error(run(model, inputs), run(stock, inputs)) < (0.05 if weights == "fp8" else 0.02)
-    left = [path for path, module in model.named_modules() if type(module) is nn.Linear]
-    assert left and all("." not in path for path in left)  # what reads and writes latents
+    left = {path for path, module in model.named_modules() if type(module) is nn.Linear}
+    assert left == denoiser_linears(stock, Scheme.parse(weights)).kept.keys()
     assert accel.report(model).fallbacks == []
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
@@ -118,6 +122,18 @@ def test_what_published_unets_become(config, share):
     linear = [m for path, m in model.named_modules() if type(m) is nn.Linear]
     after = total - sum(m.weight.numel() / 2 - m.out_features for m in linear)
     assert round(after / total, 2) == share
+
+
+# docs/measurements/quantization.md says so.
+@pytest.mark.parametrize(("name", "share"), [("pixart", 0.51), ("zimage", 0.51), ("flux", 0.64), ("qwen-image", 0.67)])
+def test_what_published_transformers_become(name, share):
+    one = next(one for one in PUBLISHED if one.name == name)
+    with torch.device("meta"):
+        model = getattr(diffusers, one.class_name)(**one.config)
+    assert denoises(model)
+    total, kept = sum(p.numel() for p in model.parameters()), sensitive_linears(model)
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in kept]
+    assert round(1 - sum(m.weight.numel() / 2 - m.out_features for m in linear) / total, 2) == share
 
 
 def test_what_takes_no_weights_says_so_and_stays(tiny):

@@ -41,10 +41,11 @@ LATENTS = {
 }
 
 
-def transformer(name: str):
+def transformer(name: str, **more):
+    """more: fields of its configuration."""
     import diffusers
 
-    kind, own = DITS[name]
+    kind, own = DITS[name][0], DITS[name][1] | more
     config = own | {"num_attention_heads": 2} if name == "flux" else LATENTS | own
     torch.manual_seed(1)
     model = getattr(diffusers, kind)(**config).eval()
