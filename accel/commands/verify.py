@@ -28,6 +28,12 @@ def verify(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="denoising steps; 4")] = None,
     seed: Annotated[int, typer.Option(help="seed of the noise")] = 0,
+    weights: Annotated[
+        str | None, typer.Option(help="of accel.optimize, such as int8: lossy, so the loss is told and not judged")
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="of accel.optimize, with --weights of the same kind, such as int8")
+    ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
@@ -35,11 +41,17 @@ def verify(
     """Compare a saved model stock and optimized, same seed: each model and the whole image. Exit code 1 if they differ.
 
     A model passes where it is no more than twice as far from itself in full precision as stock is. Of a language model
-    that is asked of the logits of a prompt and of decode steps; KL divergence and tokens are shown beside.
+    that is asked of the logits of a prompt and of decode steps; KL divergence and tokens are shown beside. What
+    --weights and --activations lose is shown too: PSNR, SSIM and GMSD of images.
     """
     parse_folder(folder)
     import accel
 
+    given: dict[str, Any] = {"weights": weights, "activations": activations}
+    try:
+        options = accel.Options(**given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     console = Console()
@@ -49,7 +61,7 @@ def verify(
         call = _call(loaded, folder, prompt, steps)
         progress.update(task, description="stock and optimized")
         try:
-            quality = accel.verify(accel.optimize(loaded), seed=seed, **call)
+            quality = accel.verify(accel.optimize(loaded, options), seed=seed, **call)
         except (TypeError, ValueError) as error:
             raise wrong_folder(error) from None
     if as_json:

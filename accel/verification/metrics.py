@@ -1,17 +1,15 @@
 """How far two results of the same call are apart, and whether rounding explains it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from accel.verification.agreement import Agreement
-
-WINDOW, SIGMA = 11, 1.5  # of SSIM, as published
+from accel.verification.image_metrics import gmsd, ssim
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,9 @@ class Quality:
 
     max_error: largest absolute error; relative_error: the same by the largest absolute stock value; relative_rms: root
     mean square of the error by that of stock, of the tensor where it is worst; psnr_db: images count as 0..1, for other
-    outputs the peak is the largest stock value; ssim: mean structural similarity, None where there is no image;
-    finite, stock_finite: no NaN or Inf in the optimized, in the stock output. Figures leave out elements that are not
-    finite.
+    outputs the peak is the largest stock value; ssim: mean structural similarity; gmsd: a perceptual loss, see
+    `image_metrics.gmsd`; both None where there is no image; finite, stock_finite: no NaN or Inf in the optimized, in
+    the stock output. Figures leave out elements that are not finite.
     error, allowed: what is judged, `measure` says which quantity that is; None where nothing is judged.
     parts: the same for each model of a pipeline, on equal inputs; of a language model for the prompt and for decoding.
     agreement: of a language model, what the errors mean for its tokens.
@@ -36,6 +34,7 @@ class Quality:
     finite: bool
     stock_finite: bool = True
     ssim: float | None = None
+    gmsd: float | None = None
     relative_rms: float = 0.0
     error: float | None = None
     allowed: float | None = None
@@ -81,9 +80,12 @@ class Quality:
 
     def _apart(self) -> str:
         psnr = "identical" if math.isinf(self.psnr_db) else f"PSNR {self.psnr_db:.1f} dB"
-        ssim = "" if self.ssim is None else f", SSIM {self.ssim:.4f}"
+        images = "" if self.ssim is None else f", SSIM {self.ssim:.4f}"
+        images += "" if self.gmsd is None else f", GMSD {self.gmsd:.4f}"
         finite = "" if self.finite else "; NaN or Inf in the optimized output"
-        return f"max error {self.max_error:.2e} ({self.relative_error:.1e} of the largest value), {psnr}{ssim}{finite}"
+        return (
+            f"max error {self.max_error:.2e} ({self.relative_error:.1e} of the largest value), {psnr}{images}{finite}"
+        )
 
     def to_dict(self) -> dict:
         """Plain values, for JSON; a PSNR of identical results is None."""
@@ -110,8 +112,8 @@ class Quality:
 
         rows = {**self.parts, "whole output": self}
         table = Table("", title="optimized against stock", title_justify="left")
-        headings = ("max error", "PSNR", "SSIM", "finite", "error", "allowed")
-        shown = [heading for heading in headings if heading != "SSIM" or self.agreement is None]
+        headings = ("max error", "PSNR", "SSIM", "GMSD", "finite", "error", "allowed")
+        shown = [heading for heading in headings if heading not in ("SSIM", "GMSD") or self.agreement is None]
         for heading in shown:
             table.add_column(heading, justify="right")
         for name, row in rows.items():
@@ -134,6 +136,7 @@ class Quality:
             f"{self.max_error:.1e}",
             psnr,
             "" if self.ssim is None else f"{self.ssim:.4f}",
+            "" if self.gmsd is None else f"{self.gmsd:.4f}",
             finite.get((self.stock_finite, self.finite), "neither"),
             "" if self.error is None else f"{self.error:.1e}",
             "" if self.allowed is None else f"{self.allowed:.1e}",
@@ -160,7 +163,6 @@ def compare(stock: Any, ours: Any) -> Quality:
     mean = squares / max(1, sum(wanted.numel() for wanted, _ in kept))
     images = list(zip(images_in(stock), images_in(ours), strict=True)) if finite and stock_finite else []
     images = [(wanted, got) for wanted, got in images if wanted.min() >= 0 and wanted.max() <= 1]  # not latents
-    similar = [ssim(wanted, got) for wanted, got in images]
     height = 1.0 if images else max(peak, 1e-12)
     return Quality(
         max_error=error,
@@ -168,9 +170,15 @@ def compare(stock: Any, ours: Any) -> Quality:
         psnr_db=math.inf if mean == 0 else 10 * math.log10(height**2 / mean),
         finite=finite,
         stock_finite=stock_finite,
-        ssim=sum(similar) / len(similar) if similar else None,
+        ssim=_mean(ssim, images),
+        gmsd=_mean(gmsd, images),
         relative_rms=relative_rms(*zip(*kept, strict=True)),
     )
+
+
+def _mean(measure: Callable[[torch.Tensor, torch.Tensor], float], images: list) -> float | None:
+    found = [measure(wanted, got) for wanted, got in images]
+    return sum(found) / len(found) if found else None
 
 
 def relative_rms(wanted: Iterable[torch.Tensor], got: Iterable[torch.Tensor]) -> float:
@@ -179,32 +187,6 @@ def relative_rms(wanted: Iterable[torch.Tensor], got: Iterable[torch.Tensor]) ->
         (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30) for a, b in zip(got, wanted, strict=True)
     ]
     return torch.stack(errors).max().item()  # torch's max keeps a nan, Python's may drop it
-
-
-def ssim(image: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean structural similarity of two images (N, C, H, W) in 0..1, averaged over channels; 1 for equal ones.
-
-    Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity",
-    2004: Gaussian window of 11 pixels, sigma 1.5, where it fits whole; a smaller one where the image is smaller.
-    """
-    channels, size = image.shape[1], min(WINDOW, *image.shape[2:])
-    size -= 1 - size % 2
-    offsets = torch.arange(size, dtype=torch.float64) - size // 2
-    line = torch.exp(-(offsets**2) / (2 * SIGMA**2))
-    window = torch.outer(line, line) / line.sum() ** 2
-    window = window.expand(channels, 1, size, size).contiguous()
-
-    def mean(x: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, window, groups=channels)
-
-    a, b = image.double().cpu(), other.double().cpu()
-    mean_a, mean_b = mean(a), mean(b)
-    var_a, var_b = mean(a * a) - mean_a**2, mean(b * b) - mean_b**2
-    covariance = mean(a * b) - mean_a * mean_b
-    c1, c2 = 0.01**2, 0.03**2
-    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
-    structure = (2 * covariance + c2) / (var_a + var_b + c2)
-    return float((luminance * structure).mean())
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
@@ -221,13 +203,16 @@ def tensors(output: Any) -> list[torch.Tensor]:
 
 
 def images_in(output: Any) -> list[torch.Tensor]:
-    """The images of a pipeline's output as (N, C, H, W), latents with three channels among them."""
-    found = []
-    for leaf in pytree.tree_leaves(getattr(output, "images", output)):
+    """The images of a pipeline's output, or the frames of its videos, as (N, C, H, W), latents with three channels
+    among them.
+    """
+    found, named = [], next((name for name in ("images", "frames") if hasattr(output, name)), None)
+    for leaf in pytree.tree_leaves(output if named is None else getattr(output, named)):
         if hasattr(leaf, "convert"):
             found.append(_pixels(leaf).permute(2, 0, 1)[None])
-        elif hasattr(output, "images") and getattr(leaf, "ndim", 0) == 4:
+        elif named is not None and getattr(leaf, "ndim", 0) in (4, 5):
             batch = torch.as_tensor(leaf).detach().double().cpu()
+            batch = batch.flatten(0, -4)  # videos, frame by frame
             # Arrays have their channels last, tensors first.
             found.append(batch if isinstance(leaf, torch.Tensor) else batch.permute(0, 3, 1, 2))
     return [batch for batch in found if batch.shape[1] in (1, 3)]

@@ -87,6 +87,16 @@ def test_verify_a_pipeline_with_a_transformer():
     assert quality["passed"] and set(quality["parts"]) == {"transformer", "vae.decoder", *encoders}
 
 
+def test_verify_what_8_bits_lose():
+    result = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--json", "--weights", "int8", "--activations", "int8")
+    assert result.exit_code == 0, result.output
+    quality = json.loads(result.stdout)
+    assert quality["lossy"] == "weights='int8', activations='int8'" and "transformer: rounded rows" in quality["parts"]
+    assert 30 < quality["psnr_db"] < 60 and 0 < quality["gmsd"] < 0.1
+    wrong = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--weights", "int8", "--activations", "fp8")
+    assert wrong.exit_code == 2 and "needs weights='fp8'" in wrong.output
+
+
 def test_verify_as_json_and_without_a_prompt():
     result = run_command("verify", DIGITS, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import accel
-from support.diffusion.drawing import draw
+from support.diffusion.drawing import SEVEN, draw
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
 
@@ -88,6 +88,34 @@ def test_every_way_of_calling(pipe, name):
     stock = drawn()
     accel.optimize(pipe)
     same(drawn(), stock)
+
+
+# docs/measurements/quantization.md says so.
+@pytest.mark.parametrize(
+    ("weights", "activations", "told"), [("int8", "int8", 40.6), ("int8", None, 47.6), ("fp8", "fp8", 31.6)]
+)
+@pytest.mark.share(5)
+def test_digits_drawn_in_8_bits(pipe, digits, weights, activations, told):
+    stock, few = draw(pipe, digits.PROMPTS, steps=20), draw(pipe, steps=2)
+    accel.optimize(pipe, weights=weights, activations=activations)
+    ours = draw(pipe, digits.PROMPTS, steps=20)
+    assert -10 * np.log10(np.square(ours - stock).mean()) == pytest.approx(told, abs=1.5)
+    assert sum(np.equal(read(digits, ours), range(10))) >= 9
+    assert {row["path"].partition(".")[0] for row in accel.report(pipe).weights} == {"transformer"}
+    accel.restore(pipe)
+    assert np.array_equal(draw(pipe, steps=2), few)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_verify_tells_what_8_bits_lose_and_judges_the_rest(pipe, kind):
+    accel.optimize(pipe, weights=kind, activations=kind)
+    quality = accel.verify(pipe, SEVEN, num_inference_steps=3)
+    assert quality.passed and f"weights='{kind}', activations='{kind}'" in quality.verdict
+    assert {"transformer", "transformer: rounded rows", "transformer: their products"} < set(quality.parts)
+    assert 25 < quality.psnr_db < 60 and 0.9 < quality.ssim < 1 and 0 < quality.gmsd < 0.1
+    assert quality.parts["transformer"].lossy is None and quality.parts["transformer: rounded rows"].error > 0.3
+    told = str(quality)
+    assert "GMSD" in told and f"{quality.gmsd:.4f}" in told
 
 
 def test_image_to_image_shares_the_models(pipe):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from PIL import Image
 
-from accel.verification.metrics import Quality, compare, ssim
+from accel.verification.image_metrics import gmsd, ssim
+from accel.verification.metrics import Quality, compare
 
 
 def slow_ssim(a: np.ndarray, b: np.ndarray, size: int = 11) -> float:
@@ -60,6 +62,57 @@ def test_ssim_agrees_with_scikit_image():
     ]
     # It pads the borders and then leaves five pixels out; what is left is where the window fits.
     assert ssim(first, second) == pytest.approx(np.mean([m[5:-5, 5:-5] for m in maps]), abs=1e-6)
+
+
+def slow_gmsd(a: np.ndarray, b: np.ndarray) -> float:
+    """Equations 1 to 5 of Xue et al., 2014, pixel by pixel, for one image (3, H, W) in 0..255."""
+
+    def magnitudes(image: np.ndarray) -> np.ndarray:
+        gray = 0.299 * image[0] + 0.587 * image[1] + 0.114 * image[2]
+        small = np.array([[gray[i : i + 2, j : j + 2].mean() for j in range(0, gray.shape[1] - 1, 2)]
+                          for i in range(0, gray.shape[0] - 1, 2)])  # fmt: skip
+        wide, found = np.pad(small, 1), np.zeros_like(small)
+        for i, j in np.ndindex(small.shape):
+            part = wide[i : i + 3, j : j + 3]
+            across, down = (part[:, 0] - part[:, 2]).sum() / 3, (part[0] - part[2]).sum() / 3
+            found[i, j] = math.hypot(across, down)
+        return found
+
+    x, y = magnitudes(a), magnitudes(b)
+    similarity = (2 * x * y + 170) / (x**2 + y**2 + 170)
+    return float(np.sqrt(np.mean((similarity - similarity.mean()) ** 2)))
+
+
+@pytest.mark.parametrize("size", [(20, 18), (11, 30), (4, 5)])
+def test_gmsd_is_the_published_formula(size):
+    first, second = noisy((2, 3, *size))
+    pairs = zip(255 * first.numpy(), 255 * second.numpy(), strict=True)
+    assert gmsd(first, second) == pytest.approx(np.mean([slow_gmsd(*pair) for pair in pairs]), abs=1e-12)
+    assert gmsd(first, first) == 0
+
+
+def test_gmsd_of_images_without_colors_and_of_a_pixel():
+    first, second = noisy((2, 1, 12, 12))
+    assert gmsd(first, second) == pytest.approx(gmsd(first.expand(2, 3, 12, 12), second.expand(2, 3, 12, 12)))
+    assert gmsd(torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1)) == 0
+
+
+def test_gmsd_sees_what_psnr_does_not():
+    """Of equal PSNR, lost edges are worse than another brightness."""
+    page = torch.full((1, 3, 32, 32), 0.3)
+    page[..., 8:24, 8:24] = 0.8
+    blurred = torch.nn.functional.avg_pool2d(page, 9, 1, padding=4, count_include_pad=False)
+    brighter = page + (blurred - page).square().mean().sqrt()
+    assert gmsd(page, brighter) < 0.5 * gmsd(page, blurred)
+
+
+def test_frames_of_videos_count_as_images():
+    video = np.random.default_rng(0).random((1, 4, 8, 8, 3))
+    frames = torch.from_numpy(video).permute(0, 1, 4, 2, 3)
+    pictures = [[Image.fromarray((frame * 255).round().astype(np.uint8)) for frame in video[0]]]
+    for whole, worse in ((video, 0.9 * video), (frames, 0.9 * frames), (pictures, [pictures[0][::-1]])):
+        quality = compare(WanPipelineOutput(frames=whole), WanPipelineOutput(frames=worse))
+        assert quality.ssim is not None and quality.gmsd > 0
 
 
 def test_figures_of_plain_tensors():
@@ -138,9 +191,12 @@ def test_verdicts():
 
 def test_a_loss_that_was_asked_for_is_told_but_nan_is_not_forgiven():
     part = dataclasses.replace(BAD, lossy="step_cache=2")
-    lossy = dataclasses.replace(part, ssim=0.97, parts={"unet": part})
+    lossy = dataclasses.replace(part, ssim=0.97, gmsd=0.02, parts={"unet": part})
     assert lossy.passed
-    assert lossy.verdict.startswith("lossy, as asked for (step_cache=2): max error") and "SSIM 0.97" in lossy.verdict
+    assert (
+        lossy.verdict.startswith("lossy, as asked for (step_cache=2): max error")
+        and "SSIM 0.9700, GMSD 0.0200" in lossy.verdict
+    )
     assert not dataclasses.replace(lossy, finite=False).passed
     assert not dataclasses.replace(lossy, parts={"unet": dataclasses.replace(part, finite=False)}).passed
     assert not dataclasses.replace(lossy, parts={"unet": BAD}).passed  # judged against what is as lossy
@@ -150,8 +206,19 @@ def test_it_prints_as_a_line_or_as_a_table():
     assert str(
         compare(torch.ones(2), torch.ones(2))
     ) == "max error 0.00e+00 (0.0e+00 of the largest value), identical" + ("; passed: bit-equal to stock")
-    text = str(dataclasses.replace(GOOD, ssim=0.5, parts={"unet": GOOD, "vae.decoder": BAD}, note="something"))
-    for word in ("unet", "vae.decoder", "whole output", "60.0 dB", "0.5000", "something", "FAILED: vae.decoder"):
+    text = str(
+        dataclasses.replace(GOOD, ssim=0.5, gmsd=0.0123, parts={"unet": GOOD, "vae.decoder": BAD}, note="something")
+    )
+    for word in (
+        "unet",
+        "vae.decoder",
+        "whole output",
+        "60.0 dB",
+        "0.5000",
+        "0.0123",
+        "something",
+        "FAILED: vae.decoder",
+    ):
         assert word in text
 
 
