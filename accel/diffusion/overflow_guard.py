@@ -1,7 +1,7 @@
-"""Decoders in float16 that overflow: noticed after each decode, and that decode done again in float32.
+"""Decoders that overflow in float16: noticed after each decode, and that decode done again in float32.
 
 Float16 ends at 65504. The activations of some VAE decoders go beyond, SDXL's original one for certain, and what stock
-then gives is a black image.
+then gives is a black image. Convolutions of a decoder in float32 may be in float16 here, see `accel.fusion.half_operands`.
 """
 
 from typing import Any
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.cuda_graphs.rule import match_graph
+from accel.cuda_graphs.rule import GraphForward, match_graph
+from accel.fusion.half_operands import HalfOperands
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward, Kernels, as_written
 from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
@@ -21,31 +22,40 @@ PLAIN = (torch.Tensor, type(None), bool, int, float, str)
 
 
 class OverflowGuard(FastForward):
-    """Around a decoder's forward, its CUDA graph included: (N, C, H, W) in float16 -> a finite image in float16.
+    """Around a decoder's forward, its CUDA graph included: (N, C, H, W) -> a finite image of the same dtype.
 
-    One reduction over the output is all it costs where nothing overflows; in other dtypes, nothing. What it redoes runs
-    the stock forwards on an upcast twin, so neither weights nor graphs notice.
+    One reduction over the output is all it costs where nothing overflows; where nothing is in float16, nothing. What it
+    redoes runs the stock forwards on an upcast twin, so neither weights nor graphs notice.
     """
 
     def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, inner: FastForward | None
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        inner: FastForward | None,
+        half: HalfOperands,
     ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.inner = inner  # None: the stock forward
+        self.half = half
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         output = (self.inner or self.stock)(*args, **kwargs)
         if not self._watches(output, args, kwargs) or finite(output):
             return output
+        if output.dtype is torch.float32:
+            return self._as_stock(output, args, kwargs)
         return self._in_float32(output, args, kwargs)
 
     __call__ = fast  # fit for every call: what is inside decides for itself
 
     def _watches(self, output: object, args: tuple, kwargs: dict) -> bool:
-        """A float16 image from arguments that a second call finds as they were."""
+        """An image, in float16 or by way of it, from arguments that a second call finds as they were."""
         return (
             type(output) is torch.Tensor
-            and output.dtype == torch.float16
+            and (output.dtype is torch.float16 or self.half.takes(output))
             and not torch.compiler.is_compiling()
             and self.mode() is None
             and all(type(value) in PLAIN for value in (*args, *kwargs.values()))
@@ -66,14 +76,24 @@ class OverflowGuard(FastForward):
         self.ledger.fell_back(self.path, "overflowed in float16; decoded in float32")
         return wide
 
+    def _as_stock(self, output: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        with as_written():
+            wide = self.stock(*args, **kwargs)
+        if not finite(wide):
+            return wide
+        self.half.on = False
+        self.ledger.fell_back(self.path, "overflowed with convolutions in float16; they are in TF32 from now on")
+        return wide
+
     def _left(self, output: torch.Tensor, reason: str) -> torch.Tensor:
         self.ledger.fell_back(self.path, reason)
         return output
 
 
 def finite(image: torch.Tensor) -> bool:
-    """Whether all of a float16 image is finite: its sum in float32 is, and cannot overflow by itself."""
-    return bool(image.sum(dtype=torch.float32).isfinite())
+    """Whether all of an image is finite: its sum in a wider dtype is, and cannot overflow by itself."""
+    wider = torch.float32 if image.dtype is torch.float16 else torch.float64
+    return bool(image.sum(dtype=wider).isfinite())
 
 
 def match_overflow_guard(site: Site, context: Context) -> Match | None:
@@ -87,5 +107,8 @@ def match_overflow_guard(site: Site, context: Context) -> Match | None:
         inner, within = graph.forward, "with its CUDA graph" + (f" ({graph.note})" if graph.note else "")
     else:
         inner, within = None, f"no CUDA graph ({graph.reason})"
-    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner)
+    half = HalfOperands.watch(site, context)
+    if isinstance(inner, GraphForward):
+        inner.variant = half.state
+    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner, half)
     return Match(guard, covers=(), note=f"looks for overflow in float16, {within}")

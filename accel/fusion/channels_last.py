@@ -77,16 +77,19 @@ def channel_stats_of(x: torch.Tensor) -> Any:
     return None if notes is None else notes.channel_stats
 
 
-def normalize(kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, **more: Any) -> torch.Tensor:
+def normalize(
+    kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, eps: float | None = None, **more: Any
+) -> torch.Tensor:
     """The fused group norm with the module's settings, and the channel stats of x where they are known.
 
-    Frames, (N, C, T, H, W), are normed as one image of all their rows.
+    Frames, (N, C, T, H, W), are normed as one image of all their rows. eps: in the place of the module's.
     """
     known = channel_stats_of(x)
     if known is not None:
         more["channel_stats"] = known
     image = as_one_image(x)
-    y = kernels.group_norm(image, norm.num_groups, norm.weight, norm.bias, norm.eps, **more)
+    eps = norm.eps if eps is None else eps
+    y = kernels.group_norm(image, norm.num_groups, norm.weight, norm.bias, eps, **more)
     return y if image is x else y.unflatten(2, x.shape[2:4])
 
 

@@ -8,6 +8,7 @@ import torch
 
 import accel
 from accel.diffusion.overflow_guard import OverflowGuard
+from accel.fusion.half_operands import HalfOperands
 from accel.patching.ledger import Ledger
 
 REDONE = "overflowed in float16; decoded in float32"
@@ -200,7 +201,7 @@ class Caching(torch.nn.Module):
 
 def test_a_call_that_changes_its_arguments_is_not_made_twice():
     decoder, ledger = Caching().half().eval(), Ledger()
-    decoder.forward = OverflowGuard(decoder, "decoder", None, ledger, None)
+    decoder.forward = OverflowGuard(decoder, "decoder", None, ledger, None, HalfOperands())
     cache, x = [], torch.ones(1).half()
     with torch.no_grad():
         assert torch.isinf(decoder(x, cache)) and len(cache) == 1

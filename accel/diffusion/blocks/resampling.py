@@ -1,5 +1,6 @@
 """Up- and downsampling between the levels of a UNet or VAE, without leaving channels-last."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
+from accel.fusion.half_operands import HalfOperands
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -31,6 +34,10 @@ def same_padded(conv: nn.Conv2d) -> bool:
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbor, then the convolution."""
 
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, half: HalfOperands) -> None:
+        super().__init__(module, path, kernels, ledger)
+        self.half = half
+
     def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
         if type(hidden_states) is not torch.Tensor:
             return f"input of type {type(hidden_states).__name__}"
@@ -48,7 +55,7 @@ class UpsampleForward(FastForward):
     def fast(self, hidden_states: torch.Tensor, output_size: int | None = None) -> torch.Tensor:
         x, conv = nhwc(hidden_states), self.module.conv
         if output_size is None and same_padded(conv):
-            return self.kernels.upsample_convolve(x, conv.weight, conv.bias)
+            return self.kernels.upsample_convolve(x, conv.weight, conv.bias, half=self.half.takes(x))
         size = [2 * side for side in x.shape[2:]] if output_size is None else output_size
         return conv.forward(F.interpolate(x, size=size, mode="nearest"))
 
@@ -79,9 +86,11 @@ def match_resample(site: Site, context: Context) -> Match | Skip | None:
         return None
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
-    kind = DownsampleForward if m.conv.stride == (2, 2) else UpsampleForward
-    candidate = kind(m, site.path, context.kernels.plain(), context.ledger)
+    down = m.conv.stride == (2, 2)
+    kind: Callable[..., FastForward] = DownsampleForward if down else UpsampleForward
+    candidate = kind(m, site.path, context.kernels.plain(), context.ledger, *(() if down else (HalfOperands(),)))
     reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
     if reason is not None:
         return Skip(reason)
-    return Match(kind(m, site.path, context.kernels, context.ledger))
+    half = () if down else (HalfOperands.beneath(site, context),)
+    return Match(kind(m, site.path, context.kernels, context.ledger, *half))

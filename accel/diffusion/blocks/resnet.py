@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, normalize, project_image
 from accel.fusion.forward_counter import ForwardCounter
+from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -27,9 +28,12 @@ from accel.quantization.product import plain_linear
 class ResnetForward(FastForward):
     """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, times: StackedLinears) -> None:
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, times: StackedLinears, half: HalfOperands
+    ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.times = times  # the time projections of all resnets of the model
+        self.half = half
 
     def unfit(self, input_tensor: Any, temb: Any = None) -> str | None:
         if type(input_tensor) is not torch.Tensor:
@@ -46,6 +50,8 @@ class ResnetForward(FastForward):
     def fast(self, input_tensor: torch.Tensor, temb: Any = None) -> torch.Tensor:
         m, k = self.module, self.kernels
         x = nhwc(input_tensor)
+        if self.half.takes(x):
+            return self._in_half(x)
         h = normalize(k, x, m.norm1, silu=True)
         h, shift = convolve(h, m.conv1)
         add = None
@@ -55,6 +61,13 @@ class ResnetForward(FastForward):
         h, bias = convolve(h, m.conv2)
         shortcut = x if m.conv_shortcut is None else project_image(x, m.conv_shortcut, k.linear)
         return keep_channel_stats(k.image_sum(h, shortcut, bias, m.output_scale_factor))
+
+    def _in_half(self, x: torch.Tensor) -> torch.Tensor:
+        m, k = self.module, self.kernels
+        h = convolve_half(k, x, m.norm1, m.conv1)
+        h = convolve_half(k, h, m.norm2, m.conv2, shift=m.conv1.bias)
+        shortcut = x if m.conv_shortcut is None else nhwc(m.conv_shortcut.forward(x))
+        return end_in_float32(k, h, shortcut, m.conv2.bias, m.output_scale_factor)
 
 
 def _leaves(m: Any) -> str | None:
@@ -83,9 +96,8 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
         reason = "the time embedding scales as well as shifts"
     if reason is None:
-        candidate = ResnetForward(
-            m, site.path, context.kernels.plain(), context.ledger, StackedLinears(ForwardCounter())
-        )
+        own = StackedLinears(ForwardCounter())
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, own, HalfOperands())
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
         reason = context.probe.disagreement(m, candidate.fast, (x, temb))
@@ -95,4 +107,5 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         return Skip("a shortcut that is not a 1x1 convolution")
     times = TimeProjections.shared(context)
     patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
-    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times), patches)
+    half = HalfOperands.beneath(site, context) if m.time_emb_proj is None else HalfOperands()
+    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times, half), patches)

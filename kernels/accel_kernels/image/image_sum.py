@@ -1,7 +1,7 @@
 """Passes that write an image and, while they hold it, the channel stats for which the group norm after it would read
 it again.
 
-`image_sum` ends a block: (x + bias[c] + residual) / scale. `image_concat` joins two images along their channels.
+`image_sum` ends a block: (gain * x + bias[c] + residual) / scale. `image_concat` joins two images along their channels.
 """
 
 import torch
@@ -9,19 +9,26 @@ import torch
 from accel_kernels.op import Case, Op, dtype_reason
 
 
-def reference(x, residual=None, bias=None, scale=1.0, channel_stats=True):
+def reference(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0):
     """x, residual: (N, C, H, W); bias: (C,); scale divides. Returns a tensor like x, and no channel stats.
 
     channel_stats: whether a norm comes after; the kernel then returns what `group_norm` takes under this name.
+    gain: multiplies x, which may be narrower than the residual; the result is then as wide as that.
     """
+    x = x if gain == 1.0 else x.to(sum_dtype(x, residual)) * gain
     y = x if bias is None else x + bias.to(x.dtype)[:, None, None]
     y = y if residual is None else y + residual
     return (y if scale == 1.0 else y / scale), None
 
 
-def supports(x, residual=None, bias=None, scale=1.0, channel_stats=True) -> str | None:
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        return "residual of another shape or dtype"
+def sum_dtype(x, residual) -> torch.dtype:
+    """Of the sum."""
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def supports(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0) -> str | None:
+    if residual is not None and residual.shape != x.shape:
+        return "residual of another shape"
     return _images(x, residual) or dtype_reason(x, residual, bias)
 
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.image.image_sum import sum_dtype
 from accel_kernels.launch import power_of_two
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
 from accel_kernels.warmup import launch, warming_up
@@ -15,7 +16,7 @@ UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 @triton.jit
 def _value(
-    x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale,
+    x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale,
     OTHER: tl.constexpr, CONCAT: tl.constexpr,
 ):  # fmt: skip
     row = r_idx.to(tl.int64)[:, None]
@@ -26,7 +27,7 @@ def _value(
         value += tl.load(other_ptr + place, mask=mask & (c_idx >= split)[None, :], other=0.0).to(tl.float32)
     else:
         place = row * channels + c_idx[None, :]
-        value = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
+        value = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * gain + extra[None, :]
         if OTHER:
             value += tl.load(other_ptr + place, mask=mask, other=0.0).to(tl.float32)
         value *= inverse_scale
@@ -35,8 +36,8 @@ def _value(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def image_sum_kernel(
-    x_ptr, other_ptr, bias_ptr, y_ptr, stats_ptr, has_bias, rows, channels, split, chunks, chunk_rows, inverse_scale,
-    OTHER: tl.constexpr, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, other_ptr, bias_ptr, y_ptr, stats_ptr, has_bias, rows, channels, split, chunks, chunk_rows, gain,
+    inverse_scale, OTHER: tl.constexpr, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -54,7 +55,9 @@ def image_sum_kernel(
     # Deviations from the chunk's first row, as in group_norm_moments; of the values as they are stored.
     one = row + tl.arange(0, 1)
     pivot = (
-        _value(x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, inverse_scale, OTHER, CONCAT)
+        _value(
+            x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, gain, inverse_scale, OTHER, CONCAT
+        )
         .to(y_ptr.dtype.element_ty)
         .to(tl.float32)
     )
@@ -63,7 +66,7 @@ def image_sum_kernel(
     for r in tl.range(row, row_end, BLOCK_R, num_stages=3):
         r_idx = r + tl.arange(0, BLOCK_R)
         mask = (r_idx < row_end)[:, None] & c_mask[None, :]
-        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, inverse_scale, OTHER, CONCAT)
+        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale, OTHER, CONCAT)
         stored = value.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :], stored, mask=mask)
         if CHANNEL_STATS:
@@ -78,10 +81,10 @@ def image_sum_kernel(
         tl.store(slot + channels, tl.sum(squares, axis=0) - shift * shift * count, mask=c_mask)
 
 
-def image_sum(x, residual=None, bias=None, scale=1.0, channel_stats=True):
+def image_sum(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0):
     """Same arguments as the reference, channels-last; returns the sum and its channel stats, as `_launch` does."""
-    y = torch.empty_like(x)
-    return y, _launch(x, residual, bias, y, x.shape[1], 1.0 / scale, channel_stats, concat=False)
+    y = torch.empty_like(x, dtype=sum_dtype(x, residual))
+    return y, _launch(x, residual, bias, y, x.shape[1], gain, 1.0 / scale, channel_stats, concat=False)
 
 
 def image_concat(x, other):
@@ -89,10 +92,10 @@ def image_concat(x, other):
     n, channels, height, width = x.shape
     shape = (n, channels + other.shape[1], height, width)
     y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    return y, _launch(x, other, None, y, channels, 1.0, True, concat=True)
+    return y, _launch(x, other, None, y, channels, 1.0, 1.0, True, concat=True)
 
 
-def _launch(x, other, bias, y, split, inverse_scale, with_channel_stats, concat):
+def _launch(x, other, bias, y, split, gain, inverse_scale, with_channel_stats, concat):
     """Returns the channel stats, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm wants them.
 
     A warmup compiles what images of every size take.
@@ -103,11 +106,11 @@ def _launch(x, other, bias, y, split, inverse_scale, with_channel_stats, concat)
     if warming_up():
         kinds.append((False, False))
     for kind in kinds:
-        channel_stats = _pass(x, other, bias, y, split, inverse_scale, concat, *kind)
+        channel_stats = _pass(x, other, bias, y, split, gain, inverse_scale, concat, *kind)
     return channel_stats
 
 
-def _pass(x, other, bias, y, split, inverse_scale, concat, with_channel_stats, wide):
+def _pass(x, other, bias, y, split, gain, inverse_scale, concat, with_channel_stats, wide):
     n, channels, height, width = y.shape
     rows = height * width
     shape = {"block": 128, "tile": 4096} if wide else {"block": 64, "tile": 2048}
@@ -118,7 +121,7 @@ def _pass(x, other, bias, y, split, inverse_scale, concat, with_channel_stats, w
     launch(
         image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
         x, x if other is None else other, x if bias is None else bias, y, channel_stats, bias is not None,
-        rows, channels, split, cut.number, cut.rows, inverse_scale,
+        rows, channels, split, cut.number, cut.rows, gain, inverse_scale,
         OTHER=other is not None, CONCAT=concat, CHANNEL_STATS=with_channel_stats, EVEN=channels % cut.block_c == 0,
         BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
     )  # fmt: skip

@@ -15,16 +15,19 @@ from accel_kernels.op import Case, Op, dtype_reason
 LEAST_PIXELS = 2048  # of the small images; below, summing the weights costs more than the arithmetic saved
 
 
-def reference(x, weight, bias=None):
-    """x: (N, C, H, W); weight: (C', C, 3, 3); bias: (C',) or None. Returns (N, C', 2 H, 2 W)."""
+def reference(x, weight, bias=None, half=False):
+    """x: (N, C, H, W); weight: (C', C, 3, 3); bias: (C',) or None. Returns (N, C', 2 H, 2 W).
+
+    half: float32 may be multiplied in float16, as it may be in TF32; see `half_operands`.
+    """
     return F.conv2d(upsample.reference(x), weight, bias, padding=1)
 
 
-def instead(x, weight, bias=None):
+def instead(x, weight, bias=None, half=False):
     return F.conv2d(upsample(x), weight, bias, padding=1)
 
 
-def supports(x, weight, bias=None) -> str | None:
+def supports(x, weight, bias=None, half=False) -> str | None:
     if x.dim() != 4 or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
         return f"image {tuple(x.shape)} and weight {tuple(weight.shape)}: not a 3x3 convolution of it"
     if x.numel() == 0:
@@ -37,7 +40,7 @@ def supports(x, weight, bias=None) -> str | None:
     return dtype_reason(x, weight, bias)
 
 
-def pays(x, weight, bias=None) -> bool:
+def pays(x, weight, bias=None, half=False) -> bool:
     return x.shape[0] * x.shape[2] * x.shape[3] >= LEAST_PIXELS
 
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from accel_kernels.image.half_operands import GAIN, halved
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
@@ -40,7 +41,7 @@ def phase_weights_kernel(w_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=("has_bias", "height", "width"))
 def weave_kernel(
-    x_ptr, bias_ptr, y_ptr, has_bias, height, width, channels, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, bias_ptr, y_ptr, gain, has_bias, height, width, channels, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """(N, H + 1, W + 1, 4 C) -> (N, 2 H, 2 W, C), a program a few pixels of one output row, both column phases."""
     row = tl.program_id(0)  # of all output rows of all images
@@ -56,15 +57,17 @@ def weave_kernel(
     y_ptr += row.to(tl.int64) * 2 * width * channels
     for column in tl.static_range(2):
         place = (w_idx[:, None] + column) * 4 * channels + (phase * 2 + column) * channels + c_idx[None, :]
-        value = tl.load(x_row + place, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+        value = tl.load(x_row + place, mask=mask, other=0.0).to(tl.float32) * gain + bias[None, :]
         place = (2 * w_idx[:, None] + column) * channels + c_idx[None, :]
         tl.store(y_ptr + place, value.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def upsample_convolve(x, weight, bias=None):
+def upsample_convolve(x, weight, bias=None, half=False):
     """Same arguments and result as the reference; x and weight channels-last."""
     n, channels, height, width = x.shape
-    out = weight.shape[0]
+    out, dtype = weight.shape[0], x.dtype
+    half = half and dtype == torch.float32
+    x = halved(x) if half else x
     phases = torch.empty((4 * out, channels, 2, 2), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(channels))
     launch(
@@ -75,13 +78,13 @@ def upsample_convolve(x, weight, bias=None):
     else:
         small = F.conv2d(x, phases, padding=1)
     small = small.contiguous(memory_format=torch.channels_last)
-    y = torch.empty((n, out, 2 * height, 2 * width), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    y = torch.empty((n, out, 2 * height, 2 * width), device=x.device, dtype=dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(out))
     block_w = TILE // block_c  # of narrow images too: one kernel for all sizes
     grid = (n * 2 * height, triton.cdiv(width, block_w), triton.cdiv(out, block_c))
     launch(
         weave_kernel, grid,
-        small, small if bias is None else bias, y, bias is not None, height, width, out, block_w, block_c,
-        num_warps=WARPS,
+        small, small if bias is None else bias, y, GAIN if half else 1.0, bias is not None, height, width, out,
+        block_w, block_c, num_warps=WARPS,
     )  # fmt: skip
     return y

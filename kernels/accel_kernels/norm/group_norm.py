@@ -7,14 +7,19 @@ the bias of the convolution before and `add` the projected time embedding, so th
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import FLOATS, Case, Op, dtype_reason
 
 
-def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None):
+def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None, dtype=None):
     """x: (N, C, H, W); weight, bias, shift: (C,) or None; add: (N, C) or None. Returns a tensor like x.
 
     channel_stats: what `image_sum` or `image_concat` returned beside x, which saves reading it; None where it did not.
+    dtype: of the result, where it is not that of x. Weight and bias are of the wider of both.
     """
+    if dtype is not None and dtype != x.dtype:
+        wide = torch.promote_types(x.dtype, dtype)
+        given = {"add": add, "shift": shift, "silu": silu}
+        return reference(x.to(wide), num_groups, weight, bias, eps, **given).to(dtype)
     if shift is not None:
         x = x + shift.to(x.dtype)[:, None, None]
     if add is not None:
@@ -35,7 +40,11 @@ def exact(x, num_groups, weight, bias, eps):
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
 
 
-def supports(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None) -> str | None:
+def supports(
+    x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None, dtype=None
+) -> str | None:
+    if dtype not in (None, *FLOATS):
+        return f"dtype {dtype} is not float16, bfloat16 or float32"
     if x.dim() != 4:
         return f"{x.dim()} dimensions, not 4"
     if not x.is_contiguous(memory_format=torch.channels_last):

@@ -163,14 +163,14 @@ def group_norm_apply(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None):
+def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None, dtype=None):
     """Same arguments as the reference; x channels-last, any batch, fp16, bf16 or fp32, stats in fp32.
 
     A warmup compiles what images of every size take.
     """
     batch, channels, height, width = x.shape
     rows, cpg = height * width, channels // num_groups
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     # A missing addend is a flag and a pointer never read, and SiLU a flag, not kernels of their own to compile.
     addends = (x if add is None else add, x if shift is None else shift)
     flags = (add is not None, shift is not None, 0 if add is None else add.stride(0))
