@@ -1,7 +1,8 @@
 """Decoders that overflow in float16: noticed after each decode, and that decode done again in float32.
 
 Float16 ends at 65504. The activations of some VAE decoders go beyond, SDXL's original one for certain, and what stock
-then gives is a black image. Convolutions of a decoder in float32 may be in float16 here, see `accel.fusion.half_operands`.
+then gives is a black image. Convolutions of a decoder in float32 may be in float16 here: see
+`accel.fusion.half_operands`.
 """
 
 from typing import Any
