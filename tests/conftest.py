@@ -61,15 +61,18 @@ def seeded():
 
 
 GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
-LONG = 8  # rows of a table of which every second one is enough, where the table has no share of its own
+SHARES = {16: 4, 6: 2}  # by the least rows of a table that has no share of its own: one in how many is enough
 
 
 def pytest_collection_modifyitems(config, items):
     rows, numbers, left = Counter(map(table, items)), Counter(), []
     for item in items if not EVERYTHING else ():
         test, marker = table(item), item.get_closest_marker("share")
-        whole = rows[test] < LONG or item.get_closest_marker("gpu")
-        share = marker.args[0] if marker is not None else 1 if whole else 2
+        share = next((share for least, share in SHARES.items() if rows[test] >= least), 1)
+        if marker is not None:
+            share = marker.args[0]
+        elif item.get_closest_marker("gpu"):
+            share = 1
         if numbers[test] * GOLDEN % 1 >= 1 / share:
             left.append(item)
         numbers[test] += 1

@@ -10,6 +10,7 @@ from accel.llm.generation import routing
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.router import RouterForward
+from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
 from support.llm.runtime.near_ties import deep_gpt_oss
@@ -51,6 +52,7 @@ def deep_model():
     return accel.optimize(deep_gpt_oss(layers=24, spread=0.2))
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @torch.no_grad()
 def test_near_ties_of_routers_are_no_reason(monkeypatch):
     """Chosen freely, the texts of such a model come out as others by rounding alone."""

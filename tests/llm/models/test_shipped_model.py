@@ -70,6 +70,7 @@ def test_text_to_calibrate_on_is_none_of_the_held_out():
     assert len(paragraphs) > 50 and not paragraphs & set(HELD_OUT.read_text().splitlines())
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_held_out_perplexity_is_that_of_the_card(own_losses, card):
     said = float(re.search(r"perplexity (\d+\.\d+)", card)[1])
     assert mean_perplexity(own_losses) == pytest.approx(said, rel=0.01)

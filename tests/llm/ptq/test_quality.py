@@ -137,6 +137,7 @@ def test_eight_bit_activations_without_outliers_lose_a_thousandth_at_most(stock,
     assert abs(rounded(stock, "int8-outliers")) <= 0.001
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_eight_bit_activations_of_a_model_with_outliers(stock, rounded, windows):
     """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers.
 
