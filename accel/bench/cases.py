@@ -45,13 +45,13 @@ def _unet(
     return Case(name, about, _builder("UNet2DConditionModel", config), inputs, unnamed=unnamed)
 
 
-def _vae_decode(name: str, about: str, config: dict, batch: int, size: int) -> Case:
+def _vae_decode(name: str, about: str, config: dict, batch: int, size: int, dtype: torch.dtype | None = None) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype) -> list[dict]:
         generator = _generator(device)
         shape = (batch, config["latent_channels"], size, size)
         return [{"z": torch.randn(shape, generator=generator, device=device).to(dtype)} for _ in range(STEPS)]
 
-    return Case(name, about, _builder("AutoencoderKL", config), inputs, entry="decode")
+    return Case(name, about, _builder("AutoencoderKL", config), inputs, entry="decode", dtype=dtype)
 
 
 CASES = {
@@ -63,6 +63,7 @@ CASES = {
         _unet("sdxl", "SDXL UNet, 1024 px, batch 2", configs.SDXL_UNET, 2, 128),
         _vae_decode("vae512", "SD VAE decode, 512 px", configs.SD_VAE, 1, 64),
         _vae_decode("vae1024", "SD VAE decode, 1024 px", configs.SD_VAE, 1, 128),
+        _vae_decode("vae-sdxl", "SDXL VAE decode, 1024 px, float32", configs.SD_VAE, 1, 128, torch.float32),
         *(published.case() for published in PUBLISHED),
         _unet("tiny", "a small UNet, for a smoke run", configs.TINY_UNET, 2, 16, tokens=8, unnamed="cpu"),
     )

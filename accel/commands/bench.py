@@ -49,7 +49,7 @@ def bench(
 ) -> None:
     """Time stock, accel and torch.compile, correctness first; writes JSON. Folders are timed stock against accel.
 
-    Cases: sd15, sd15-b16, sd21, sdxl, vae512, vae1024, flux, flux512, flux2, sd3, zimage, qwen-image,
+    Cases: sd15, sd15-b16, sd21, sdxl, vae512, vae1024, vae-sdxl, flux, flux512, flux2, sd3, zimage, qwen-image,
     qwen-image-masked, wan, wan-14b, ltx, pixart, hunyuan-video, vae-wan, vae-ltx, vae-hunyuan, tiny.
     """
     import torch
