@@ -16,8 +16,9 @@ VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.com
 LABELS = {"stock": "transformers", "compile": "static cache, compiled", "accel": "accel"}
 GENERATING = {name: (color, LABELS[name]) for name, (color, _) in VARIANTS.items()}
 ORDER = (
-    "sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024", "vae-sdxl", "flux", "flux512", "flux2", "sd3", "zimage", "qwen-image",
-    "qwen-image-masked", "wan", "wan-14b", "ltx", "pixart", "hunyuan-video", "vae-wan", "vae-ltx", "vae-hunyuan",
+    "sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024", "vae-sdxl", "flux", "flux512", "flux2", "sd3", "zimage",
+    "qwen-image", "qwen-image-masked", "wan", "wan-14b", "ltx", "pixart", "hunyuan-video", "vae-wan",
+    "vae-ltx", "vae-hunyuan",
 )  # fmt: skip
 LEAST_SHOWN, MOST_SHOWN = 0.005, 1.0  # of the whole time: bars of an ablation below and above
 BAR = 0.8  # of the height of a case, shared by its bars
