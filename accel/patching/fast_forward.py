@@ -32,6 +32,7 @@ from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.gemm.linear import torch_linear
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
@@ -194,7 +195,7 @@ class FastForward(ABC):
         return None
 
     def mode(self) -> str | None:
-        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast, transforms."""
+        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast, hooks, transforms."""
         reason = self.changed()
         if reason is not None:
             return reason
@@ -204,6 +205,9 @@ class FastForward(ABC):
             return "gradients are on (call it under torch.no_grad or torch.inference_mode)"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            if self.relied is not None and len(self.relied.records) > 1:
+                return "global module hooks would not run inside"
         return transformation()
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

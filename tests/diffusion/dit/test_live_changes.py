@@ -11,6 +11,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.transformers import transformer_flux
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 
 from support.compatibility.transformer_pair import FLUX, ROUNDING, SD3, WAN, TransformerPair, alike, first
 
@@ -139,6 +140,18 @@ def test_modes(pair):
         pair.agree(fast=False, said="autocast is on")
     with torch.enable_grad():
         pair.agree(fast=False, said="gradients are on")
+    assert torch.equal(pair.agree(), plain)
+
+
+@either
+def test_hooks_on_all_modules_run_inside(pair):
+    plain = pair.agree()
+    handle = register_module_forward_hook(lambda module, args, out: out * 1.5 if type(module) is nn.Linear else None)
+    try:
+        hooked = pair.agree(fast=False, said="global module hooks")
+    finally:
+        handle.remove()
+    assert not torch.equal(hooked, plain)
     assert torch.equal(pair.agree(), plain)
 
 
