@@ -195,7 +195,7 @@ class FastForward(ABC):
         return None
 
     def mode(self) -> str | None:
-        """Reasons that hold for every fused forward: a changed class, training, gradients, autocast, hooks, transforms."""
+        """Reasons that hold for every fused forward: changed code, training, gradients, autocast, hooks, transforms."""
         reason = self.changed()
         if reason is not None:
             return reason

@@ -4,17 +4,21 @@ Structure says which formula a block should be; the probe makes sure. It runs no
 weights, and draws from a generator of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
 from accel.patching.structure import placement, side_effects
-from accel.tolerances import BLOCK, bound
+from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
-# Relative to the largest output. A wrong formula is off by the order of 1; rounding stays far below.
+UNEXAMINED = "could not be examined"
+NARROW = (torch.float16, torch.bfloat16)
+MOST_WIDENED = 1 << 26  # numbers of a module that is tried in float32 too: a block, no stack of experts
 
 
 class Probe:
@@ -35,7 +39,9 @@ class Probe:
             return reason
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
-            self.verdicts[key] = _compare(module, candidate, args, kwargs or {})
+            given = args, kwargs or {}
+            own = _compare(module, candidate, *given, BLOCK)
+            self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
 
 
@@ -58,7 +64,41 @@ def _kind(module: nn.Module) -> tuple:
     return type(module), settings, children, tensors, processor
 
 
-def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) -> str | None:
+def _compare_widened(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) -> str | None:
+    """Of a module in 16 bits, whose rounding would hide that one activation is taken for another: once in float32."""
+    held = [*module.parameters(), *module.buffers()]
+    numbers = sum(tensor.numel() for tensor in held if tensor.dtype in NARROW)
+    plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point() for tensor in held)
+    if not 0 < numbers <= MOST_WIDENED or not plain:
+        return None
+    args, kwargs = (pytree.tree_map_only(torch.Tensor, _wide, given) for given in (args, kwargs))
+    with _widened(module):
+        reason = _compare(module, candidate, args, kwargs, BLOCK_WIDENED)
+    return None if reason is None or reason.startswith(UNEXAMINED) else reason
+
+
+@contextmanager
+def _widened(module: nn.Module) -> Iterator[None]:
+    """Other tensors in the places of the module's own, which stay untouched."""
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for child in module.modules():
+        for held in (vars(child)["_parameters"], vars(child)["_buffers"]):
+            before += [(held, name, tensor) for name, tensor in held.items() if tensor is not None]
+    try:
+        for held, name, tensor in before:
+            wide = _wide(tensor.detach())
+            held[name] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+        yield
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
+def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict, bounds: Bounds) -> str | None:
     training = [(child, child.training) for child in module.modules()]
     try:
         for child, _ in training:
@@ -67,7 +107,7 @@ def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) 
             wanted = type(module).forward(module, *args, **kwargs)
             got = candidate(*args, **kwargs)
     except Exception as error:  # a block that cannot run this call is not the block we know
-        return f"could not be examined: {reason_of(error)}"
+        return f"{UNEXAMINED}: {reason_of(error)}"
     finally:
         for child, flag in training:
             child.training = flag
@@ -75,7 +115,7 @@ def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) 
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         return f"gives {tuple(wanted.shape)} {wanted.dtype}, not {tuple(got.shape)} {got.dtype}"
     off = float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6))
-    if not off <= bound(BLOCK, wanted.dtype):
+    if not off <= bound(bounds, wanted.dtype):
         return f"computes something else: off by {off:.1e} of the largest output"
     return None
 

@@ -6,7 +6,7 @@ as all that stock code would read, and the fused one does not, is as it was then
 - the class of each part: of the module itself, of those whose work is done, of an attention's processor;
 - the code that these classes run: methods, functions of files and of torch, registries (`code.py`);
 - settings: attributes of a part, which submodules it has, and a method that one instance has in its class's place;
-- what hangs on a part that is not called any more: hooks, on it or on all modules, a replaced forward, training mode;
+- what hangs on a part that is not called any more: hooks, on it or on all modules, another forward, training mode;
 - of language models also the configurations and their fields (`llm/generation/relied.py`).
 
 Weights are not on it. Fused forwards read them where they lie. What is computed from them ahead of a call goes by their

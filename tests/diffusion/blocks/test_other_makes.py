@@ -55,6 +55,29 @@ def test_an_autoencoder_with_such_attentions():
         assert torch.equal(accel.restore(model)(x).sample, wanted)
 
 
+@torch.no_grad()
+def test_another_activation_shows_in_16_bits():
+    """GELU for SiLU in bf16 is less than rounding may be: so blocks are compared in float32 too."""
+    from diffusers import DreamLiteTransformer2DModel, UNet2DModel
+
+    torch.manual_seed(0)
+    common = {"in_channels": 32, "out_channels": 32, "attention_head_dim": 8, "norm_num_groups": 4}
+    others = {"num_attention_heads": 4, "cross_attention_dim": 16, "activation_fn": "swiglu"}
+    unet = UNet2DModel(block_out_channels=(32,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+                       act_fn="gelu", **common)  # fmt: skip
+    blocks = DreamLiteTransformer2DModel(**others, **common)
+    x, text = torch.randn(1, 32, 6, 6).bfloat16(), torch.randn(1, 5, 16).bfloat16()
+    for model, more, rule in ((unet, (3,), "resnet block"), (blocks, (text,), "transformer block")):
+        model = model.eval().bfloat16()
+        before, wanted = {id(tensor) for tensor in model.parameters()}, model(x, *more).sample
+        accel.optimize(model, cpu="fuse", layout="keep")
+        rows = [(status, reason) for _, name, status, reason in accel.report(model).sites if name == rule]
+        assert rows and all(status == "skipped" and "computes something else" in reason for status, reason in rows)
+        assert {id(tensor) for tensor in model.parameters()} == before and model.dtype is torch.bfloat16
+        got = model(x, *more).sample
+        assert float((got - wanted).float().norm() / wanted.float().norm()) < 0.01
+
+
 class Faulty:
     """A rule that raises where it is shown a convolution."""
 
