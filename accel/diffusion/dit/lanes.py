@@ -64,6 +64,8 @@ def without_assignments(program: Program) -> Program:
             continue
         if any(program.steps[i].writes for i in others):
             continue
+        if any(values[one].device != values[number].device for i in filled for one in program.steps[i].taken):
+            continue
         found = [_place(program.steps[i].args[1], values[number].shape[-1]) for i in filled]
         halves = [program.steps[i].args[2] for i in filled]
         if found in ([EVEN, ODD], [FIRST, SECOND]):

@@ -50,6 +50,8 @@ def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None
         return None
     if any(values[number].dtype not in (*FLOATS, torch.complex64) for number in step.taken):
         return None
+    if any(values[number].device != result.device for number in step.taken):  # moved, or a number on the CPU
+        return None
     name, args, kwargs = step.name, step.args, step.kwargs
     if name in PAIRS:
         return _pair(PAIRS[name], args, kwargs)

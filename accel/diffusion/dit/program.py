@@ -26,6 +26,7 @@ class TensorValue:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    device: torch.device
     base: int
     root: tuple[str, Any] | None = None
     pinned: bool = False

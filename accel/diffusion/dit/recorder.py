@@ -104,7 +104,7 @@ class StepRecorder(TorchFunctionMode):
             raise NotRecordable(f"makes a {type(tensors[0]).__name__}")
         if writes:
             self._pin(next(tensors_in(live)))
-        sources = {one.untyped_storage().data_ptr(): one for one in tensors_in(live) if not one.is_sparse}
+        sources = {_memory(one): one for one in tensors_in(live) if not one.is_sparse}
 
         def number(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -114,7 +114,7 @@ class StepRecorder(TorchFunctionMode):
             known = self.numbers.get(id(leaf))
             if known is not None:
                 return Ref(known)
-            base = sources.get(leaf.untyped_storage().data_ptr())
+            base = sources.get(_memory(leaf))
             return Ref(self._add(leaf, base))
 
         before = len(self.program.values)
@@ -147,9 +147,8 @@ class StepRecorder(TorchFunctionMode):
     def _add(self, tensor: torch.Tensor, base: torch.Tensor | None, root: tuple[str, Any] | None = None) -> int:
         number = len(self.program.values)
         of = number if base is None else self.program.values[self._ref(base).number].base
-        value = TensorValue(
-            number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, of, root
-        )
+        shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        value = TensorValue(number, shape, tensor.stride(), offset, tensor.dtype, tensor.device, of, root)
         value.pinned = self.program.values[of].pinned if of != number else False
         self.program.values.append(value)
         key = id(tensor)
@@ -195,6 +194,12 @@ def _checked(result: Any) -> Any:
         for one in result.values() if isinstance(result, dict) else result:
             _checked(one)
     return result
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The same for views of one memory; tensors of no bytes, and of none that can be read, have no address."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def _random_state(given: list[torch.Tensor]) -> list[torch.Tensor]:

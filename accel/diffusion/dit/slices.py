@@ -34,7 +34,8 @@ def _joined(program: Program, place: int) -> Program:
         return program
     dim, start, size = window
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
-    if piece.shape != shape or piece.dtype != whole.dtype or piece.base == whole.number:
+    same = piece.shape == shape and piece.dtype == whole.dtype and piece.device == whole.device
+    if not same or piece.base == whole.number:
         return program
     memory = {value.number for value in values if value.base == whole.number}
     views_before = memory & {number for step in steps[:place] for number in step.made} - {whole.number}
@@ -50,9 +51,10 @@ def _joined(program: Program, place: int) -> Program:
         whole.stride,
         whole.offset + first * whole.stride[dim],
         whole.dtype,
+        whole.device,
         whole.number,
     )
-    after = TensorValue(len(values) + 1, whole.shape, whole.stride, whole.offset, whole.dtype, len(values) + 1)
+    after = replace(whole, number=len(values) + 1, base=len(values) + 1, pinned=False)
 
     def renamed(tree: Any) -> Any:
         return replaced(tree, lambda one: Ref(after.number) if one == into else one)

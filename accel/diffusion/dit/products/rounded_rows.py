@@ -127,9 +127,9 @@ class _Splitter:
 
     def _like(self, number: int, dtype: torch.dtype, lanes: int | None = None) -> Ref:
         """A new value with the rows of another."""
-        shape = self.before.values[number].shape
-        shape = shape if lanes is None else (*shape[:-1], lanes)
+        value = self.before.values[number]
+        shape = value.shape if lanes is None else (*value.shape[:-1], lanes)
         new = len(self.program.values)
         strides = torch.empty(shape, device="meta").stride()
-        self.program.values.append(TensorValue(new, shape, strides, 0, dtype, new))
+        self.program.values.append(TensorValue(new, shape, strides, 0, dtype, value.device, new))
         return Ref(new)

@@ -191,9 +191,10 @@ class Stacks:
         joined = {self.values[piece].base for call, _ in calls for piece in call.step.taken}
         if images > MOST_IMAGES or (images > 1 and joined != {step.result.number for u in units for step in u.steps}):
             return
-        dtype = self.values[units[0].steps[0].result.number].dtype
+        first = self.values[units[0].steps[0].result.number]
         shape, number = (*shapes[0][:-2], rows, width), len(self.values)
-        self.values.append(TensorValue(number, shape, torch.empty(shape, device="meta").stride(), 0, dtype, number))
+        stride = torch.empty(shape, device="meta").stride()
+        self.values.append(TensorValue(number, shape, stride, 0, first.dtype, first.device, number))
         start = 0
         for unit, (*_, size, _) in zip(units, shapes, strict=True):
             unit.output = Output(number, Window(-2, start, size))
@@ -210,6 +211,8 @@ class Stacks:
 def keeps_rows(view: TensorValue, whole: TensorValue) -> bool:
     """Whether the view is one of rows of (.., C), or of lanes of them, however far each row lies from the next."""
     lanes = whole.shape[-1]
+    if not lanes:
+        return False
     last = view.offset % lanes
     for size, stride in zip(view.shape, view.stride, strict=True):
         if size > 1 and stride < lanes:
