@@ -26,7 +26,9 @@ def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`."""
+    """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`. Those of a row without a scale mean
+    nothing.
+    """
     # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
     reach = torch.full_like(peak, REACH[dtype])
     return bounded(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)

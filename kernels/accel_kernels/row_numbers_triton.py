@@ -28,6 +28,22 @@ def numbers_tile(x, peak, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.con
 
 
 @triton.jit
+def int8_tile(x, peak, REACH: tl.constexpr, MOST: tl.constexpr):
+    """As `numbers_tile`, of rows with this peak, in int8: the sum below ends in the bits of the number."""
+    factor = tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
+    y = tl.where(tl.abs(x) == peak, tl.where(x < 0, -REACH, REACH), x * factor)
+    y = tl.minimum(tl.where(y == y, y, 0.0), MOST)  # none is less than the least
+    return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def float8_tile(x, peak, REACH: tl.constexpr):
+    """As `numbers_tile`, of rows with this peak, in float8_e4m3fn: to which what a product is off rounds to nothing."""
+    y = x * tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
+    return tl.where(y == y, y, 0.0).to(tl.float8e4nv)
+
+
+@triton.jit
 def bounded_tile(y, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
     """Between least and largest number; ROUND: the nearest whole one."""
     y = tl.where(y == y, y, 0.0)

@@ -4,7 +4,7 @@ import struct
 
 import torch
 
-from accel_kernels.row_numbers import LEAST, LEAST_PEAK, MOST, REACH
+from accel_kernels.row_numbers import LEAST_PEAK, MOST, REACH
 from accel_kernels.rowwise.program import MOVES_HALVES, MOVES_PAIRS, NUMBERS
 
 # What needs no rounding where its registers are of the dtype already.
@@ -36,11 +36,11 @@ FORMULAS = {
         for name in ("rsqrt", "reciprocal", "exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "gelu_tanh")
     },
     **{name.replace("numbers", "scale"): f"scale_tile({{0}}, {REACH[kind]})" for name, kind in NUMBERS.items()},
-    **{
-        name: f"numbers_tile({{0}}, {{1}}, {REACH[kind]}, {LEAST[kind]}, {MOST[kind]}, {kind == torch.int8})"
-        for name, kind in NUMBERS.items()
-    },
+    "numbers_int8": f"int8_tile({{0}}, {{1}}, {REACH[torch.int8]}, {MOST[torch.int8]})",
+    "numbers_fp8": f"float8_tile({{0}}, {{1}}, {REACH[torch.float8_e4m3fn]})",
 }
+# Of values that are rounded to 8 bits and nothing else: see `functions_triton.py`.
+NEAR = {name: f"near_{name}({{0}})" for name in ("sigmoid", "silu", "gelu_tanh")}
 
 
 def rounding(dtype: torch.dtype) -> str:

@@ -35,14 +35,15 @@ def float32(x):
     return x
 
 
+# Of what `numbers_` gives, which is of the dtype already.
 @triton.jit
 def int8(x):
-    return x.to(tl.int8)
+    return x
 
 
 @triton.jit
 def float8_e4m3fn(x):
-    return x.to(tl.float8e4nv)
+    return x
 
 
 @triton.jit
@@ -110,3 +111,28 @@ def gelu_erf(x):
 def gelu_tanh(x):
     inner = 0.7978845608028654 * tl.fma(x * x * x, tl.full(x.shape, 0.044715, tl.float32), x)
     return 0.5 * x * (1.0 + tanh(inner))
+
+
+# For what is rounded to 8 bits afterwards, and is nothing else: off by a few units in the last place of fp32.
+@triton.jit
+def _quotient(x, y):
+    return x / y if INTERPRETED else libdevice.fast_dividef(x, y)
+
+
+@triton.jit
+def near_sigmoid(x):
+    return _quotient(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def near_silu(x):
+    return _quotient(x, 1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def near_gelu_tanh(x):
+    """x * sigmoid(2 * inner), the same formula; the factors hold 2 * sqrt(2 / pi) / log(2)."""
+    inner = tl.fma(
+        x * x, tl.full(x.shape, -0.1029432395800235, tl.float32), tl.full(x.shape, -2.302208198144325, tl.float32)
+    )
+    return _quotient(x, 1.0 + tl.exp2(x * inner))

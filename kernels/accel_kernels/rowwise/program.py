@@ -102,6 +102,23 @@ def register_widths(program: RowProgram) -> tuple[str, ...]:
     return tuple(widths)
 
 
+def rounded_alone(program: RowProgram) -> frozenset[int]:
+    """The registers that nothing but a rounding to 8 bits takes in the end: no one sees their last digits."""
+    users: dict[int, list[int]] = {}
+    for number, op in enumerate(program.ops, len(program.inputs)):
+        for arg in op.args:
+            users.setdefault(arg, []).append(number)
+    ends = {n for n, op in enumerate(program.ops, len(program.inputs)) if op.name in (*NUMBERS, "peak")}
+    if not any(op.name in NUMBERS for op in program.ops):
+        return frozenset()
+    found: set[int] = set()
+    for number in range(len(program.inputs) + len(program.ops) - 1, -1, -1):
+        by = users.get(number, [])
+        if by and number not in program.results and all(one in found or one in ends for one in by):
+            found.add(number)
+    return frozenset(found - ends)
+
+
 def _width(op: RowOp, given: list[str]) -> str:
     """The width of an operation's result, from those of its registers."""
     if op.name not in OPERATIONS:

@@ -29,9 +29,10 @@ from accel_kernels.warmup import launch
 # What the text may call.
 FUNCTIONS = (
     "bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "larger", "divided", "reciprocal", "rsqrt", "exp", "log",
-    "sin", "cos", "sigmoid", "tanh", "silu", "gelu_erf", "gelu_tanh",
+    "sin", "cos", "sigmoid", "tanh", "silu", "gelu_erf", "gelu_tanh", "near_sigmoid", "near_silu",
+    "near_gelu_tanh",
 )  # fmt: skip
-ROW_NUMBERS = ("magnitude", "scale_tile", "numbers_tile")
+ROW_NUMBERS = ("magnitude", "scale_tile", "int8_tile", "float8_tile")
 
 
 class Plan(NamedTuple):

@@ -11,8 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, larger_of, literal, peak_of, rounding
-from accel_kernels.rowwise.program import FULL, NORMS, ONE, RowOp, RowProgram, lanes, register_widths
+from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, NEAR, larger_of, literal, peak_of, rounding
+from accel_kernels.rowwise.program import (
+    FULL,
+    NORMS,
+    NUMBERS,
+    ONE,
+    RowOp,
+    RowProgram,
+    lanes,
+    register_widths,
+    rounded_alone,
+)
 from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, cdiv, form_of
 
 EARLY = 6  # inputs that are read before anything is computed, so that no reduction stands between; the others at use
@@ -42,7 +52,7 @@ class Source:
         self.inputs = [(f"x{n}", one) for n, one in enumerate(inputs)]
         self.outputs = [(f"y{n}", one) for n, one in enumerate(outputs)]
         self.dims = len(inputs[0].moves)
-        self.widths = register_widths(program)
+        self.widths, self.near = register_widths(program), rounded_alone(program)
         self.form = form_of(program)
         self.units = program.width if self.form == PLAIN else program.width // 2  # lanes or pairs that tiles count
         self.ragged = tiling.block * tiling.parts * tiling.split > self.units
@@ -186,14 +196,16 @@ class Source:
         args = [self._register(arg) for arg in op.args]
         width = self.widths[number]
         tiles = tuple(f"r{number}_{n}" for n in range(len(self._places(width))))
-        values = self._values(op, args, len(tiles))
+        values = self._values(op, args, len(tiles), number in self.near)
         exact = op.name in KEEPS and all(arg.dtype == op.dtype for arg in args)
-        rounds = "{}" if exact or op.dtype == torch.float32 else f"{rounding(op.dtype)}({{}}).to(tl.float32)"
+        if number in self.near or op.name in NUMBERS or op.dtype == torch.float32:
+            exact = True
+        rounds = "{}" if exact else f"{rounding(op.dtype)}({{}}).to(tl.float32)"
         self.lines += [f"{tile} = {rounds.format(value)}" for tile, value in zip(tiles, values, strict=True)]
         self.registers[number] = Register(width, tiles, op.dtype)
 
-    def _values(self, op: RowOp, args: list[Register], count: int) -> list[str]:
-        """An expression for each tile of the result."""
+    def _values(self, op: RowOp, args: list[Register], count: int, near: bool) -> list[str]:
+        """An expression for each tile of the result. near: by a formula that is off by some units of fp32."""
         x = args[0]
         if op.name in ("even", "first"):
             return list(x.tiles[0::2])
@@ -212,7 +224,8 @@ class Source:
             return self._normed(op, x, size)
         spread = [arg.tiles * count if arg.width == ONE else arg.tiles for arg in args]
         numbers = {"number": literal(op.number), "reciprocal": literal(1 / op.number) if op.number else 'float("inf")'}
-        return [FORMULAS[op.name].format(*(tiles[n] for tiles in spread), **numbers) for n in range(count)]
+        formula = NEAR.get(op.name, FORMULAS[op.name]) if near else FORMULAS[op.name]
+        return [formula.format(*(tiles[n] for tiles in spread), **numbers) for n in range(count)]
 
     def _reduced(self, register: Register, tiles: tuple[str, ...], name: str = "sum") -> str:
         """The sum or the maximum over all lanes, of tiles that lie as the register's do; of their sum, tile by tile."""
@@ -227,9 +240,8 @@ class Source:
         return f"tl.reduce({all_of}, 1, larger, keep_dims=True)"
 
     def _peak(self, x: Register) -> str:
-        found = tuple(f"magnitude_{n}" for n in range(len(x.tiles)))
-        self.lines += [f"{name} = magnitude({tile})" for name, tile in zip(found, x.tiles, strict=True)]
-        return peak_of(self._reduced(x, found, "amax"))
+        found = tuple(f"tl.abs({tile})" for tile in x.tiles)
+        return peak_of(f"magnitude({self._reduced(x, found, 'amax')})")  # in which NaN is as large as can be
 
     def _normed(self, op: RowOp, x: Register, size: int) -> list[str]:
         by, tiles = literal(1 / size), x.tiles

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import RowOp, RowProgram, rowwise
+from accel_kernels.rowwise.formulas import NEAR
 from accel_kernels.rowwise.program import BINARY, FULL, ONE, TO_ONE, UNARY, WITH_NUMBER
 from accel_kernels.rowwise.rowwise import TORCH
+
+from support.kernels.near_numbers import KINDS, assert_near
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # torch has `number / x` as two operations; it sums in another order; its GELU is compiled otherwise.
@@ -65,3 +68,9 @@ def test_memory_beyond_two_to_the_31_elements():
     x.copy_(torch.randn(3, 64))
     program = RowProgram(1, 64, (FULL,), (RowOp("neg", (0,), 0.0, torch.bfloat16),), (1,), (torch.bfloat16,))
     assert torch.equal(run(program, (3,), x)[0], -x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NEAR)
+def test_what_is_rounded_alone_may_be_off_by_units_of_fp32(name, kind):
+    assert_near(name, kind, torch.device("cuda"))
