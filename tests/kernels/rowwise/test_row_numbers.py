@@ -110,7 +110,7 @@ def test_which_registers_are_rounded_alone():
     assert alone(6, 5) == {0, 2, 3}  # what is read from memory is as it is there
     assert alone(6, 5, 3) == set()  # stored, and so seen
     assert alone(6, 5, 7) == {0, 2, 3}
-    assert alone(5) == alone(4) == set()
+    assert rounded_alone(RowProgram(1, 64, (FULL, FULL), ops[:4], (4,), (torch.float32,))) == set()  # a peak alone
 
 
 @interpreted
