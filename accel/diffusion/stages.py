@@ -2,8 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
+from accel_kernels import Quantized
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -84,7 +86,18 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tu
             f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
             f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
         )
-    return Quantization(root, weights, replace(options, activations=None), chosen, skipped, MergeGuard(root)), kept
+    options = replace(options, activations=None)
+    return DenoiserQuantization(root, weights, options, chosen, skipped, MergeGuard(root)), kept
+
+
+class DenoiserQuantization(Quantization):
+    """With scales of float8 in float32, as torch's product takes them: else each product would have its cast."""
+
+    def _rounded(self, *args: Any) -> tuple[Quantized, str]:
+        quantized, note = super()._rounded(*args)
+        if quantized.data.dtype == torch.float8_e4m3fn:
+            quantized = quantized._replace(scales=quantized.scales.float())
+        return quantized, note
 
 
 def rounded(root: nn.Module, options: Options) -> Rounding | None:

@@ -195,3 +195,11 @@ def test_verify_of_a_model_alone(tiny, unet):
     quality = accel.verify(model, **tiny.inputs(model))
     assert quality.passed and quality.lossy == "weights='int8'" and 30 < quality.psnr_db < 80
     assert quality.parts["over the same weights"].psnr_db > 100
+
+
+def test_scales_of_float8_are_as_the_product_takes_them():
+    """A cast for each product would be a launch for each."""
+    model = transformer(next(iter(DITS))).bfloat16()
+    accel.optimize(model, weights="fp8", activations="fp8")
+    held = held_by(model)
+    assert held and {linear.scales.dtype for linear in held} == {torch.float32}
