@@ -139,6 +139,8 @@ class StepRecorder(TorchFunctionMode):
             path = self.weights.get(id(tensor))
             if path is None:
                 raise NotRecordable("takes a tensor that is neither an argument nor a weight, nor made by torch")
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise NotRecordable(f"takes a weight that is a {type(tensor).__name__} ({path})")
             if path in self.tied:  # one of its places may be given another tensor
                 raise NotRecordable(f"takes a weight that stands in several places ({path})")
             number = self._add(tensor, None, ("weight", path))
@@ -173,12 +175,14 @@ def recorded(
         recorder.input(tensor, place)
     counted = [tensor for tensor in (*given, *weights.values()) if not tensor.is_inference()]
     versions, drawn = [tensor._version for tensor in counted], _random_state(given)
-    with recorder:
-        output = forward(*args, **kwargs)
     try:
+        with recorder:
+            output = forward(*args, **kwargs)
         program = recorder.finish(output)
     except NotRecordable as error:
         return output, str(error)
+    finally:
+        recorder.living.clear()  # weights are not converted while something watches them; callbacks hold the recorder
     if versions != [tensor._version for tensor in counted]:
         return output, "it writes into its arguments or weights"
     if not all(map(torch.equal, drawn, _random_state(given))):

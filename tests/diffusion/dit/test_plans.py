@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import threading
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from accel.diffusion.dit import block as block_file
 from accel.diffusion.dit.block import BlockForward
@@ -204,6 +206,25 @@ def test_weights_are_read_where_they_are(block):
     for module in (block.ours, block.stock):
         module.attn.to_k.weight = module.attn.to_v.weight  # what was recorded reads both
     block.agree()
+
+
+@either
+def test_weights_of_another_kind_of_tensor(block):
+    """As quantizers put in. torch exchanges such a weight when a model is converted, unless something watches it."""
+    gc.disable()
+    try:
+        block.agree(), block.agree()
+        for module in (block.ours, block.stock):
+            half = module.attn.to_q.weight.detach() / 2
+            module.attn.to_q.weight = nn.Parameter(TwoTensor(half, half), requires_grad=False)
+        for _ in range(2):
+            call = block.given()
+            for got, wanted in zip(block.run(block.ours, call), block.run(block.stock, call), strict=True):
+                alike(got, wanted)
+        assert "takes a weight that is a TwoTensor" in block.plan.reason
+        block.ours.bfloat16()
+    finally:
+        gc.enable()
 
 
 class Odd(nn.Module):

@@ -17,7 +17,7 @@ def sort_of(module: nn.Module) -> tuple:
     found: list[tuple] = []
     for path, part in module.named_modules():
         tensors = [*part._parameters.items(), *part._buffers.items()]
-        shapes = ((name, None if t is None else (t.shape, t.dtype, t.device)) for name, t in tensors)
+        shapes = ((name, None if t is None else (type(t), t.shape, t.dtype, t.device)) for name, t in tensors)
         found.append((path, type(part), _settings(part), tuple(shapes)))
         processor = vars(part).get("processor")
         if processor is not None:

@@ -35,7 +35,7 @@ def attributes_replaced(before: list[tuple[str, torch.Tensor]], now: list[tuple[
 
 def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
     """What sorts of tensors modules hold; quick, as it is asked at every call."""
-    return [None if one is None else (one.dtype, one.shape) for tensors in held for one in tensors.values()]
+    return [None if one is None else (type(one), one.dtype, one.shape) for part in held for one in part.values()]
 
 
 def weight_of(module: nn.Module, path: str) -> torch.Tensor:
