@@ -166,8 +166,9 @@ def test_dtypes_sizes_and_other_weights(pair):
         pair.agree()
     pair.agree(**{name: one[:1] if one.shape[0] == 2 else one for name, one in pair.inputs.items()})
     text = torch.randn(2, 11, 32)
-    ids = {"txt_ids": torch.zeros(11, 3)} if pair.name == FLUX else {}
-    assert pair.agree(encoder_hidden_states=text, **ids).shape == plain.shape
+    for tokens in (11, 0):
+        ids = {"txt_ids": torch.zeros(tokens, 3)} if pair.name == FLUX else {}
+        assert pair.agree(encoder_hidden_states=text[:, :tokens], **ids).shape == plain.shape
     pair.change(lambda m: m.load_state_dict({k: 1.1 * v for k, v in m.state_dict().items()}, assign=True))
     pair.agree()
     pair.change(lambda m: m.fuse_qkv_projections())

@@ -160,7 +160,7 @@ class Stacks:
         rows are counted in whole tensors of them.
         """
         view = self.values[number]
-        if view.base not in self.first:
+        if view.base not in self.first or not view.numel:
             return None
         (product, column), whole = self.first[view.base], self.values[view.base]
         rows, lanes = whole.shape[-2], whole.shape[-1]
