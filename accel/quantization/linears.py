@@ -36,4 +36,6 @@ def nothing(scheme: str, skipped: Mapping[str, str]) -> str:
 
 def unfit(outputs: int, inputs: int, scheme: Scheme) -> str | None:
     """Why a weight of this size is left alone."""
+    if not inputs:
+        return "no inputs"
     return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)

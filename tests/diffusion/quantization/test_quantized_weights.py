@@ -42,6 +42,16 @@ def test_a_unet_equals_stock_over_the_same_weights(family, tiny, unet):
     assert torch.equal(run(model, inputs), run(stock, inputs))
 
 
+def test_a_linear_without_inputs_is_left_alone():
+    """As of a feed-forward of which a configuration leaves no width."""
+    model = transformer(next(iter(DITS)))
+    path = next(iter(denoiser_linears(model, Scheme("int8")).chosen))
+    empty = nn.Linear(0, model.get_submodule(path).out_features)
+    model.set_submodule(path, empty)
+    found = denoiser_linears(model, Scheme("int8"))
+    assert found.skipped[path] == "no inputs" and path not in found.chosen
+
+
 @pytest.mark.parametrize("name", DITS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_transformer_equals_stock_over_the_same_weights(name, weights, tiny):
