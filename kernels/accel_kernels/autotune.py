@@ -177,21 +177,49 @@ def race(runs: Sequence[Callable[[], object]]) -> list[float]:
 
 
 class Form(NamedTuple):
-    """What matters of a tensor for the speed of a kernel."""
+    """What matters of a tensor for the speed of a kernel. memory, offset: where it lies, to be told from others."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    memory: int = 0
+    offset: int = 0
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *place)
+
+    @property
+    def span(self) -> int:
+        """Elements from its first to its last in memory."""
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def filled(self) -> torch.Tensor:
         """Such a tensor of random numbers, which are not taken from those that the user draws."""
+        return self._within(self._random(self.span), 0)
+
+    def _random(self, size: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
         generator.seed()
-        size = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        flat = torch.empty(size, device=self.device, dtype=self.dtype).normal_(generator=generator)
-        return flat.as_strided(self.shape, self.stride)
+        return torch.empty(size, device=self.device, dtype=self.dtype).normal_(generator=generator)
+
+    def _within(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.stride, offset)
+
+
+def filled(forms: Sequence[Form]) -> list[torch.Tensor]:
+    """Tensors of random numbers, in as little memory as those of these forms took.
+
+    Those that lay between each other in one memory, as columns of one product do, lie so again.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for form in forms:
+        near = [place for place, one in enumerate(forms) if one.memory == form.memory and one.dtype == form.dtype]
+        start = min(forms[place].offset for place in near)
+        size = max(forms[place].offset + forms[place].span for place in near) - start
+        if found.keys().isdisjoint(near) and size <= sum(forms[place].span for place in near):
+            flat = form._random(size)
+            found |= {place: forms[place]._within(flat, forms[place].offset - start) for place in near}
+    return [found[place] if place in found else form.filled() for place, form in enumerate(forms)]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.matmul_attention import matmul_attention
 from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
-from accel_kernels.autotune import Choices, Form, Place, race
+from accel_kernels.autotune import Choices, Form, Place, filled, race
 from accel_kernels.errors import out_of_memory, set_aside
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.warmup import alongside, warming_up
@@ -184,7 +184,7 @@ class AttentionChooser(Choices):
         if len(names) > 1:
             yield None
             with torch.cuda.device(forms[0].device):
-                given = [form.filled() for form in forms]
+                given = filled(forms)
                 times = race([partial(BACKENDS[name].run, *given, None) for name in names])
             names = [min(zip(times, names, strict=True))[1]]
         yield from names
@@ -210,18 +210,29 @@ class AttentionChooser(Choices):
 
 
 def _agrees(name: str, other: str, forms: list[Form]) -> bool:
-    """Whether one backend computes what another does, on tensors of these forms."""
+    """Whether one backend computes what another does, on tensors of these forms.
+
+    Compared head by head: in float32 all at once would take more memory than a call of the model itself does.
+    """
     with torch.cuda.device(forms[0].device):
-        given = [form.filled() for form in forms]
-        wanted = BACKENDS[other].run(*given, None).float()
+        given = filled(forms)
+        wanted = BACKENDS[other].run(*given, None)
         try:
-            off = BACKENDS[name].run(*given, None).float().sub_(wanted).abs_().max()
+            got = BACKENDS[name].run(*given, None)
         except Exception as error:  # this card or build has no kernel for it, each library saying so in its own way
             if out_of_memory(error):  # says nothing of the backend; `Choices` goes on without a trial
                 raise
             set_aside(error)
             return False
-        return bool(off <= BACKEND * wanted.abs_().max().clamp_min(SMALLEST_OUTPUT))
+        off, largest = (torch.stack(one).max() for one in zip(*_extremes(got, wanted), strict=True))
+        return bool(off <= BACKEND * largest.clamp_min(SMALLEST_OUTPUT))
+
+
+def _extremes(got: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each head: the largest difference, and the largest number that was wanted. Writes into both in float32."""
+    for ours, theirs in zip(got.unbind(1), wanted.unbind(1), strict=True):
+        exact = theirs.float()
+        yield ours.float().sub_(exact).abs_().max(), exact.abs_().max()
 
 
 def _load(x: torch.Tensor) -> None:
