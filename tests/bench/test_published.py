@@ -111,6 +111,7 @@ def test_weights_are_of_the_published_sizes(name):
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     for path, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if set(kept) & set(path.split(".")) else torch.bfloat16), path
+    assert all(buffer._base is None for buffer in model.buffers())  # none holds on to another tensor
 
 
 @pytest.mark.parametrize("name", TINY)

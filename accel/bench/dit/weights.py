@@ -43,8 +43,15 @@ def random_model(class_name: str, config: dict, device: torch.device, dtype: tor
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.float32 if kept.intersection(name.split(".")) else dtype)
+        for part in module.modules():
+            part._buffers.update({name: _alone(buffer) for name, buffer in part._buffers.items()})
         draw_weights(module)
     return module.eval().requires_grad_(False)
+
+
+def _alone(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """A buffer that is no view: a view keeps the tensor in float32 that it was made from, which no loaded model has."""
+    return buffer if buffer is None or buffer._base is None else buffer.detach().clone()
 
 
 @torch.no_grad()
