@@ -5,6 +5,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -207,6 +208,25 @@ class Form(NamedTuple):
 
     def _within(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         return flat.as_strided(self.shape, self.stride, offset)
+
+
+class Lent(NamedTuple):
+    """A weight: itself for as long as its memory is there, as nothing writes to it; else another of its form."""
+
+    form: Form
+    storage: Callable[[], torch.UntypedStorage | None]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Lent":
+        return cls(Form.of(tensor), weakref.ref(tensor.untyped_storage()))
+
+    def filled(self) -> torch.Tensor:
+        storage, form = self.storage(), self.form
+        whole = (form.offset + form.span) * form.dtype.itemsize
+        if storage is None or storage.data_ptr() != form.memory or storage.nbytes() < whole:
+            return form.filled()
+        empty = torch.empty(0, dtype=form.dtype, device=form.device)
+        return empty.set_(storage, form.offset, form.shape, form.stride)
 
 
 def filled(forms: Sequence[Form]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.autotune import Choices, Form, Place, race
+from accel_kernels.autotune import Choices, Form, Lent, Place, race
 from accel_kernels.gemm.cublaslt import TYPES, CublasLt, Product
 from accel_kernels.tolerances import ALGORITHM, SMALLEST_OUTPUT
 from accel_kernels.warmup import warming_up
@@ -143,7 +143,7 @@ class LinearChooser(Choices):
             flat = x.view(-1, x.shape[-1])
             added = None if residual is None else residual.view(-1, residual.shape[-1])
             bias_form, added_form = (None if t is None else Form.of(t) for t in (bias, added))
-            forms = (Form.of(flat), Form.of(weight), bias_form, added_form)
+            forms = (Form.of(flat), Lent.of(weight), bias_form, added_form)
             trial = partial(self._trial, key, *forms, gelu, apart)
             self.decide(key, trial, TORCH)
 
@@ -169,11 +169,11 @@ class LinearChooser(Choices):
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
     def _trial(
-        self, key: str, x: Form, weight: Form, bias: Form | None, residual: Form | None, gelu: bool, apart: int
+        self, key: str, x: Form, weight: Lent, bias: Form | None, residual: Form | None, gelu: bool, apart: int
     ) -> Iterator[str | None]:
         """A step runs one algorithm for the first time, or lets all race; it leaves no tensors behind."""
 
-        outs = weight.shape[0]
+        outs = weight.form.shape[0]
 
         def given() -> Given:
             more = (None if form is None else form.filled() for form in (bias, residual))
@@ -185,7 +185,7 @@ class LinearChooser(Choices):
             return torch.empty(x.shape[0], apart, device=x.device, dtype=x.dtype)[:, :outs]
 
         with torch.cuda.device(x.device):
-            product = self._product(key, x.shape[0], weight, bias is not None, gelu, apart)
+            product = self._product(key, x.shape[0], weight.form, bias is not None, gelu, apart)
         if product is None:
             yield TORCH
             return

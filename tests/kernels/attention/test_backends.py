@@ -9,7 +9,7 @@ import pytest
 import torch
 from accel_kernels.attention import backends as module
 from accel_kernels.attention.backends import BACKENDS, AttentionChooser
-from accel_kernels.autotune import Form, filled
+from accel_kernels.autotune import Form
 from accel_kernels.trials import Trials
 
 
@@ -168,44 +168,6 @@ def test_what_is_on_disk_is_not_trusted(tmp_path, measured, content):
     assert sum(type(entry) is tuple for entry in measured) == 2
     assert json.loads(path.read_text())[key] == "cudnn"
     assert ("another form" in path.read_text()) == content.startswith("a backend that")
-
-
-def span(tensors):
-    """Bytes of the memory of all."""
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
-
-
-def heads(rows):
-    """Queries, keys and values that are columns of the same rows."""
-    return [one.unflatten(-1, (3, 8)).transpose(1, 2) for one in rows.chunk(3, -1)]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        heads(torch.empty(2, 50, 72)),
-        heads(torch.empty(2, 70, 72)[:, 20:]),
-        [torch.empty(2, 50, 24), *heads(torch.empty(2, 50, 72))[1:]],
-        [torch.empty(2, 3, 50, 8)] * 3,
-        list(torch.empty(3, 2, 50, 24).unbind()),
-        [torch.empty(4, 100, 8)[0], torch.empty(4, 100, 8)[3]],
-    ],
-    ids=["columns", "some rows", "one alone", "the same", "side by side", "apart"],
-)
-def test_a_trial_takes_no_more_memory_than_the_call_that_asked_for_it(given):
-    made = filled([Form.of(one) for one in given])
-    assert span(made) <= span(given)
-    for one, other in zip(made, given, strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-        assert one.isfinite().all() and one.float().std() > 0.5
-    alike = len({one.data_ptr() for one in given}) == 1
-    assert all(torch.equal(made[0], one) == alike for one in made[1:])
-
-
-def test_tensors_far_apart_in_one_memory_are_filled_each_by_itself():
-    whole = torch.empty(1000, 8)
-    forms = [Form.of(whole[:4]), Form.of(whole[-4:])]
-    assert span(filled(forms)) == 2 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
