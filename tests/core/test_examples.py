@@ -29,6 +29,7 @@ def run(tmp_path, monkeypatch, capsys):
     return started
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_and_says_what_it_shows(path):
     lines = path.read_text().splitlines()

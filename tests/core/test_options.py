@@ -52,6 +52,7 @@ OTHER = {
 }  # fmt: skip
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize("function", [accel.optimize, accel.optimized])
 def test_every_keyword_arrives(function, name, monkeypatch):
