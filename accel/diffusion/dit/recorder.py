@@ -102,6 +102,8 @@ class StepRecorder(TorchFunctionMode):
             raise NotRecordable("reads what a tensor holds")
         if any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):
             raise NotRecordable(f"makes a {type(tensors[0]).__name__}")
+        if any(one.layout is not torch.strided for one in tensors):
+            raise NotRecordable("makes a sparse tensor")
         if writes:
             self._pin(next(tensors_in(live)))
         sources = {_memory(one): one for one in tensors_in(live) if not one.is_sparse}

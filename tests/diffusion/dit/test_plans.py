@@ -252,6 +252,8 @@ class Odd(nn.Module):
             return x + self.count
         if how == "argument":
             return x.mul_(2) + 1
+        if how == "sparse":
+            return x + x.to_sparse().to_dense()
         return self.other(self.one(x))
 
 
@@ -264,6 +266,7 @@ NOTED = {
     "arange": "goes by what a tensor holds",
     "output": "returns a Transformer2DModelOutput",
     "weight": "its own weight",
+    "sparse": "a sparse tensor",
 }
 
 
