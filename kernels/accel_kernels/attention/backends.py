@@ -93,6 +93,7 @@ BACKENDS = {
 
 FEW = 128  # keys of a prompt
 LONG = 1024  # tokens: more than few, by far
+TILE = 128  # tokens: cuDNN has one kernel for lengths that are multiples of it, and one for others
 NEEDS_PLAN = "cudnn"
 REACH = 4.0  # factor between the sizes of two shapes up to which the best for one is taken to be the best for the other
 
@@ -203,7 +204,8 @@ class AttentionChooser(Choices):
         kind = (heads, dim, q.dtype, q.device)
         if self.preference in ("auto", NEEDS_PLAN) and kind not in self.loaded:
             self.loaded.add(kind)
-            longer = torch.empty((batch, max(q.shape[2], LONG), heads, dim), dtype=q.dtype, device=q.device)
+            tokens = LONG + max(q.shape[2], LONG) % TILE  # not q's own: the model itself is at work, in its own memory
+            longer = torch.empty((1, tokens, heads, dim), dtype=q.dtype, device=q.device)
             if BACKENDS[NEEDS_PLAN].refuses(q, k, v) is None:
                 alongside(partial(_load, longer.transpose(1, 2)))
         return torch.empty((batch, q.shape[2], heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)

@@ -186,3 +186,15 @@ def test_what_agrees(dtype, monkeypatch):
     for by, agrees in ((0.0, True), (1e-4, True), (1.0, False), (float("nan"), False), (float("inf"), False)):
         monkeypatch.setitem(BACKENDS, "another", off_in_one_head(by))
         assert module._agrees("another", "sdpa", forms) == agrees
+
+
+@pytest.mark.parametrize(("tokens", "loaded"), [(7, 1024), (1024, 1024), (1100, 1100), (4096, 1024), (40000, 1088)])
+def test_a_warmup_loads_kernels_for_a_length_of_its_kind_in_little_memory(tokens, loaded, monkeypatch):
+    found = []
+    monkeypatch.setattr(module, "alongside", found.append)
+    monkeypatch.setitem(BACKENDS, "cudnn", BACKENDS["cudnn"]._replace(refuses=lambda q, k, v: None))
+    q = torch.empty(16, 3, tokens, 64, dtype=torch.float16, device="meta")
+    chooser = AttentionChooser()
+    assert {chooser._warm_up(q, q, q).shape for _ in range(2)} == {q.shape}
+    ((x,),) = (work.args for work in found)
+    assert x.shape == (1, 3, loaded, 64) and x.untyped_storage().nbytes() == x.nbytes
