@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from accel_kernels.image.frames import frames_last
 from torch import nn
 
+from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.fast_forward import Kernels
 from accel.patching.patch import set_data
@@ -113,9 +114,14 @@ def project(
     return product(layer, rows, bias, linear)
 
 
+def coarser_as_convolution(x: torch.Tensor) -> bool:
+    """Whether torch rounds float32 to TF32 in convolutions alone: products are in full, and several times slower."""
+    return x.is_cuda and x.dtype is torch.float32 and convolutions_in_tf32() and not products_in_tf32()
+
+
 def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> torch.Tensor:
-    """A 1x1 convolution over a channels-last image, as a matrix product."""
-    if not pointwise(conv) or not channels_last(x):
+    """A 1x1 convolution over a channels-last image, as a matrix product, unless stock's may be in TF32 and that not."""
+    if not pointwise(conv) or not channels_last(x) or coarser_as_convolution(x):
         return conv.forward(x)
     return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])
 

@@ -66,7 +66,7 @@ class ResnetForward(FastForward):
         m, k = self.module, self.kernels
         h = convolve_half(k, x, m.norm1, m.conv1)
         h = convolve_half(k, h, m.norm2, m.conv2, shift=m.conv1.bias)
-        shortcut = x if m.conv_shortcut is None else nhwc(m.conv_shortcut.forward(x))
+        shortcut = x if m.conv_shortcut is None else nhwc(project_image(x, m.conv_shortcut, k.linear))
         return end_in_float32(k, h, shortcut, m.conv2.bias, m.output_scale_factor)
 
 

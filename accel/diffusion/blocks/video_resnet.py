@@ -16,7 +16,7 @@ from torch import nn
 from accel.diffusion.blocks.video_convolution import convolve_written, copied, no_video, written_frames
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions
 from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
-from accel.fusion.channels_last import ndhwc, sum_frames
+from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -135,7 +135,8 @@ class VideoResnetForward(FastForward):
         name, shortcut = made.shortcut
         conv, way = shortcut.of(getattr(m, name)), shortcut.way(flag) or shortcut.way()
         assert way is not None
-        if (conv.kernel_size, conv.stride, way.zeros) == ((1, 1, 1), (1, 1, 1), (0, 0, 0)):
+        pointwise = (conv.kernel_size, conv.stride, way.zeros) == ((1, 1, 1), (1, 1, 1), (0, 0, 0))
+        if pointwise and not coarser_as_convolution(x):
             rows = k.linear(x.permute(0, 2, 3, 4, 1), conv.weight.flatten(1), conv.bias)
             return rows.permute(0, 4, 1, 2, 3)
         y, bias = convolve_written(way, conv, written_frames(k, way, x))
