@@ -45,7 +45,10 @@ class LayerNormForward(FastForward):
     """nn.LayerNorm over the last dimension through the fused kernel."""
 
     def unfit(self, input: Any) -> str | None:
-        return _unfit(input, self.module.weight)
+        reason = _unfit(input, self.module.weight)
+        if reason is None and input.shape[-1:] != self.module.normalized_shape:
+            return "input of another width, which stock refuses"  # where no weight would
+        return reason
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))

@@ -5,9 +5,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import accel
 from accel.fusion.norms import LayerNormForward
+from accel.options import Options
+from accel.planning.plan import create_context
 from support.compatibility.comparison import apart
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
@@ -84,3 +87,13 @@ def test_norms_of_blocks_that_are_recorded(norms):
     for one in hooks:
         one.remove()
     assert norms.agree() == 0
+
+
+def test_a_norm_without_weights_refuses_other_widths_as_stock_does():
+    norm = nn.LayerNorm(16, elementwise_affine=False).eval()
+    context = create_context(Options())
+    forward = LayerNormForward(norm, "norm", context.kernels, context.ledger)
+    with torch.no_grad():
+        assert forward(torch.ones(2, 16)).shape == (2, 16)
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            forward(torch.ones(2, 32))
