@@ -15,6 +15,7 @@ LIMIT = 3e-5
 WHOLE = "language model"
 BLOCKS = {
     "resnet block",
+    "video resnet block",
     "diffusion transformer block",
     "upward block",
     "transformer stack",
