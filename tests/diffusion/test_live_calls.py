@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import accel
+from support.everything import EVERYTHING
 
 
 def same(ours, stock):
@@ -31,6 +32,7 @@ def pipeline(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @pytest.mark.share(2)
 def test_every_kind_of_call_after_every_other(pipeline, live, calls):
     kinds = calls.CALLS | (SDXL if hasattr(pipeline, "text_encoder_2") else {})

@@ -128,6 +128,7 @@ def test_a_forward_the_user_replaced_before_is_kept(pipe, live):
     assert np.array_equal(live.draw(pipe), stock)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @pytest.mark.parametrize("first", ["optimize", "compile"][: 1 + EVERYTHING])
 def test_a_compiled_unet_in_the_place_of_the_unet(sdxl_pipe, live, tiny, first):
     twin = copy.deepcopy(sdxl_pipe)

@@ -10,6 +10,7 @@ from PIL import Image
 
 import accel
 from support.diffusion.drawing import SEVEN, draw
+from support.everything import EVERYTHING
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
 
@@ -90,6 +91,7 @@ def test_every_way_of_calling(pipe, name):
     same(drawn(), stock)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 # docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(
     ("weights", "activations", "told"), [("int8", "int8", 40.6), ("int8", None, 47.6), ("fp8", "fp8", 31.6)]

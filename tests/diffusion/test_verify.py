@@ -10,6 +10,7 @@ import accel
 from accel.options import Options
 from accel.patching.fast_forward import FastForward
 from accel.verification.precision import upcast
+from support.everything import EVERYTHING
 
 CALL = {"num_inference_steps": 3}
 PROMPT = "a handwritten seven"
@@ -221,6 +222,7 @@ def test_units_of_rounding_are_few(pipe, monkeypatch, factor, passes):
     assert passes or part.allowed < part.error < 5 * part.allowed
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_drift_explains_a_few_times_what_was_measured_and_no_more(pipe, monkeypatch):
     """An error in the middle of the loop alone, which ten times the drift would cover."""
     accel.optimize(pipe.to(torch.float16))

@@ -19,6 +19,7 @@ def row(obj):
     return next(row for row in accel.report(obj).sites if row[1] == "step cache" and row[0] in ("unet", ""))
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_loss_grows_with_the_interval_and_digits_stay_readable(pipe, digits, stock_digits):
     stock, few = (stock_digits(steps).permute(0, 2, 3, 1).numpy() for steps in (20, 2))
     found = {}

@@ -15,6 +15,7 @@ from accel.fusion.loop import Loop
 from support.compatibility.stack_oracle import StackOracle, deep
 from support.diffusion.drawing import SEVEN, draw
 from support.diffusion.step_oracle import reasons
+from support.everything import EVERYTHING
 
 FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-dit-digits"
 
@@ -146,6 +147,7 @@ def row(pipe):
     return next(row for row in accel.report(pipe).sites if row[:2] == ("transformer", "step cache"))
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_loss_is_small_and_digits_stay_readable(dit, digits):
     stock = draw(dit, digits.PROMPTS, steps=20)
     images = draw(accel.optimize(dit, step_cache=3), digits.PROMPTS, steps=20)

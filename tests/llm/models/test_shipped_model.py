@@ -155,6 +155,7 @@ def test_restored_it_is_stock_to_the_bit(stock, tokenizer):
 LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (0.03, 42), "int4-g32-asym": (0.015, 42)}
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @pytest.mark.parametrize("weights", LOSS if EVERYTHING else ("int8", "int4-g32-asym"))
 @pytest.mark.share(2)
 def test_quantized_it_reads_almost_as_well(stock, own_losses, tokenizer, weights):
