@@ -26,7 +26,7 @@ class OverflowGuard(FastForward):
     """Around a decoder's forward, its CUDA graph included: (N, C, H, W) -> a finite image of the same dtype.
 
     One reduction over the output is all it costs where nothing overflows; where nothing is in float16, nothing. What it
-    redoes runs the stock forwards on an upcast twin, so neither weights nor graphs notice.
+    redoes runs the stock forwards, of float16 those of an upcast twin, so neither weights nor graphs notice.
     """
 
     def __init__(

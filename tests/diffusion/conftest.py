@@ -39,6 +39,27 @@ def pipe(loaded):
 
 
 @pytest.fixture(scope="session")
+def transformer_folder():
+    return Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
+
+
+@pytest.fixture(scope="session")
+def loaded_transformer(transformer_folder):
+    """The pipeline with a diffusion transformer; only to be copied."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(transformer_folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture
+def dit(loaded_transformer):
+    """One of its own for every test."""
+    return copy.deepcopy(loaded_transformer)
+
+
+@pytest.fixture(scope="session")
 def digits():
     from support.diffusion import digits  # scikit-learn takes a second
 

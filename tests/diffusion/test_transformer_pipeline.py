@@ -1,8 +1,5 @@
 """A real pipeline with a diffusion transformer, called as users call it: stock and optimized from the same seeds."""
 
-import copy
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,24 +8,6 @@ from PIL import Image
 import accel
 from support.diffusion.drawing import SEVEN, draw
 from support.everything import EVERYTHING
-
-FOLDER = Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """As a user loads it; only to be copied."""
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(FOLDER)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-@pytest.fixture
-def pipe(loaded):
-    """A pipeline of its own for every test."""
-    return copy.deepcopy(loaded)
 
 
 def same(ours, stock):
@@ -41,26 +20,26 @@ def read(digits, images):
     return digits.read_digits([Image.fromarray((image * 255).round().astype(np.uint8)) for image in images])
 
 
-def test_the_model_is_small_and_whole():
-    sizes = [file.stat().st_size for file in FOLDER.rglob("*") if file.is_file()]
+def test_the_model_is_small_and_whole(transformer_folder):
+    sizes = [file.stat().st_size for file in transformer_folder.rglob("*") if file.is_file()]
     assert sum(sizes) < 3e6
-    assert not [file for file in FOLDER.rglob("*") if file.suffix in (".bin", ".py", ".pt")]
+    assert not [file for file in transformer_folder.rglob("*") if file.suffix in (".bin", ".py", ".pt")]
 
 
-def test_digits_can_be_read_from_both(pipe, digits):
-    stock = draw(pipe, digits.PROMPTS, steps=4)
+def test_digits_can_be_read_from_both(dit, digits):
+    stock = draw(dit, digits.PROMPTS, steps=4)
     assert sum(np.equal(read(digits, stock), range(10))) >= 9
-    few_stock = draw(pipe, steps=2)
-    accel.optimize(pipe)
-    patched = {path.split(".")[0] for path, _, status, _ in accel.report(pipe).sites if status == "patched"}
+    few_stock = draw(dit, steps=2)
+    accel.optimize(dit)
+    patched = {path.split(".")[0] for path, _, status, _ in accel.report(dit).sites if status == "patched"}
     assert patched >= {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "scheduler"}
-    ours = draw(pipe, digits.PROMPTS, steps=4)
+    ours = draw(dit, digits.PROMPTS, steps=4)
     assert sum(np.equal(read(digits, ours), range(10))) >= 9
     same(ours, stock)
-    assert accel.report(pipe).fallbacks == []
-    same(draw(pipe, steps=2), few_stock)
-    accel.restore(pipe)
-    assert np.array_equal(draw(pipe, steps=2), few_stock)
+    assert accel.report(dit).fallbacks == []
+    same(draw(dit, steps=2), few_stock)
+    accel.restore(dit)
+    assert np.array_equal(draw(dit, steps=2), few_stock)
 
 
 CALLS = {
@@ -78,16 +57,16 @@ CALLS = {
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", CALLS)
-def test_every_way_of_calling(pipe, name):
+def test_every_way_of_calling(dit, name):
     call = {"steps": 2} | CALLS[name]
     if "mu" in call:
-        pipe.scheduler.register_to_config(use_dynamic_shifting=True)
+        dit.scheduler.register_to_config(use_dynamic_shifting=True)
 
     def drawn():
-        return draw(pipe, **call, generator=torch.Generator().manual_seed(0))
+        return draw(dit, **call, generator=torch.Generator().manual_seed(0))
 
     stock = drawn()
-    accel.optimize(pipe)
+    accel.optimize(dit)
     same(drawn(), stock)
 
 
@@ -97,21 +76,21 @@ def test_every_way_of_calling(pipe, name):
     ("weights", "activations", "told"), [("int8", "int8", 40.6), ("int8", None, 47.6), ("fp8", "fp8", 31.6)]
 )
 @pytest.mark.share(5)
-def test_digits_drawn_in_8_bits(pipe, digits, weights, activations, told):
-    stock, few = draw(pipe, digits.PROMPTS, steps=20), draw(pipe, steps=2)
-    accel.optimize(pipe, weights=weights, activations=activations)
-    ours = draw(pipe, digits.PROMPTS, steps=20)
+def test_digits_drawn_in_8_bits(dit, digits, weights, activations, told):
+    stock, few = draw(dit, digits.PROMPTS, steps=20), draw(dit, steps=2)
+    accel.optimize(dit, weights=weights, activations=activations)
+    ours = draw(dit, digits.PROMPTS, steps=20)
     assert -10 * np.log10(np.square(ours - stock).mean()) == pytest.approx(told, abs=1.5)
     assert sum(np.equal(read(digits, ours), range(10))) >= 9
-    assert {row["path"].partition(".")[0] for row in accel.report(pipe).weights} == {"transformer"}
-    accel.restore(pipe)
-    assert np.array_equal(draw(pipe, steps=2), few)
+    assert {row["path"].partition(".")[0] for row in accel.report(dit).weights} == {"transformer"}
+    accel.restore(dit)
+    assert np.array_equal(draw(dit, steps=2), few)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_verify_tells_what_8_bits_lose_and_judges_the_rest(pipe, kind):
-    accel.optimize(pipe, weights=kind, activations=kind)
-    quality = accel.verify(pipe, SEVEN, num_inference_steps=3)
+def test_verify_tells_what_8_bits_lose_and_judges_the_rest(dit, kind):
+    accel.optimize(dit, weights=kind, activations=kind)
+    quality = accel.verify(dit, SEVEN, num_inference_steps=3)
     assert quality.passed and f"weights='{kind}', activations='{kind}'" in quality.verdict
     assert {"transformer", "transformer: rounded rows", "transformer: their products"} < set(quality.parts)
     assert 25 < quality.psnr_db < 60 and 0.9 < quality.ssim < 1 and 0 < quality.gmsd < 0.1
@@ -120,25 +99,25 @@ def test_verify_tells_what_8_bits_lose_and_judges_the_rest(pipe, kind):
     assert "GMSD" in told and f"{quality.gmsd:.4f}" in told
 
 
-def test_image_to_image_shares_the_models(pipe):
+def test_image_to_image_shares_the_models(dit):
     from diffusers import StableDiffusion3Img2ImgPipeline
 
-    accel.optimize(pipe)
-    other = StableDiffusion3Img2ImgPipeline.from_pipe(pipe)
+    accel.optimize(dit)
+    other = StableDiffusion3Img2ImgPipeline.from_pipe(dit)
     other.set_progress_bar_config(disable=True)
     call = {"image": Image.new("RGB", (64, 64), "white"), "strength": 0.8, "steps": 4}
     ours = draw(other, "a handwritten two", **call)
-    assert accel.report(other).sites == accel.report(pipe).sites
+    assert accel.report(other).sites == accel.report(dit).sites
     accel.restore(other)
-    assert accel.report(pipe).sites == []
+    assert accel.report(dit).sites == []
     same(ours, draw(other, "a handwritten two", **call))
 
 
-def test_save_and_load_an_optimized_pipeline(pipe, tmp_path):
-    stock = draw(pipe, steps=2)
-    accel.optimize(pipe)
-    pipe.save_pretrained(tmp_path)
-    assert accel.report(pipe).sites
-    loaded = type(pipe).from_pretrained(tmp_path)
+def test_save_and_load_an_optimized_pipeline(dit, tmp_path):
+    stock = draw(dit, steps=2)
+    accel.optimize(dit)
+    dit.save_pretrained(tmp_path)
+    assert accel.report(dit).sites
+    loaded = type(dit).from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     assert np.array_equal(draw(loaded, steps=2), stock)

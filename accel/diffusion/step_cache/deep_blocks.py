@@ -8,41 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.diffusion.step_cache.cache import StepCacheState
+from accel.diffusion.step_cache.cached_block import CachedBlock
 from accel.diffusion.step_cache.step_call import StepCall
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 
 SKIPS = "res_hidden_states_tuple"
 HIDDEN = "what enters the last layer"
 RESAMPLERS = ("downsamplers", "upsamplers")
 
 
-class DeepBlock(FastForward):
+class DeepBlock(CachedBlock):
     """A block of the UNet that only whole calls run; in the calls between, nobody reads what it returns."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        inner: FastForward | None,
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
-        self.state, self.inner = state, inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = None if torch.compiler.is_compiling() else self.state.current
-        if call is None:
-            return (self.inner or self.stock)(*args, **kwargs)
-        return self.fast(call, *args, **kwargs)
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         if not call.whole:
             return call.features.blank(self.path)
-        output = (self.inner or self.stock)(*args, **kwargs)
+        output = self.whole(*args, **kwargs)
         call.features.note(self.path, output)
         return output
 
@@ -50,20 +31,8 @@ class DeepBlock(FastForward):
 class LastUpBlock(DeepBlock):
     """The last up block: its last layer runs in every call, on what the layers before gave or would have given."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        inner: FastForward | None,
-    ) -> None:
-        super().__init__(module, path, kernels, ledger, state, inner)
-        self.names = tuple(self.__signature__.parameters)
-
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.given(args, kwargs)
         run = self._runner(given)
         if call.whole:
             hidden = self._before_last(run, given)

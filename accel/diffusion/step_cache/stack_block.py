@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from accel.diffusion.step_cache.cache import StepCacheState
+from accel.diffusion.step_cache.cached_block import CachedBlock
 from accel.diffusion.step_cache.stack import Stack, StackTrace
 from accel.diffusion.step_cache.step_call import StepCall
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 
 
-class StackBlock(FastForward):
+class StackBlock(CachedBlock):
     """A block of a stack. In the calls between whole ones rows pass it by; the last one adds what all would have added.
 
     The first of a stack may run in every call.
@@ -28,28 +28,20 @@ class StackBlock(FastForward):
         inner: FastForward | None,
         stack: Stack,
     ) -> None:
-        super().__init__(module, path, kernels, ledger)
-        self.state, self.inner, self.stack = state, inner, stack
-        self.index = int(path.rpartition(".")[2])
-        self.names = tuple(self.__signature__.parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = None if torch.compiler.is_compiling() else self.state.current
-        if call is None:
-            return (self.inner or self.stock)(*args, **kwargs)
-        return self.fast(call, *args, **kwargs)
+        super().__init__(module, path, kernels, ledger, state, inner)
+        self.stack, self.index = stack, int(path.rpartition(".")[2])
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.given(args, kwargs)
         if call.whole:
             trace = call.traces.setdefault(self.stack.name, StackTrace(self.stack))
             trace.enter(self.index, given)
-            output = (self.inner or self.stock)(*args, **kwargs)
+            output = self.whole(*args, **kwargs)
             trace.leave(self.index, output, call.features)
             return output
         call.entered.add(self.stack.name)
         if self.index < self.stack.kept:
-            return (self.inner or self.stock)(*args, **kwargs)
+            return self.whole(*args, **kwargs)
         rows = call.features.rows[self.stack.name]
         if self.index < self.stack.size - 1:
             return rows.passed(given)

@@ -5,14 +5,10 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import rowwise
 
-from support.diffusion.programs import Formula, Planned
+from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, rand
 
 B, S, H, D = 2, 5, 3, 8
 C = H * D
-
-
-def rand(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def norm(x, w):
@@ -22,24 +18,6 @@ def norm(x, w):
 def norm_by_hand(x, w):
     wide = x.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
-
-
-def pairs(x, cos, sin):
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-    out = torch.empty_like(x)
-    out[..., 0::2] = a * cos[..., 0::2] - b * sin[..., 1::2]
-    out[..., 1::2] = a * sin[..., 1::2] + b * cos[..., 0::2]
-    return out.type_as(x)
-
-
-def as_complex(x, cos, sin):
-    turns = torch.complex(cos[..., 0::2], sin[..., 0::2])
-    return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns).flatten(3).type_as(x)
-
-
-def halves(x, cos, sin):
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
 def rotated(norm, rotation):
@@ -62,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [1, H])
-@pytest.mark.parametrize("rotation", [pairs, as_complex], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("rotation", [assigned, as_complex], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("norm", [norm, norm_by_hand], ids=lambda one: one.__name__)
 def test_they_are_one_pass(norm, rotation, heads, dtype):
     found = planned(rotated(norm, rotation), dtype, heads)
@@ -76,7 +54,7 @@ def test_they_are_one_pass(norm, rotation, heads, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_they_are_one_pass_in_the_kernel(dtype):
-    found = planned(rotated(norm, pairs), dtype, kernel=rowwise.triton)
+    found = planned(rotated(norm, assigned), dtype, kernel=rowwise.triton)
     assert len(found.passes) == 1
     torch.testing.assert_close(found.got, found.wanted, rtol=2e-3 if dtype is torch.float16 else 3e-6, atol=1e-3)
 
@@ -84,21 +62,21 @@ def test_they_are_one_pass_in_the_kernel(dtype):
 def normed_again(x, cos, sin, w, wide):
     """Each head is normed by itself, too."""
     q = norm(F.linear(x, wide), w).unflatten(-1, (H, D))
-    q = pairs(F.layer_norm(q, (D,)), cos, sin).transpose(1, 2)
+    q = assigned(F.layer_norm(q, (D,)), cos, sin).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q)
 
 
 def taken_twice(x, cos, sin, w, wide):
     """What is normed goes into a product of its own, so it lies in memory anyway."""
     q = norm(F.linear(x, wide), w)
-    turned = pairs(q.unflatten(-1, (H, D)), cos, sin).transpose(1, 2)
+    turned = assigned(q.unflatten(-1, (H, D)), cos, sin).transpose(1, 2)
     return F.scaled_dot_product_attention(turned, turned, turned), F.linear(q, wide)
 
 
 def put_together(x, cos, sin, w, wide):
     """By a concatenation of tokens, into which passes over heads write."""
     q = norm(F.linear(x, wide), w).unflatten(-1, (H, D))
-    q = torch.cat([q[:, :2] * 1, pairs(q, cos, sin)], dim=1).transpose(1, 2)
+    q = torch.cat([q[:, :2] * 1, assigned(q, cos, sin)], dim=1).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q)
 
 

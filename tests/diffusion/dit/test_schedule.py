@@ -7,14 +7,10 @@ from torch import nn
 
 from accel.diffusion.dit.lowering import Window
 from accel.diffusion.dit.schedule import GeluProduct
-from support.diffusion.programs import Formula, Planned
+from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, pairs, rand
 
 B, S, T, H, D = 2, 6, 3, 2, 8
 C = H * D
-
-
-def rand(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def modulated(x, t, w):
@@ -36,32 +32,6 @@ def rms_by_hand(x, w):
 def swiglu(x, w):
     gate, up = F.linear(x, w).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, w[:C, : C // 2])
-
-
-def pairs(x, cos, sin):
-    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
-
-
-def halves(x, cos, sin):
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-
-
-def assigned(x, cos, sin):
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-    out = torch.empty_like(x)
-    out[..., 0::2] = a * cos[..., 0::2] - b * sin[..., 1::2]
-    out[..., 1::2] = a * sin[..., 1::2] + b * cos[..., 0::2]
-    return out.type_as(x)
-
-
-def as_complex(x, cos, sin):
-    turns = torch.complex(cos[..., 0::2], sin[..., 0::2])
-    return (
-        torch.view_as_real(torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * turns).flatten(3).type_as(x)
-    )
 
 
 ROTATIONS = [pairs, halves, assigned, as_complex]

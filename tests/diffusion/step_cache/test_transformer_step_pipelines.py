@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,22 +15,6 @@ from support.compatibility.stack_oracle import StackOracle, deep
 from support.diffusion.drawing import SEVEN, draw
 from support.diffusion.step_oracle import reasons
 from support.everything import EVERYTHING
-
-FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-dit-digits"
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(FOLDER)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-@pytest.fixture
-def dit(loaded):
-    return copy.deepcopy(loaded)
 
 
 def rand(*shape):

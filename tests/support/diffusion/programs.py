@@ -64,3 +64,34 @@ class Planned:
     def equal(self) -> bool:
         pairs = zip(tensors_in(self.wanted), tensors_in(self.got), strict=True)
         return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+# Rotations of queries and keys (B, S, H, D) by tables of cosines and sines, as diffusers writes them.
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pairs(x, cos, sin):
+    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def halves(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+def assigned(x, cos, sin):
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    out = torch.empty_like(x)
+    out[..., 0::2] = a * cos[..., 0::2] - b * sin[..., 1::2]
+    out[..., 1::2] = a * sin[..., 1::2] + b * cos[..., 0::2]
+    return out.type_as(x)
+
+
+def as_complex(x, cos, sin):
+    turns = torch.complex(cos[..., 0::2], sin[..., 0::2])
+    return (
+        torch.view_as_real(torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * turns).flatten(3).type_as(x)
+    )
