@@ -116,7 +116,6 @@ def zimage(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, di
 BUILDERS: dict[str, Callable[[str, torch.device, torch.dtype], tuple[Any, dict]]] = {
     "sd15": unet_pipeline,
     "sdxl": unet_pipeline,
-    "cache": unet_pipeline,
     "flux": flux,
     "zimage": zimage,
 }

@@ -1,18 +1,18 @@
 """Whole pipeline calls, prompt in and PIL image out: stock, accel, torch.compile, at real sizes with random weights.
 
-    python benchmarks/whole_calls.py sd15 sdxl flux zimage [--compile] [--out FOLDER]
+    python benchmarks/whole_calls.py sd15 sdxl flux zimage [--compile] [--intervals 2,3,5] [--out FOLDER]
 
 One process a run; images compared first, then medians of wall-clock seconds, peak memory, and seconds of the first
 calls, in which accel compiles kernels and captures graphs. `flux` and `zimage` begin with the prompt's embeddings, and
-torch.compile gets the blocks of their transformer that repeat. `cache` times the lossy step cache on SD1.5. What is
-measured is written as soon as it is known, and accel or torch.compile that fails is told without the others' loss.
+torch.compile gets the blocks of their transformer that repeat. `--intervals` times the lossy step cache too, with the
+last scheduler; what it loses only a trained model shows: docs/measurements/images.md. What is measured is written as
+soon as it is known, and accel or torch.compile that fails is told without the others' loss.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,13 +31,11 @@ SLOW_S = 2.0  # what takes so long is called SLOW_CALLS times
 SCHEDULERS = {
     "sd15": ("PNDMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
     "sdxl": ("EulerDiscreteScheduler",),
-    "cache": ("DDIMScheduler",),
     "flux": ("FlowMatchEulerDiscreteScheduler",),
     "zimage": ("FlowMatchEulerDiscreteScheduler",),
 }
-STEPS = {"sd15": 50, "sdxl": 30, "cache": 50, "flux": 28, "zimage": 9}
+STEPS = {"sd15": 50, "sdxl": 30, "flux": 28, "zimage": 9}
 BF16 = ("flux", "zimage")
-INTERVALS = (2, 3, 5)
 
 
 def timed(pipe, given: dict, steps: int, device: torch.device, calls: int = CALLS) -> dict:
@@ -73,7 +71,16 @@ def compiled(name: str, pipe, given: dict, device: torch.device) -> dict:
         torch.compiler.reset()
 
 
-def lossless(name: str, device: torch.device, dtype: torch.dtype, result: dict, keep: Callable, compiler: bool) -> None:
+def run(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    result: dict,
+    keep: Callable,
+    compiler: bool = False,
+    intervals: tuple[int, ...] = (),
+) -> None:
+    """Fill `result` with a row for each scheduler; keep: writes what is known so far."""
     import diffusers
 
     (pipe, given), rows = build(name, device, dtype), {}
@@ -107,6 +114,12 @@ def lossless(name: str, device: torch.device, dtype: torch.dtype, result: dict, 
         }
         print(name, kind.__name__, json.dumps(rows[kind.__name__]), flush=True)
         keep()
+    for interval in intervals:
+        accel.optimize(pipe, step_cache=interval)
+        row = _figures(timed(pipe, given, steps, device))
+        rows[kinds[-1].__name__][f"accel, step cache, interval {interval}"] = row
+        print(name, f"interval {interval}", json.dumps(row), flush=True)
+        keep()
     report = accel.report(pipe).to_dict()
     result |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
 
@@ -115,27 +128,15 @@ def _figures(row: dict) -> dict:
     return {key: value for key, value in row.items() if key != "image"}
 
 
-def cached(name: str, device: torch.device, dtype: torch.dtype, result: dict, keep: Callable) -> None:
-    """Seconds of a call with the step cache. What it loses only a trained model shows: docs/measurements/images.md."""
-    (pipe, given), rows = build(name, device, dtype), {}
-    result["step_cache"] = rows
-    rows["stock"] = _figures(timed(pipe, given, STEPS[name], device, STOCK_CALLS))
-    for interval in (None, *INTERVALS):
-        accel.optimize(pipe, step_cache=interval)
-        row = _figures(timed(pipe, given, STEPS[name], device))
-        rows[f"accel, interval {interval}" if interval else "accel"] = row
-        keep()
-    for key, row in rows.items():
-        print(name, key, json.dumps(row), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="+", choices=list(BUILDERS))
     parser.add_argument("--compile", action="store_true", help="time torch.compile too, minutes a case")
+    parser.add_argument("--intervals", default="", help="whole steps one in so many, by the lossy step cache: 2,3,5")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    intervals = tuple(int(one) for one in options.intervals.split(",") if one)
     for name in options.cases:
         dtype = torch.bfloat16 if name in BF16 else torch.float16
         guidance = "one image" if name in BF16 else "one image with guidance"
@@ -147,9 +148,8 @@ def main() -> None:
         def keep(result: dict = result, path: Path = path) -> None:
             path.write_text(json.dumps(result, indent=1) + "\n")
 
-        run = cached if name == "cache" else partial(lossless, compiler=options.compile)
         try:
-            run(name, device, dtype, result, keep)
+            run(name, device, dtype, result, keep, options.compile, intervals)
         except Exception as error:  # the next case may go all the same
             result["failed"] = told(error)
             print(name, "failed:", result["failed"], flush=True)

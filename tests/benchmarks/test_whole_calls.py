@@ -72,6 +72,12 @@ def test_transformers_draw_images_from_embeddings(tiny_calls, tmp_path, monkeypa
     assert {"FluxTransformerBlock", "FluxSingleTransformerBlock", "ZImageTransformerBlock"} == set(compiled)
 
 
+def test_step_caches_are_timed_in_the_same_process(tiny_calls, tmp_path, monkeypatch):
+    (found,) = run(tiny_calls, monkeypatch, tmp_path, "flux", "--intervals=2,3")
+    (row,) = found["schedulers"].values()
+    assert all(row[f"accel, step cache, interval {n}"]["s"] > 0 for n in (2, 3))
+
+
 def test_what_fails_leaves_what_was_measured_and_the_next_case(tiny_calls, tmp_path, monkeypatch):
     def fails(pipe, **options):
         raise RuntimeError("no luck")
