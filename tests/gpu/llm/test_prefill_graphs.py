@@ -163,7 +163,7 @@ def test_no_prompt_stalls_over_its_graph():
                 torch.cuda.synchronize()
                 if time.perf_counter() - start > 0.5:
                     slow.append((room, masked, turn, time.perf_counter() - start))
-                if turn > 1 and not any("being chosen" in row["reason"] for row in tried(ours)):
+                if turn > 1 and all(row["status"] == "graph" for row in tried(ours)):
                     break
     assert slow == []
     assert [row for row in tried(ours) if row["status"] != "graph"] == []
@@ -195,8 +195,10 @@ def test_memory_is_flat_and_holds_no_logits_of_the_filling():
     vocabulary = 50_000
     ours, _ = new_pair("llama", torch.bfloat16, vocab_size=vocabulary, max_position_embeddings=MOST)
     for room in rooms():
-        for _ in range(3):
+        for turn in range(PATIENCE + 2):  # where others use the GPU too, choosing kernels takes more calls
             ours(prompt(1, room).cuda(), logits_to_keep=1)
+            if turn > 1 and all(row["status"] == "graph" for row in tried(ours)):
+                break
     assert len(prefill_graphs(ours)) == len(rooms())
     # The activations of the longest, the libraries' workspace and a row of logits each; all logits were 835 MB.
     assert sum(row["memory_mb"] for row in prefill_graphs(ours)) < 200, accel.report(ours)
