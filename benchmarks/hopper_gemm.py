@@ -1,9 +1,9 @@
 """The product by specialized warps at the sizes of Flux, SDXL and Llama-3.1-8B, on a Hopper GPU.
 
 python benchmarks/hopper_gemm.py OUT.json [--only WORD]: TFLOP/s by product: cuBLASLt's best algorithm without what
-follows, hopper_gemm without and with it in several tiles, the library's product between passes, and linear_geglu;
-then int8 and fp8, beside int8_linear and fp8_linear. A kernel is timed only when its result is right: off float32 by at
-most twice what torch is. What fails is told and leaves the others be.
+follows, hopper_gemm without and with it, and the library's product between passes; then int8, beside int8_linear's own
+tiles, and fp8, beside fp8_linear. A kernel is timed only when its result is right: off float32 by at most twice what
+torch is. What fails is told and leaves the others be.
 """
 
 import json
@@ -15,18 +15,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accel_kernels import Quantized, fp8_linear, hopper_gemm, int8_linear, linear_geglu, quantize_rows
+from accel_kernels import Quantized, hopper_gemm, int8_linear, quantize_rows
 from accel_kernels.gemm import cublaslt
-from accel_kernels.gemm.hopper.tiles import TURNS, WIDE, HopperTile, by_size, fitting
-from accel_kernels.op import multiprocessors
+from accel_kernels.gemm.fp8_linear import in_passes
+from accel_kernels.gemm.int8_linear_triton import chosen
 from accel_kernels.warmup import warmup
 
 from accel.bench.machine import commit, machine, now
 
 DEVICE, DTYPE, FP8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 ALGORITHMS, SECONDS, ROUNDS = 8, 3e-3, 4
-MORE = (WIDE._replace(group=8), TURNS._replace(group=8), TURNS._replace(group=32))
-FAST = (WIDE, TURNS)  # tiles of float8 in shorter sums
 GELU, TANH, SILU = "gelu", "gelu_tanh", "silu"
 PRODUCTS = {  # rows, outputs, inputs, what follows
     "flux qkv": (4096, 9216, 3072, {"bias"}),
@@ -124,7 +122,7 @@ class Problem:
 
     def algorithms(self) -> dict[str, Callable[[], object]]:
         """cuBLASLt's, by name."""
-        cublaslt.CANDIDATES = ALGORITHMS
+        cublaslt.CANDIDATES = cublaslt.LARGE_CANDIDATES = ALGORITHMS
         product = cublaslt.Product(cublaslt.CublasLt(), self.rows, self.columns, self.k, DTYPE, bias=False)
         y = torch.empty(self.rows, self.columns, device=DEVICE, dtype=DTYPE)
 
@@ -133,10 +131,10 @@ class Problem:
 
         return {f"cuBLASLt {rank}": run(rank) for rank in range(len(product.algorithms))}
 
-    def tiles(self) -> list[HopperTile]:
-        promoted = self.kind == FP8
-        more = [tile for tile in MORE if not (promoted and tile.height * tile.columns > 64 * 128)]
-        return [*fitting(self.gate, promoted), *more]
+    @property
+    def own_tile(self):
+        """Of `int8_linear`, where hopper_gemm does not run in its place."""
+        return chosen(self.rows, self.n, self.k, self.gate, DEVICE)
 
 
 def exact(args: tuple, given: dict) -> tuple[torch.Tensor, float]:
@@ -186,18 +184,13 @@ def products(name: str) -> dict:
     args, given = problem.args, problem.given
     runs: Runs = {name: (run, None) for name, run in problem.algorithms().items()}
     plain, whole = exact(*problem.plain), exact(args, given)
-    for tile in problem.tiles():
-        runs[f"plain {tile.name}"] = partial(hopper_gemm.triton, *problem.plain[0], tile=tile), plain
-        runs[f"whole {tile.name}"] = partial(hopper_gemm.triton, *args, **given, tile=tile), whole
+    runs["plain"] = partial(hopper_gemm.triton, *problem.plain[0]), plain
+    runs["whole"] = partial(hopper_gemm.triton, *args, **given), whole
     runs["passes"] = partial(hopper_gemm.instead, *args, **given), (whole[0], 4 * whole[1])
-    if problem.gate and GELU in problem.after:
-        value, shift = torch.cat((given["up"], args[1])), torch.cat((given["up_bias"], args[2]))
-        runs["linear_geglu"] = partial(linear_geglu.triton, args[0], value, shift), whole
     found = measured(problem, runs)
-    steps = -(-problem.k // 64)
-    size = by_size(problem.rows, problem.columns, steps, problem.gate, False, multiprocessors(torch.device("cuda", 0)))
-    return {"by size": size.name, "TFLOP/s": found} | {
-        kind: best(found, kind) for kind in ("cuBLASLt", "plain", "whole")
+    rank, rate = best(found, "cuBLASLt")
+    return {"TFLOP/s": found, "best of cuBLASLt": rank} | {
+        f"{kind} of its": round(found[kind] / rate, 3) for kind in ("plain", "whole") if isinstance(found[kind], float)
     }
 
 
@@ -207,19 +200,16 @@ def in_eight_bits(name: str, kind: torch.dtype) -> dict:
     args, given = problem.args, problem.given
     right = exact(args, given)
     loose = right[0], 20 * right[1]
-    runs: Runs = {
-        f"whole {tile.name}": (partial(hopper_gemm.triton, *args, **given, tile=tile), right)
-        for tile in problem.tiles()
-    }
     if kind == FP8:
-        for tile in FAST:
-            runs[f"fast {tile.name}"] = partial(hopper_gemm.triton, *args, **given, tile=tile, fast=True), loose
+        runs: Runs = {"hopper_gemm, fast": (partial(hopper_gemm.triton, *args, **given, fast=True), loose)}
         for fast in (False, True):
-            runs["fp8_linear" + ", fast" * fast] = partial(fp8_linear.triton, *args, **given, fast=fast), loose
+            runs["fp8_linear" + ", fast" * fast] = partial(in_passes, *args, **given, fast=fast), loose
     else:
-        runs["int8_linear"] = partial(int8_linear.triton, *args, **given), loose
-    found = measured(problem, runs)
-    return {"TFLOP/s": found, "whole": best(found, "whole")}
+        runs = {
+            "hopper_gemm": (partial(hopper_gemm.triton, *args, **given), right),
+            "int8_linear, own tile": (partial(int8_linear.triton, *args, **given, shape=problem.own_tile), loose),
+        }
+    return {"TFLOP/s": measured(problem, runs)}
 
 
 def compile_all(names: list[str]) -> None:
@@ -230,17 +220,11 @@ def compile_all(names: list[str]) -> None:
         for name, kind in problems:
             problem = Problem(name, kind)
             args, given = problem.args, problem.given
-            for tile in problem.tiles():
-                hopper_gemm.triton(*args, **given, tile=tile)
-                if kind is None:
-                    hopper_gemm.triton(*problem.plain[0], tile=tile)
-            if kind is None and problem.gate and GELU in problem.after:
-                linear_geglu.triton(args[0], problem.both, rand(problem.columns))
+            hopper_gemm.triton(*args, **given, fast=kind == FP8)
+            if kind is None:
+                hopper_gemm.triton(*problem.plain[0])
             elif kind == torch.int8:
-                int8_linear.triton(*args, **given)
-            elif kind == FP8:
-                for tile in FAST:
-                    hopper_gemm.triton(*args, **given, tile=tile, fast=True)
+                int8_linear.triton(*args, **given, shape=problem.own_tile)
 
 
 def main(path: Path, only: str) -> None:
@@ -248,7 +232,7 @@ def main(path: Path, only: str) -> None:
     names = [name for name in PRODUCTS if only in name]
     compile_all(names)
     result: dict = {"case": "hopper-gemm", "date": now(), "commit": commit(), "machine": machine(DEVICE)}
-    result |= {"unit": "TFLOP/s", "tile": " ".join(HopperTile._fields)}
+    result["unit"] = "TFLOP/s"
     result["compiled_s"] = round(time.perf_counter() - start, 1)
     result["products"], result["eight bits"] = {}, {}
     for name in names:

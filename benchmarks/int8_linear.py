@@ -1,10 +1,10 @@
 """Products of many rows in 8 bits, for the five products of a Llama-3.1-8B shape, against bf16.
 
-python benchmarks/int8_linear.py OUT.json [--wgmma] [--toy]: microseconds, and tera-operations a second of the products
+python benchmarks/int8_linear.py OUT.json [--toy]: microseconds, and tera-operations a second of the products
 alone, by shape and rows: bf16 (cuBLAS and what follows it), torch._int_mm, the same with a pass for what follows,
 int8_linear in several tiles, float8 through torch._scaled_mm; then quantize_rows, outlier columns, and the sum over the
-layers of one prefill. A tile is timed only when its result is right. --wgmma: int8_wgmma as well, which no interpreter
-can run. --toy: tiny shapes on a CPU, in Triton's interpreter.
+layers of one prefill. A tile is timed only when its result is right. --toy: tiny shapes on a CPU, in Triton's
+interpreter.
 """
 
 import json
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-TOY, WGMMA = "--toy" in sys.argv, "--wgmma" in sys.argv
+TOY = "--toy" in sys.argv
 if TOY:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from accel_kernels import Norm, Quantized, fp8_linear, int8_linear, quantize_rows  # noqa: E402
+from accel_kernels import Norm, Quantized, fp8_linear, hopper_gemm, int8_linear, quantize_rows  # noqa: E402
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes  # noqa: E402
 from accel_kernels.gemm.int8_linear import in_passes, integer_product  # noqa: E402
-from accel_kernels.gemm.int8_linear_triton import Shape, chosen  # noqa: E402
+from accel_kernels.gemm.int8_linear_triton import Shape  # noqa: E402
 from accel_kernels.warmup import warmup  # noqa: E402
 
 from accel.bench.machine import commit, machine, now  # noqa: E402
@@ -50,11 +50,6 @@ GATED = [
     Shape(128, 128, 128, 8, 3), Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 8, 4, 16),
     Shape(256, 64, 128, 8, 4), Shape(128, 64, 128, 4, 3), Shape(64, 64, 128, 4, 4),
 ]  # fmt: skip
-BY_HAND = [  # of int8_wgmma
-    Shape(128, 256, 128, 8, 4), Shape(128, 256, 128, 8, 3), Shape(128, 256, 128, 8, 4, 16), Shape(128, 256, 64, 8, 7),
-    Shape(128, 128, 128, 8, 4), Shape(64, 256, 128, 4, 4),
-]  # fmt: skip
-BY_HAND_GATED = [Shape(128, 128, 128, 8, 4), Shape(128, 128, 128, 8, 3), Shape(128, 128, 128, 8, 4, 16)]
 if TOY:
     PLAIN, GATED = [Shape(32, 64, 64, 4, 2), Shape(16, 32, 32, 4, 2)], [Shape(32, 32, 64, 4, 2)]
 
@@ -112,12 +107,7 @@ class Product:
             [rand(self.n, self.k, spread=self.k**-0.5) for _ in range(count)] for _ in range(1 if name == "head" else 3)
         ]
         self.int8, self.fp8 = ([[by_row(w, dtype) for w in one] for one in self.sets] for dtype in (torch.int8, FP8))
-        tiles, by_hand = (GATED, BY_HAND_GATED) if self.gate else (PLAIN, BY_HAND)
-        self.tiles = [("", int8_linear.triton, shape) for shape in tiles]
-        if WGMMA:
-            from accel_kernels.gemm.int8_wgmma_triton import int8_wgmma
-
-            self.tiles += [("wgmma ", int8_wgmma, shape) for shape in by_hand]
+        self.tiles = GATED if self.gate else PLAIN
 
     def caller(self, op, x, rows: int, **more):
         """The product of x and one set of weights, by this function."""
@@ -128,10 +118,6 @@ class Product:
             return op(x, weights[0], residual=residual, **gate, **more)
 
         return call
-
-    def chosen(self, rows: int) -> tuple:
-        """Function and tile as chosen by size."""
-        return chosen(rows, self.n, self.k, self.gate, self.residual, False, DEVICE)
 
     def operations(self, rows: int) -> int:
         return 2 * rows * self.n * self.k * (2 if self.gate else 1)
@@ -157,10 +143,12 @@ def measured(product: Product, rows: int) -> dict:
     }
     torch.manual_seed(rows + 1)
     right, tiles = product.caller(in_passes, q, rows)(product.int8[0]), {}
-    for kind, op, shape in product.tiles:
-        key = kind + " ".join(map(str, shape))
+    calls = {" ".join(map(str, shape)): partial(int8_linear.triton, shape=shape) for shape in product.tiles}
+    if hopper_gemm.supports(q, product.int8[0][0]) is None:
+        calls["hopper_gemm"] = hopper_gemm.triton
+    for key, op in calls.items():
         torch.manual_seed(rows + 1)  # the same residual
-        call = product.caller(op, q, rows, shape=shape)
+        call = product.caller(op, q, rows)
         try:
             found = call(product.int8[0])
         except Exception as reason:
@@ -178,13 +166,11 @@ def measured(product: Product, rows: int) -> dict:
         for fast in (False, True):
             key = "fp8_linear, fast" if fast else "fp8_linear"
             us[key] = microseconds(product.caller(fp8_linear.triton, q8, rows, fast=fast), product.fp8)
-    op, shape = product.chosen(rows)
     rates = {
         key: round(product.operations(rows) / value / 1e6, 1) for key, value in us.items() if key != "quantize_rows"
     }
     return {
         "us": us, "TOP/s": rates, "tiles_us": tiles, "tile": min(times, key=times.get, default=None),
-        "tile_by_size": f"{op.__name__} " + " ".join(map(str, shape)),
     }  # fmt: skip
 
 
@@ -228,9 +214,10 @@ def main(path: Path) -> None:
     with warmup():  # compiled at once, in threads
         for product in products:
             x = quantize_rows(rand(ROWS[0], product.k))
-            by_size = [("", *product.chosen(rows)) for rows in ROWS]
-            for _, op, shape in product.tiles + by_size:
-                product.caller(op, x, ROWS[0], shape=shape)(product.int8[0])
+            for shape in product.tiles:
+                product.caller(int8_linear.triton, x, ROWS[0], shape=shape)(product.int8[0])
+            for rows in ROWS:  # those chosen by size
+                product.caller(int8_linear.triton, quantize_rows(rand(rows, product.k)), rows)(product.int8[0])
             product.caller(in_passes, x, ROWS[0])(product.int8[0])
     result = {"case": "int8-linear", "date": now(), "commit": commit(), "machine": machine(DEVICE)}
     result |= {

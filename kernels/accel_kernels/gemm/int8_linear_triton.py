@@ -22,8 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
-from accel_kernels.op import capability, launcher, multiprocessors, shared_memory
+from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch
 
 
@@ -38,7 +39,6 @@ class Shape(NamedTuple):
     group: int = 8  # rows of tiles that walk along the columns together
 
 
-BY_HAND = "accel_kernels.gemm.int8_wgmma_triton:int8_wgmma"
 LONG = 8192  # inputs from which on loading and multiplying outweigh all that follows them
 OUTLIERS = tl.constexpr(16)  # outlier columns to a step, the least that tensor cores take
 
@@ -158,16 +158,18 @@ def after_product_kernel(
 
 
 def int8_linear(x, weight, bias=None, *, shape=None, **after):
-    """Same arguments and result as the reference; K a multiple of 16. shape: a Shape, else tile and kernel are chosen
-    by size.
+    """Same arguments and result as the reference; K a multiple of 16. shape: a Shape for the tiles of this file, else
+    tile and kernel are chosen by size.
     """
     n, depth = weight.data.shape
-    epilogue, run = Epilogue(bias, **after), by_tiles
+    epilogue = Epilogue(bias, **after)
     if shape is None:
-        gate, residual = epilogue.up is not None, epilogue.residual is not None
-        sizes = (x.data.numel() // depth, n, depth, gate, residual, x.outliers is not None)
-        run, shape = chosen(*sizes, x.data.device)
-    return run(x, weight, epilogue, shape)
+        gate, device = epilogue.up is not None, x.data.device
+        sizes = x.data.numel() // depth, n, depth, gate
+        if specialized(*sizes, multiprocessors(device)) and hopper_gemm.supports(x, weight, bias, **after) is None:
+            return hopper_gemm.triton(x, weight, bias, **after)
+        shape = chosen(*sizes, device)
+    return by_tiles(x, weight, epilogue, shape)
 
 
 def by_tiles(x, weight, epilogue, shape):
@@ -225,36 +227,26 @@ def stage_bytes(shape: Shape, gate: bool) -> int:
     return shape.depth * (shape.rows + shape.columns * (2 if gate else 1))
 
 
-def choice(
-    rows: int, n: int, depth: int, gate: bool, residual: bool, hopper: bool, processors: int, memory: int
-) -> tuple[bool, Shape]:
-    """Whether the product by hand (see `int8_wgmma`) is the faster one, and the tile.
+def specialized(rows: int, n: int, depth: int, gate: bool, processors: int) -> bool:
+    """Whether `hopper_gemm` is the faster one, where it can run: its tiles are large (nvidia-h200-hopper-gemm.json)."""
+    tiles = -(-rows // 128) * -(-n * (2 if gate else 1) // 128)
+    return tiles > processors or (depth >= LONG and 2 * tiles > processors)
 
-    hopper: whether it may be. processors, memory: multiprocessors, and bytes of shared memory to a program. Measured
-    on an H200 with the shapes of Llama-3.1-8B, 128 to 8192 rows, see benchmarks/int8_linear.py.
+
+def chosen(rows: int, n: int, depth: int, gate: bool, device: torch.device) -> Shape:
+    """The tile for a product of these sizes, measured on an H200 with the shapes of Llama-3.1-8B, 128 to 8192 rows, see
+    benchmarks/int8_linear.py.
     """
-    tiles = -(-rows // 128) * -(-n // 128)  # of the usual size
-    by_hand = False
+    if interpreted():
+        return Shape(32, 32, 128, 4, 2)
+    tiles, processors = -(-rows // 128) * -(-n // 128), multiprocessors(device)
     if 2 * tiles <= processors:
         shape = Shape(64, 64, 128, 4, 4)
     elif gate:
-        by_hand, shape = hopper, Shape(128, 128, 128, 8, 4, 16) if hopper else Shape(128, 64, 128, 4, 3)
+        shape = Shape(128, 64, 128, 4, 3)
     elif tiles <= processors:
-        by_hand = hopper and depth >= LONG
-        shape = Shape(128, 128, 128, 8, 4) if by_hand else Shape(64, 128, 128, 4, 4)
+        shape = Shape(64, 128, 128, 4, 4)
     else:
-        # A residual is read while nothing is multiplied: two small programs take turns better, but for a long sum.
-        by_hand = hopper and not (residual and depth < LONG)
-        shape = Shape(128, 256, 128, 8, 4, 16) if by_hand else Shape(128, 128, 128, 4, 3)
-    most = (memory - 32 * 1024) // stage_bytes(shape, gate)
-    return by_hand, shape._replace(stages=max(2, min(shape.stages, most)))
-
-
-def chosen(rows: int, n: int, depth: int, gate: bool, residual: bool, outliers: bool, device: torch.device):
-    """The function and the tile for a product of these sizes; with outlier columns never the product by hand."""
-    if interpreted():
-        return by_tiles, Shape(32, 32, 128, 4, 2)
-    hopper = device.type == "cuda" and capability(device) == (9, 0) and not outliers
-    sizes = (rows, n, depth, gate, residual, hopper, multiprocessors(device), shared_memory(device))
-    by_hand, shape = choice(*sizes)
-    return (launcher(BY_HAND) if by_hand else by_tiles), shape
+        shape = Shape(128, 128, 128, 4, 3)
+    most = (shared_memory(device) - 32 * 1024) // stage_bytes(shape, gate)
+    return shape._replace(stages=max(2, min(shape.stages, most)))

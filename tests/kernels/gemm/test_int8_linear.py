@@ -158,14 +158,11 @@ def test_float8_through_torchs_scaled_product(case):
 COMPILE = """
 import torch
 from accel_kernels import Quantized, int8_linear, quantize_rows
-from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.int8_linear_triton import Shape
-from accel_kernels.gemm.int8_wgmma_triton import int8_wgmma
 from support.kernels.absent_gpu import GPU, absent_gpu
 
 SHAPE = Shape(128, 256, 128, 8, 3)
 GATED = SHAPE._replace(columns=128)
-BY_HAND = SHAPE._replace(stages=4)
 with absent_gpu(90) as launches:
     x = torch.randn(2048, 4096).bfloat16()
     rows, residual = quantize_rows.reference(x), torch.randn(2048, 4096).bfloat16()
@@ -175,9 +172,9 @@ with absent_gpu(90) as launches:
     int8_linear.triton(quantize_rows.reference(x, outliers=6.0), weight, residual=residual, shape=SHAPE)
     int8_linear.triton(rows, weight, shape=GATED, **gate)
     quantize_rows.triton(x, dtype=torch.float8_e4m3fn)
-    int8_wgmma(rows, weight, Epilogue(residual=residual), BY_HAND)
-    int8_wgmma(rows, weight, Epilogue(**gate), BY_HAND._replace(columns=128))
-waits = iter((1, 2))  # products that are not waited for
+    int8_linear.triton(rows, weight, residual=residual)
+    int8_linear.triton(rows, weight, **gate)
+assert [launch.name for launch in launches[-2:]] == ["hopper_gemm_kernel"] * 2
 for launch in launches:
     compiled = launch.compiled()
     ptx = compiled.asm["ptx"]
@@ -188,13 +185,13 @@ for launch in launches:
         assert ".s32.s8.s8" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     if launch.name == "int8_linear_kernel":
         assert "mma.sync" not in ptx
-    if launch.name == "int8_wgmma_kernel":
-        assert f"wgmma.wait_group.sync.aligned {next(waits)};" in ptx
+    if launch.name == "hopper_gemm_kernel":
+        assert "wgmma.wait_group.sync.aligned 1;" in ptx
 print("wgmma")
 """
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of compiling; make test-all runs it")
 def test_hopper_multiplies_bytes_in_its_own_tensor_cores(tmp_path):
-    """In the kernel that Triton pipelines, with and without a gate, and in the one written out by hand."""
+    """In the kernel that Triton pipelines, with and without a gate, and in that of specialized warps."""
     assert in_a_process(COMPILE, tmp_path).strip() == "wgmma"

@@ -48,26 +48,6 @@ def placed(y):
 
 
 @gluon.jit
-def offsets(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Of the elements of a piece of sums in memory, which lies there by itself."""
-    PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    m_idx = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, PLACED))
-    n_idx = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, PLACED))
-    return gl.expand_dims(m_idx * WIDTH, 1) + gl.expand_dims(n_idx, 0)
-
-
-@gluon.jit
-def sum_of_parts(ptr, y, parts, PIECES: gl.constexpr):
-    """A piece's sums of all parts of K, in order, as `placed`; y: one of them. PIECES: to a part, in memory."""
-    PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, y.shape[1], 16])
-    total = gl.zeros([y.shape[0], y.shape[1]], y.dtype, PLACED)
-    place = ptr + offsets(y.shape[0], y.shape[1])
-    for part in range(parts):
-        total += gl.load(place + part * (PIECES * y.shape[0] * y.shape[1]), cache_modifier=".cg")
-    return total
-
-
-@gluon.jit
 def _by_column(ptr, n_idx, n):
     return gl.expand_dims(gl.load(ptr + n_idx, mask=n_idx < n, other=0.0).to(gl.float32), 0)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.gemm.epilogue import Epilogue, by_part
-from accel_kernels.gemm.fp8_linear import fp8_linear
+from accel_kernels.gemm.fp8_linear import FP8, fp8_linear
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.int8_linear import MOST_COLUMNS, int8_linear
 from accel_kernels.gemm.quantize_rows import QuantizedRows
@@ -21,7 +21,7 @@ from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.op import Case, Op, capability, dtype_reason
 from accel_kernels.product_cases import product_case
 
-EIGHT_BITS = {torch.int8: int8_linear, torch.float8_e4m3fn: fp8_linear}
+EIGHT_BITS = {torch.int8: int8_linear, FP8: fp8_linear}
 HOPPER = (9, 0)
 ALIGNED = 16  # bytes, of a tensor map's base and rows
 
@@ -31,7 +31,8 @@ def reference(x, weight, bias=None, *, rounded=False, fast=False, **after):
 
     Returns (..., N) of x.dtype. bias, after: the fields of `Epilogue`, `up` of the kind of the weight. What only the
     kernel asks: rounded, whether to round to x.dtype after the product, activation, gate, scale and modulation too, as
-    separate passes do; fast, whether float8 is summed in the tensor cores' own, shorter accumulators throughout.
+    separate passes do; fast, whether float8 may be summed in the tensor cores' own, shorter accumulators, the only way
+    it has.
     """
     if isinstance(x, QuantizedRows):
         return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)
@@ -70,7 +71,8 @@ def supports(x, weight, bias=None, *, rounded=False, fast=False, **after) -> str
         if not _mapped(tensor):
             return f"{name}: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if isinstance(x, QuantizedRows):
-        reason = _scales_reason(x, list(epilogue.weights(weight)))
+        exact = "float8 in full sums, which `fp8_linear` has" if not fast and numbers.dtype == FP8 else None
+        reason = exact or _scales_reason(x, list(epilogue.weights(weight)))
     else:
         reason = None if x.dtype in (torch.float16, torch.bfloat16) else f"dtype {x.dtype} is not float16 or bfloat16"
     return reason or _epilogue_reason(numbers, x.dtype, weights[0].shape[0], epilogue)
@@ -142,7 +144,6 @@ CASES = (
     _case("llama-down", 2048, 14336, n=4096, residual=True),
     _case("int8-gate-up", 2048, 4096, n=14336, kind=torch.int8, gate=True, activation="silu"),
     _case("int8-down", 2048, 14336, n=4096, kind=torch.int8, residual=True),
-    _case("fp8-up", 1, 4096, 3072, n=12288, kind=torch.float8_e4m3fn, bias=True, activation="gelu_tanh"),
 )
 
 hopper_gemm = Op(

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.int8_wgmma_triton import all_threads, start_load
+from accel_kernels.gemm.gluon_names_triton import all_threads, start_load
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
