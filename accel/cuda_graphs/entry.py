@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.host_copies import HostCopies
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
 
@@ -58,13 +59,14 @@ class Inputs:
 
 
 class Captured(NamedTuple):
-    """A graph, what it reads, and the leaves that it writes, of outputs of this structure."""
+    """A graph, what it reads, and the leaves that it writes, of outputs of this structure. copies: read by it too."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
     inputs: Inputs
     outputs: list
     spec: pytree.TreeSpec
+    copies: HostCopies
 
     @property
     def outputs_mb(self) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
-from accel_kernels.capture import capture
 from accel_kernels.trials import Trials
 from accel_kernels.warmup import warmup
 from torch import nn
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.host_copies import captured
 from accel.cuda_graphs.pool import GraphPool
 from accel.errors import reason_of, told
 from accel.patching.ledger import Ledger
@@ -281,11 +281,10 @@ class GraphRunner:
             self.pool.clear()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph, self.pool.handle(device)):
-            outputs, structure = pytree.tree_flatten(run())
+        graph, made, copies = captured(run, self.pool.handle(device))
+        outputs, structure = pytree.tree_flatten(made)
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
-        entry.graph = Captured(graph, device, inputs, outputs, structure)
+        entry.graph = Captured(graph, device, inputs, outputs, structure, copies)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
         entry.graph_ms = min(_milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
         if entry.memory_mb > self.pool.limit_mb(device):
@@ -298,18 +297,18 @@ class GraphRunner:
             self.pool.bound_outputs(self.entries.values(), entry, device)
 
     def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None) -> Any:
-        captured = entry.graph
-        assert captured is not None
+        held = entry.graph
+        assert held is not None
         self.replays += 1
         entry.used = self.replays
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
-            captured.inputs.fill(leaves, constant)
-            captured.graph.replay()
-            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in captured.outputs]
+            held.inputs.fill(leaves, constant)
+            held.graph.replay()
+            outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in held.outputs]
             done.record(stream)
-        return pytree.tree_unflatten(outputs, captured.spec)
+        return pytree.tree_unflatten(outputs, held.spec)
 
     def _awaited(self, entry: Entry) -> str:
         if self._unsettled(entry):

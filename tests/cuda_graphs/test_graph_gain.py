@@ -8,6 +8,7 @@ import torch
 from accel_kernels.trials import put_off
 from torch import nn
 
+from accel.cuda_graphs import host_copies
 from accel.cuda_graphs import runner as graphs
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
 from accel.patching.ledger import Ledger
@@ -36,7 +37,7 @@ def runner_of(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(graphs, "capture", lambda graph, pool: contextlib.nullcontext())
+    monkeypatch.setattr(host_copies, "capture", lambda graph, pool: contextlib.nullcontext())
     monkeypatch.setattr(GraphPool, "handle", lambda self, device: None)
     monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
     monkeypatch.setattr(GraphRunner, "_replay", lambda self, entry, *rest: "graph")
@@ -84,7 +85,7 @@ def test_without_another_way_it_has_to_gain_over_itself(runner_of):
 
 def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
     runner, call = runner_of(eager=(300.0, 20.0))
-    monkeypatch.setattr(graphs, "capture", lambda graph, pool: pytest.fail("captured"))
+    monkeypatch.setattr(host_copies, "capture", lambda graph, pool: pytest.fail("captured"))
     assert [call() for _ in range(3)] == ["eager", "plain", "plain"]
     assert "20.00 ms to launch 300.00 ms" in runner.rows()[0]["reason"]
 
@@ -101,6 +102,45 @@ def test_what_fills_a_list_that_it_is_given_is_not_captured(runner_of, fills):
     outputs = [runner(eager, (torch.zeros(2), [torch.zeros(2)]), {}) for _ in range(3)]
     assert outputs == (["eager"] * 3 if fills else ["eager", "graph", "graph"])
     assert ("writes into a list" in runner.rows()[0]["reason"]) is fills
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tables_of_the_cpu_are_copied_once(runner_of, monkeypatch, same):
+    """A capture that fails over a copy from the CPU is made anew, with the numbers that are on the device already."""
+    runner, _ = runner_of(keep=True, graph=(35.7, 0.1))
+    captures, tables, meta = [], iter(range(1, 9)), torch.device("meta")
+
+    @contextlib.contextmanager
+    def capture(graph, pool):
+        captures.append(graph)
+        yield
+        if len(captures) == 1:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+
+    monkeypatch.setattr(host_copies, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+
+    def eager(x):
+        return torch.full((2,), 0.5 if same else float(next(tables))).to(meta)
+
+    for _ in range(2):
+        runner(eager, (torch.zeros(2),), {})
+    (row,), (entry,) = runner.rows(), runner.entries.values()
+    assert len(captures) == 2 and row["status"] == ("graph" if same else "eager")
+    if same:
+        assert entry.graph.graph is captures[1]
+        assert [one.host.tolist() for one in entry.graph.copies.found] == [[0.5, 0.5]]
+    else:
+        assert "numbers of the CPU" in row["reason"]
+
+
+def test_a_capture_that_fails_over_something_else_says_so(runner_of, monkeypatch):
+    runner, _ = runner_of(keep=True, graph=(35.7, 0.1))
+    monkeypatch.setattr(host_copies, "capture", lambda graph, pool: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    for _ in range(2):
+        runner(lambda x: x, (torch.zeros(2),), {})
+    assert runner.rows()[0]["reason"] == "capture failed: ZeroDivisionError: division by zero"
 
 
 def test_asked_for_it_is_kept_anyway(runner_of):

@@ -27,7 +27,9 @@ def pool(monkeypatch):
 def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
     whole = torch.empty(int(mb * MB))
     outputs = [whole, whole.view(-1, 1), None]  # one memory counts once
-    return Entry(graph=Captured(None, device, None, outputs, pytree.tree_structure(outputs)), used=used, memory_mb=mb)
+    return Entry(
+        graph=Captured(None, device, None, outputs, pytree.tree_structure(outputs), None), used=used, memory_mb=mb
+    )
 
 
 def test_those_used_the_longest_ago_are_dropped(pool):

@@ -65,7 +65,7 @@ def test_a_capture_that_fails_falls_back_for_that_call(pair, tiny, monkeypatch):
             yield
 
     accel.optimize(model, graphs=True)
-    monkeypatch.setattr("accel.cuda_graphs.runner.capture", reading)
+    monkeypatch.setattr("accel.cuda_graphs.host_copies.capture", reading)
     for _ in range(3):
         got = run(model, inputs)
     monkeypatch.undo()

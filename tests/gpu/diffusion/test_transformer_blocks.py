@@ -63,6 +63,7 @@ def test_blocks_are_as_near_to_full_precision_as_stock(name):
         assert report.fallbacks == [], report.fallbacks
         forwards = [vars(module)["forward"] for module in fast_forwards(ours)]
         blocks = [forward for forward in forwards if isinstance(forward, BlockForward)]
+        assert all(row["status"] == "graph" or "gains nothing" in row["reason"] for row in report.graphs), report.graphs
         plans = [plan for block in blocks for plan in (block.known or {}).values()]
         assert plans and all(plan.compared and plan.executable is not None for plan in plans)
         del ours, stock
