@@ -62,11 +62,14 @@ class HostCopies:
             raise RuntimeError(CHANGES)
 
 
-def captured(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
-    """A graph of run(), what run() gave in it, and the copies it reads, which are looked for where it fails without."""
+def captured(run: Callable[[], Any], pool: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
+    """A graph of run(), what run() gave in it, and the copies it reads, which are looked for where it fails without.
+
+    pool(): whose memory it takes, asked for each time: a pool whose only graph has failed must not be used again.
+    """
     graph, copies = torch.cuda.CUDAGraph(), HostCopies()
     try:
-        with capture(graph, pool):
+        with capture(graph, pool()):
             return graph, run(), copies
     except Exception as error:
         reason_of(error)
@@ -75,7 +78,7 @@ def captured(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
         if not copies.found:
             raise
     graph = torch.cuda.CUDAGraph()
-    with capture(graph, pool), copies.replayed():
+    with capture(graph, pool()), copies.replayed():
         return graph, run(), copies
 
 

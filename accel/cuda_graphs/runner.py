@@ -8,6 +8,7 @@ What cannot be captured, or gains nothing, runs eagerly and says why.
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -281,7 +282,7 @@ class GraphRunner:
             self.pool.clear()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
-        graph, made, copies = captured(run, self.pool.handle(device))
+        graph, made, copies = captured(run, partial(self.pool.handle, device))
         outputs, structure = pytree.tree_flatten(made)
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph = Captured(graph, device, inputs, outputs, structure, copies)

@@ -108,16 +108,19 @@ def test_what_fills_a_list_that_it_is_given_is_not_captured(runner_of, fills):
 def test_tables_of_the_cpu_are_copied_once(runner_of, monkeypatch, same):
     """A capture that fails over a copy from the CPU is made anew, with the numbers that are on the device already."""
     runner, _ = runner_of(keep=True, graph=(35.7, 0.1))
-    captures, tables, meta = [], iter(range(1, 9)), torch.device("meta")
+    captures, tables, meta, pools = [], iter(range(1, 9)), torch.device("meta"), []
 
     @contextlib.contextmanager
     def capture(graph, pool):
         captures.append(graph)
+        pools.append(pool)
         yield
         if len(captures) == 1:
             raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
 
     monkeypatch.setattr(host_copies, "capture", capture)
+    handles = iter("ab")
+    monkeypatch.setattr(GraphPool, "handle", lambda self, device: next(handles))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
 
     def eager(x):
@@ -126,7 +129,7 @@ def test_tables_of_the_cpu_are_copied_once(runner_of, monkeypatch, same):
     for _ in range(2):
         runner(eager, (torch.zeros(2),), {})
     (row,), (entry,) = runner.rows(), runner.entries.values()
-    assert len(captures) == 2 and row["status"] == ("graph" if same else "eager")
+    assert pools == ["a", "b"] and row["status"] == ("graph" if same else "eager")
     if same:
         assert entry.graph.graph is captures[1]
         assert [one.host.tolist() for one in entry.graph.copies.found] == [[0.5, 0.5]]
