@@ -26,8 +26,9 @@ BAR = 0.8  # of the height of a case, shared by its bars
 
 def load(folder: Path) -> list[dict]:
     """The results of real cases on a GPU, in the order of ORDER, new cases last; of plain weights alone."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = [one for one in results if _one_pass(one) and one["machine"]["gpu"] and not one.get("weights")]
+    found = [(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    results = [one for stem, one in found if _one_pass(one) and stem.endswith(f"-{one['case']}")]  # not earlier ones
+    results = [one for one in results if one["machine"]["gpu"] and not one.get("weights")]
     rank = {name: number for number, name in enumerate(ORDER)}
     return sorted(results, key=lambda result: (result["machine"]["gpu"], rank.get(result["case"], len(rank))))
 
@@ -57,7 +58,7 @@ def draw(results: list[dict], gpu: str, axes) -> None:
     axes.set_xticks([])
     axes.tick_params(left=False)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"Time of one forward pass, shorter is better ({gpu})", loc="left", fontsize=12)
+    axes.set_title(f"One pass, shorter is better ({gpu})", loc="left", fontsize=12)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in VARIANTS.values()]
     names = [name for _, name in VARIANTS.values()]
     axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.45, -0.01), ncols=3, frameon=False, fontsize=10)
