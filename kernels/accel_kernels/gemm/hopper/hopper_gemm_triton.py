@@ -8,8 +8,8 @@ A tile is written in pieces of 64 columns, through shared memory. With a gate a 
 of the other, side by side, so that one instruction multiplies both and a thread has what belongs together.
 
 Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0. SDXL's GEGLU, 2048
-rows, takes 87 us, by `linear_geglu_triton` 101; gate and up of Llama-3.1-8B in int8, 2048 rows, take 324 us, by
-`int8_linear_triton` 366 (H200, nvidia-h200-hopper-gemm.json).
+rows, takes 87 us, by `linear_geglu_triton` 101; gate and up of Llama-3.1-8B in int8, 2048 rows, take 312 us, by
+`int8_linear_triton` 406 (H200, nvidia-h200-hopper-gemm.json, nvidia-h200-hopper-gemm-tiles.json).
 """
 
 import torch
