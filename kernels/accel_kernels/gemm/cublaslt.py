@@ -6,7 +6,6 @@ bias can cost half as much as the product itself. NVIDIA, cuBLAS documentation, 
 
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from math import prod
 
 import torch
 
@@ -16,10 +15,7 @@ TRANSPOSE_A, EPILOGUE, BIAS_POINTER, BIAS_TYPE = 3, 7, 8, 26
 EPILOGUE_BIAS, EPILOGUE_GELU = 4, 32  # GELU by the tanh formula; both where both are set
 MAX_WORKSPACE_BYTES = 1
 WORKSPACE = 32 * 2**20
-# Of algorithms that are timed. Of the later ones none was the fastest of a product of SD1.5 by more than the noise; of
-# products of more than LARGE multiplications one often was, by 2 to 18 % (H200, nvidia-h200-hopper-gemm.json).
-CANDIDATES, LARGE_CANDIDATES = 4, 8
-LARGE = 10**10
+CANDIDATES = 4  # later ones were the fastest of no product of SD1.5 by more than the noise (H200)
 
 
 class Algorithm(ctypes.Structure):
@@ -92,14 +88,13 @@ class Product:
         return layout
 
     def _algorithms(self) -> list[Algorithm]:
-        count = LARGE_CANDIDATES if prod(self.shape) > LARGE else CANDIDATES
-        preference, found, results = c_void_p(), c_int(), (Algorithm * count)()
+        preference, found, results = c_void_p(), c_int(), (Algorithm * CANDIDATES)()
         self.lt._call("MatmulPreferenceCreate", byref(preference))
         limit = c_uint64(WORKSPACE)
         self.lt._call("MatmulPreferenceSetAttribute", preference, MAX_WORKSPACE_BYTES, byref(limit), c_size_t(8))
         layouts = (self.weight, self.input, self.output, self.output)
         self.lt._call(
-            "MatmulAlgoGetHeuristic", self.lt.handle, self.description, *layouts, preference, count, results,
+            "MatmulAlgoGetHeuristic", self.lt.handle, self.description, *layouts, preference, CANDIDATES, results,
             byref(found),
         )  # fmt: skip
         self.lt._call("MatmulPreferenceDestroy", preference)
