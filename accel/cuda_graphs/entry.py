@@ -127,6 +127,8 @@ def switches() -> tuple:
     return (
         products_in_tf32(),
         convolutions_in_tf32(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -112,12 +112,13 @@ class _Through(TorchDispatchMode):
 
 
 class _Makers(TorchFunctionMode):
-    """Tensors made from Python's numbers on another device are made on the CPU, and copied."""
+    """Tensors made on another device from numbers of Python or of the CPU are made on the CPU, and copied."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if func in MAKERS and device is not None and torch.device(device).type != "cpu":
-            if not isinstance(args[0] if args else kwargs.get("data"), torch.Tensor):
+            given = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+            if not isinstance(given, torch.Tensor) or given.device.type == "cpu":
                 return func(*args, **kwargs | {"device": "cpu"}).to(device)
         return func(*args, **kwargs)

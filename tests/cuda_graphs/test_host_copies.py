@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from accel.cuda_graphs.entry import switches
 from accel.cuda_graphs.host_copies import HostCopies
 
 META = torch.device("meta")  # stands for a GPU: a device that is not the CPU
@@ -85,3 +86,27 @@ def test_random_numbers_of_the_cpu_are_not_kept():
         torch.rand(4).to(META)
     with pytest.raises(RuntimeError, match="another call"), copies.replayed():
         torch.rand(4).to(META)
+
+
+def test_tensors_of_the_cpu_given_to_makers_are_noted_and_others_are_not():
+    copies = HostCopies()
+    with copies.noted():
+        torch.as_tensor(torch.ones(2), device=META)
+        torch.asarray(obj=[1.0, 2.0, 3.0], device="meta")
+        torch.asarray(obj=torch.empty(4, device=META), device=META)
+        torch.tensor(data=5, device=META)
+    assert [one.host.tolist() for one in copies.found] == [[1.0, 1.0], [1.0, 2.0, 3.0], 5]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_graph_is_for_one_precision_of_sums(kind):
+    """Products of the same shape take other kernels where the user has asked for full sums since."""
+    name = f"allow_{kind}_reduced_precision_reduction"
+    before, matmul = switches(), torch.backends.cuda.matmul
+    was = getattr(matmul, name)
+    try:
+        setattr(matmul, name, not was)
+        assert switches() != before
+    finally:
+        setattr(matmul, name, was)
+    assert switches() == before

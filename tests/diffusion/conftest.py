@@ -11,6 +11,14 @@ import accel
 from support.diffusion.tiny_models import UNETS
 
 
+def _as_a_user_loads(folder):
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 @pytest.fixture(params=UNETS)
 def family(request):
     """Every family of UNets in turn."""
@@ -24,12 +32,8 @@ def model_folder():
 
 @pytest.fixture(scope="session")
 def loaded(model_folder):
-    """As a user loads it; only to be copied."""
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(model_folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    """Only to be copied."""
+    return _as_a_user_loads(model_folder)
 
 
 @pytest.fixture
@@ -46,11 +50,7 @@ def transformer_folder():
 @pytest.fixture(scope="session")
 def loaded_transformer(transformer_folder):
     """The pipeline with a diffusion transformer; only to be copied."""
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(transformer_folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return _as_a_user_loads(transformer_folder)
 
 
 @pytest.fixture
