@@ -122,7 +122,7 @@ class Problem:
 
     def algorithms(self) -> dict[str, Callable[[], object]]:
         """cuBLASLt's, by name."""
-        cublaslt.CANDIDATES = cublaslt.LARGE_CANDIDATES = ALGORITHMS
+        cublaslt.CANDIDATES = ALGORITHMS
         product = cublaslt.Product(cublaslt.CublasLt(), self.rows, self.columns, self.k, DTYPE, bias=False)
         y = torch.empty(self.rows, self.columns, device=DEVICE, dtype=DTYPE)
 
