@@ -8,7 +8,7 @@ from torch import nn
 from accel.cuda_graphs.rule import match_graph
 from accel.diffusion.blocks.attention import match_attention
 from accel.diffusion.blocks.convolution import match_convolution
-from accel.diffusion.blocks.resampling import match_resample
+from accel.diffusion.blocks.resampling import match_resample, match_upsample_pair
 from accel.diffusion.blocks.resnet import match_resnet
 from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
 from accel.diffusion.blocks.up_block import match_up_block
@@ -70,6 +70,7 @@ FORWARDS = (
     Rule("attention", match_attention),
     Rule("diffusion transformer block", match_block),
     Rule("resampling", images(match_resample)),
+    Rule("resampling", images(match_upsample_pair)),
     Rule("convolution", images(match_convolution)),
     Rule("video convolution", images(match_video_convolution)),
     Rule("video norm", images(match_video_norm)),

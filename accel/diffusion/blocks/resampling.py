@@ -16,7 +16,7 @@ from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import holds, meta_weights, plain
+from accel.patching.structure import holds, meta_weights, plain, untouched
 
 # Torch's channels-last nearest kernel fails on larger outputs (pytorch issue 141831) and batches (diffusers issue 984).
 MOST_ELEMENTS, MOST_IMAGES = 2**31 - 1, 63
@@ -77,6 +77,48 @@ class DownsampleForward(FastForward):
             x = F.pad(x, (0, 1, 0, 1))
         y, bias = convolve(x, self.module.conv)
         return y if bias is None else keep_channel_stats(self.kernels.image_sum(nhwc(y), None, bias))
+
+
+class UpsamplePairForward(FastForward):
+    """(N, C, H, W) -> (N, C', 2 H, 2 W): an nn.Sequential of nearest neighbor, which may go through float32, and a
+    convolution.
+    """
+
+    def unfit(self, input: Any) -> str | None:
+        conv = self.module[1]
+        if type(input) is not torch.Tensor or input.dim() != 4 or input.numel() == 0:
+            return "input that is not a batch of images"
+        if input.dtype is not conv.weight.dtype:
+            return "input of another dtype than the weight"
+        return None if same_padded(conv) else "a convolution that is not 3x3 with zeros around"
+
+    def parts(self) -> Parts:
+        return Parts((self.module, self.module[0]), (self.module[1],))
+
+    def fast(self, input: torch.Tensor) -> torch.Tensor:
+        conv = self.module[1]
+        return self.kernels.upsample_convolve(nhwc(input), conv.weight, conv.bias)
+
+
+def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
+    """Upsampling by two, each pixel as it is, and a 3x3 convolution; the probe tells what a subclass of it does."""
+    m: Any = site.module
+    if type(m) is not nn.Sequential or len(m) != 2 or not isinstance(m[0], nn.Upsample):
+        return None
+    upsample, conv = m
+    doubles = upsample.size is None and upsample.scale_factor in (2.0, (2.0, 2.0))
+    if upsample.mode not in ("nearest", "nearest-exact") or not doubles:
+        return None
+    if plain(conv, nn.Conv2d) is not None or not same_padded(conv) or meta_weights(m):
+        return None
+    reason = untouched(upsample)
+    if reason is not None:
+        return Skip(reason)
+    candidate = UpsamplePairForward(m, site.path, context.kernels.plain(), context.ledger)
+    reason = context.probe.disagreement(m, candidate.fast, (example(m, 2, conv.in_channels, 6, 5),))
+    if reason is not None:
+        return Skip(reason)
+    return Match(UpsamplePairForward(m, site.path, context.kernels, context.ledger))
 
 
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
