@@ -28,7 +28,7 @@ from accel.llm.recording.record import LayerRecord
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.lm_head import OutputHead, match_head
+from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.patching.context import Context
@@ -135,6 +135,7 @@ def _bind(
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
+            runner.ranks = forward.ranks
             runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.relied_model, rows_of_kernels
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
@@ -196,6 +197,7 @@ RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),
     Rule("output head", match_head),
+    Rule("word embeddings", match_table),
     *MIXTURES,
     Rule("RMS norm", match_rms_norm),
     Rule("layer norm", match_layer_norm),
