@@ -1,6 +1,7 @@
 """Processes that share one model: started once for a test session, and given functions to run together."""
 
 import multiprocessing
+import os
 import queue
 import socket
 import traceback
@@ -21,6 +22,7 @@ def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=COLLECTIVE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
     while (task := tasks.get()) is not None:
