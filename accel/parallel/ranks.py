@@ -71,6 +71,11 @@ class Ranks:
             )
         return side_by_side.reshape(*part.shape[:-1], -1)
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' values, each in the place of this rank's."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so on any rank. Waits for all of them."""
         told = torch.tensor([flag], dtype=torch.int32, device=device)

@@ -9,6 +9,8 @@ from torch import nn
 
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import INPUTS, local, sharding
 from accel.patching.patch import Change
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
@@ -92,11 +94,16 @@ class Quantization:
         return False
 
     def _quantized(self, path: str, module: Dense) -> QuantizedLinear:
-        transposed, scheme = self.transposed(module), self.scheme_of(path)
-        weight = module.weight.t() if transposed else module.weight
-        quantized, note = self._rounded(path, weight, module.weight, scheme)
+        transposed, scheme, found = self.transposed(module), self.scheme_of(path), sharding(module)
+        stored = local(module.weight)
+        weight = stored.t() if transposed else stored
+        across = None if found is None or found.dim != INPUTS else found.ranks
+        quantized, note = self._rounded(path, weight, stored, scheme, across)
         self._tell(path, scheme, note)
-        return QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+        made = QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+        if found is not None:
+            found.install(made)
+        return made
 
     def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
         scheme, found, notes = replace(self.scheme, activations=None), {}, []
@@ -107,10 +114,15 @@ class Quantization:
         self._tell(path, scheme, *notes)
         return QuantizedExperts(stacks, found, scheme)
 
-    def _rounded(self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme) -> tuple[Quantized, str]:
-        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory."""
+    def _rounded(
+        self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None
+    ) -> tuple[Quantized, str]:
+        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory.
+
+        ranks: see `round_to_nearest`.
+        """
         try:
-            quantized = round_to_nearest(weight, scheme)
+            quantized = round_to_nearest(weight, scheme, ranks)
         except ValueError as error:
             raise Refused(f"weights={self.weights!r}: {path}: {error}") from None
         other, kept = self.tied.get(id(stored)), self.options.keep_original

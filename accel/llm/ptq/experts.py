@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
+from accel.parallel.sharded_layers import divided
 from accel.patching.structure import meta_weights, tampered
 from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
 from accel.quantization.linears import BASE, inside
@@ -60,6 +61,8 @@ def _refuses(path: str, module: nn.Module) -> str | None:
         return f"is {module.scheme} already"
     if path.rpartition(".")[2] == BASE:
         return ADAPTED
+    if any(map(divided, module._parameters.values())):
+        return "divided among ranks: its stacks keep their dtype"
     if reason := tampered(module):
         return reason
     held = [parameter for parameter in module._parameters.values() if parameter is not None]
