@@ -68,7 +68,7 @@ def sharding(module: nn.Module) -> Sharding | None:
     weight = module._parameters.get("weight")
     if how is None or (weight is not None and not _lies(weight, how[0])):
         return None
-    return Sharding(*how, Ranks(held["mesh"].get_group()), held["self"], held["mesh"])
+    return Sharding(*how, Ranks.of(held["mesh"].get_group()), held["self"], held["mesh"])
 
 
 def rests_without_gradients(module: nn.Module, forward: object) -> bool:
@@ -89,7 +89,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     meshes = [parameter.device_mesh for parameter in model.parameters() if divided(parameter)]  # type: ignore[attr-defined]
     meshes += [held["mesh"] for held in map(_closure, model.modules()) if held is not None]
     meshes += [held["ep_mesh"] for held in map(_dispatch, model.modules()) if held is not None]
-    return None if not meshes else Ranks(meshes[0].get_group(0))
+    return None if not meshes else Ranks.of(meshes[0].get_group(0))
 
 
 class ExpertSharding(NamedTuple):
@@ -112,7 +112,7 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     if held is not None and styles is not None:
         if type(held["self"]) is not styles.MoeExpertsParallel or held["mesh"].ndim != 1:
             return None
-        return ExpertSharding(0, Ranks(held["mesh"].get_group()), held["self"], held["mesh"])
+        return ExpertSharding(0, Ranks.of(held["mesh"].get_group()), held["self"], held["mesh"])
     held = _dispatch(module)
     if held is None or held["ep_mesh"].ndim != 1:
         return None
@@ -122,7 +122,7 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     way = getattr(way, "all_reduce", None) or way  # what it takes without gradients, where all ranks have one batch
     if not getattr(way, "needs_shared_batch", False) or not getattr(way, "shares_batch", False):
         return None
-    ranks = Ranks(held["ep_mesh"].get_group())
+    ranks = Ranks.of(held["ep_mesh"].get_group())
     return ExpertSharding(ranks.rank * way.num_local_experts, ranks)
 
 
