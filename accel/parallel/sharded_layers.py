@@ -142,10 +142,15 @@ def known(module: nn.Module) -> bool:
     return sharding(module) is not None or expert_sharding(module) is not None
 
 
+def by_transformers(forward: object) -> bool:
+    """Whether this forward is one of the closures by which transformers divides layers; they keep no state."""
+    return inspect.isfunction(forward) and forward.__module__.startswith("transformers.distributed.")
+
+
 def _dispatch(module: nn.Module) -> dict[str, Any] | None:
     """The same of the closure by which whole experts are divided, in 5.23."""
     forward = vars(module).get("forward")
-    if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.distributed."):
+    if not by_transformers(forward):
         return None
     held = dict(_cells(forward))
     fits = {"implementation", "module", "ep_mesh"} <= held.keys() and held["module"] is module

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from accel_kernels.op import FLOATS, launcher
 
-ONE_SHOT = 512 * 2**10  # bytes of a part up to which every rank reads all of them
+# Bytes of a part up to which every rank reads all of them: of two ranks each reads no more than it would in shares.
+ONE_SHOT, ONE_SHOT_OF_TWO = 512 * 2**10, 16 * 2**20
 TWO_SHOT = 32 * 2**20  # up to which torch's kernel adds shares; NCCL is as fast for more
 PIECE = 1024  # numbers to a program of the one-shot kernel, at the most
 LEAST = 2  # bytes of a number
@@ -32,8 +33,10 @@ class SymmetricMemory:
 
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         places = len(INSIDE) + len(OUTSIDE)
-        self.parts = symmetric.empty(places * ONE_SHOT, dtype=torch.uint8, device=device)
-        self.cells = symmetric.empty(ONE_SHOT // LEAST // PIECE * self.size, dtype=torch.int32, device=device).zero_()
+        self.one_shot = ONE_SHOT_OF_TWO if self.size == 2 else ONE_SHOT
+        self.parts = symmetric.empty(places * self.one_shot, dtype=torch.uint8, device=device)
+        pieces = self.one_shot // LEAST // PIECE
+        self.cells = symmetric.empty(pieces * self.size, dtype=torch.int32, device=device).zero_()
         self.shares = symmetric.empty(TWO_SHOT, dtype=torch.uint8, device=device)
         self.handles = [symmetric.rendezvous(one, group) for one in (self.parts, self.cells, self.shares)]
         addresses = [[handle.buffer_ptrs[rank] for rank in range(self.size)] for handle in self.handles[:2]]
@@ -71,8 +74,8 @@ class SymmetricMemory:
         size = part.numel() * part.element_size()
         if part.dtype not in FLOATS or not part.is_contiguous():
             return None
-        if size <= ONE_SHOT:
-            place = self._place() * ONE_SHOT // part.element_size()
+        if size <= self.one_shot:
+            place = self._place() * self.one_shot // part.element_size()
             residual = None if residual is None else residual.contiguous()
             kernel = launcher("accel_kernels.collective.symmetric_sum_triton:symmetric_sum")
             return kernel(part, bias, residual, float(scale), self.buffers, self.signals, place, self.rank)
