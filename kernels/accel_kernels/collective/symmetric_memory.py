@@ -42,6 +42,7 @@ class SymmetricMemory:
         addresses = [[handle.buffer_ptrs[rank] for rank in range(self.size)] for handle in self.handles[:2]]
         self.buffers, self.signals = (torch.tensor(one, dtype=torch.int64, device=device) for one in addresses)
         self.inside, self.turn = False, 0
+        self.nothing = torch.zeros(8, device=device)
         torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
         dist.barrier(group, device_ids=[device.index])
 
@@ -50,12 +51,14 @@ class SymmetricMemory:
         """Inside, sums take their places in an order that is the same in each forward.
 
         No two sums after another may use one place: a rank may write its next part while others still read the last.
-        Graphs remember places; so the first of every forward is one that no other sum of it takes.
+        Graphs remember places; so the first of every forward is one that no other sum of it takes, and there are two.
         """
         before = self.inside, self.turn
         self.inside, self.turn = True, 0
         try:
             yield
+            if self.turn == 1:
+                self.sum(self.nothing)
         finally:
             self.inside, self.turn = before
 
