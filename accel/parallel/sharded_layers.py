@@ -56,6 +56,14 @@ def divided(tensor: torch.Tensor | None) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def division(tensor: torch.Tensor | None) -> int | None:
+    """The dimension along which ranks have divided a tensor; None for one that each has whole."""
+    if tensor is None or not divided(tensor):
+        return None
+    dims = [one.dim % tensor.dim() for one in tensor.placements if hasattr(one, "dim")]  # type: ignore[attr-defined]
+    return dims[0] if dims else None
+
+
 def sharding(module: nn.Module) -> Sharding | None:
     """How transformers has divided this linear or embedding; None for any other, or a way that is not known.
 
@@ -104,6 +112,10 @@ class ExpertSharding(NamedTuple):
     ranks: Ranks
     style: Any = None
     mesh: Any = None
+
+    def install(self, module: nn.Module) -> None:
+        """As `Sharding.install`."""
+        self.style.install_forward(module, self.mesh)
 
 
 def expert_sharding(module: nn.Module) -> ExpertSharding | None:

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from accel_kernels.collective.symmetric_memory import INSIDE, OUTSIDE, PIECE, SymmetricMemory
+
 from support.kernels.compiler import in_a_process
 
 COUNT = (3, 700)  # in three pieces, the last of them short

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import accel
 from support.llm import families, ranks
@@ -17,7 +18,9 @@ TWO = (
 # Gathered and split again between two linears, as their plans ask for: those run as transformers has them.
 GATHERED = ("phi3", "olmo2", "gpt-oss")
 FOUR = ("llama-mha", "gpt-neox")
-SCHEMES = (("llama", "int8"), ("llama-biases", "int8-asym"), ("qwen3", "fp8"), ("llama", "int4-g32"))
+SCHEMES = (
+    ("llama", "int8"), ("llama-biases", "int8-asym"), ("qwen3", "fp8"), ("llama", "int4-g32"), ("mixtral", "int8"),
+)  # fmt: skip
 WIDE = {"hidden_size": 128, "intermediate_size": 128}  # groups of 32 columns fit into halves
 
 
@@ -75,7 +78,9 @@ def test_linears_that_are_gathered_are_called_as_transformers_has_them(name, ran
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(name, rank_pool, saved):
     model, folder, given = saved(name)
-    expect(rank_pool(4).run(ranks.write, folder, [call()], {}, {"tp_size": 4}, given), model.generate(**call()).tolist())
+    expect(
+        rank_pool(4).run(ranks.write, folder, [call()], {}, {"tp_size": 4}, given), model.generate(**call()).tolist()
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
@@ -96,4 +101,5 @@ def test_rounded_weights_are_those_of_one_process(name, scheme, rank_pool, saved
     tokens = one.generate(**call()).tolist()
     expect(found, tokens, stock)
     rounded = [row[0] for row in found[0]["sites"] if row[1] == "weights" and row[2] == "patched"]
-    assert len(rounded) == sum(isinstance(m, torch.nn.Linear) for m in model.modules()) - 1  # all but the head
+    matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
+    assert len(rounded) == matrices - 1  # all but the head
