@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 TIMEOUT = 30.0  # seconds after which a rank is thought to hang
-COLLECTIVE = timedelta(seconds=10)  # after which a collective without its partners fails
+# After which a collective without its partners fails; of GPUs, where the others may be compiling kernels, later.
+COLLECTIVE, COLLECTIVE_OF_GPUS = timedelta(seconds=10), timedelta(seconds=120)
 
 
 class RankFailed(AssertionError):
@@ -24,9 +25,11 @@ def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any, backend: s
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=COLLECTIVE)
+    limit = COLLECTIVE
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
+        limit = COLLECTIVE_OF_GPUS
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while (task := tasks.get()) is not None:
         number, function, args = task
         try:
