@@ -19,6 +19,7 @@ from accel.planning.choices_file import choices_file
 from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
 from accel.planning.plan import PLAN, Plan, create_context
+from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.report import Report
 from accel.verification.metrics import Quality
@@ -68,6 +69,8 @@ def optimize(
         value = getattr(chosen, name)
         if value is not None and not any(map(takes, parts.values())):
             raise ValueError(f"{name}={value!r}: for {kinds}; a {type(obj).__name__} holds none")
+    for name, part in parts.items():
+        agree_to_optimize(name, part, chosen)
     before: dict[str, Any] = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import reason_of
+from accel.parallel.sharded_layers import local
 from accel.patching.structure import own_classes
 
 # Containers every module has that no forward reads; leaving them out makes the check cheaper.
@@ -61,7 +62,8 @@ class Fingerprint:
                     self._watch(value.values() if isinstance(value, dict) else value)
                 else:
                     self._empty.append(value)
-            self._tensors += [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+            held = (t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None)
+            self._tensors += map(local, held)
         for base in dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in self._objects.values())):
             self._watch(vars(base).values())
         self._kinds = list(map(type, self._objects.values()))

@@ -22,6 +22,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import captured
 from accel.cuda_graphs.pool import GraphPool
 from accel.errors import reason_of, told
+from accel.parallel.ranks import Ranks
 from accel.patching.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
@@ -44,12 +45,14 @@ class GraphRunner:
     obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
     keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
     beside: an object whose `views()` are what else must not. kind: of the leaves of a call, what decides which kernels
-    there are to compile; all calls are of one kind without it.
+    there are to compile; all calls are of one kind without it. ranks: that compute each call together. Every call is
+    then run once on each, captured or not, and graphs are captured and dropped by all in the same call.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
     beside: Watched | None = None
     kind: Callable[[list], Hashable] | None = None
+    ranks: Ranks | None = None
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -57,7 +60,7 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside", "kind")
+        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside", "kind", "ranks")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,7 +120,7 @@ class GraphRunner:
                 entry = self.entries.get(key)
                 if entry is None:
                     entry = self._remember(key)
-                elif entry.reason is None and not self._unsettled(entry):
+                elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
                     self._capture(entry, eager, leaves, spec, device, constant, instead)
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
@@ -147,6 +150,10 @@ class GraphRunner:
             open_ = self.trials.work(asked, float("inf") if cold else SETTLING)
         if entry is not None:
             entry.open, entry.waited = tuple(open_), entry.waited + 1
+
+    def _somewhere(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so here, or on a rank that computes with this one."""
+        return flag if self.ranks is None else self.ranks.any(flag, device)
 
     def _unsettled(self, entry: Entry) -> bool:
         return entry.waited < PATIENCE and bool(self.trials.open(entry.open))
@@ -240,9 +247,11 @@ class GraphRunner:
         constant: Constant | None,
         instead: Callable | None,
     ) -> None:
+        crowded = self._somewhere(self.pool.used_mb() > self.pool.limit_mb(device), device)
         try:
             with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), self.trials.noting():
-                self._capture_on_device(entry, eager, leaves, spec, device, constant, None if self.keep else instead)
+                wanted = None if self.keep else instead
+                self._capture_on_device(entry, eager, leaves, spec, device, constant, wanted, crowded)
         except Exception as error:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
@@ -251,6 +260,8 @@ class GraphRunner:
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()
+        if self._somewhere(entry.graph is None, device) and entry.graph is not None:
+            entry.graph, entry.reason = None, "another rank could not capture it"
 
     def _capture_on_device(
         self,
@@ -261,6 +272,7 @@ class GraphRunner:
         device: torch.device,
         constant: Constant | None,
         instead: Callable | None,
+        crowded: bool,
     ) -> None:
         inputs = Inputs(leaves, device, constant)
         inputs.fill(leaves, constant)
@@ -270,15 +282,17 @@ class GraphRunner:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
             return eager(*args, **kwargs)
 
-        entry.eager_ms, launching = _milliseconds(run, device)
-        if instead is not None:
+        timed = self.ranks is None  # else it would run more often than elsewhere
+        if timed:
+            entry.eager_ms, launching = _milliseconds(run, device)
+        if timed and instead is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
                 return
             # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
             entry.eager_ms = min(entry.eager_ms, *(_milliseconds(instead, device)[0] for _ in range(2)))
 
-        if self.pool.used_mb() > self.pool.limit_mb(device):
+        if crowded:
             self.pool.clear()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
@@ -287,10 +301,11 @@ class GraphRunner:
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph = Captured(graph, device, inputs, outputs, structure, copies)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
-        entry.graph_ms = min(_milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
+        if timed:
+            entry.graph_ms = min(_milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
-        elif entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
+        elif timed and entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
             entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
         if entry.reason is not None:
             entry.graph = None

@@ -28,9 +28,10 @@ from accel.llm.recording.record import LayerRecord
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.lm_head import OutputHead, match_head
+from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
+from accel.parallel.agreement import alike
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Match, Rule, Skip
@@ -118,6 +119,11 @@ def _bind(
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
+    if forward.ranks is not None:
+        inside = [one.path for one in (*forward.experts, *forward.routers)]
+        if not alike(forward.ranks, "what experts and routers compute", inside):
+            raise NotUnderstood("ranks that share the model do not understand their experts and routers alike")
+        forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
     note, batches = "", None
@@ -135,6 +141,7 @@ def _bind(
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
+            runner.ranks = forward.ranks
             runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.relied_model, rows_of_kernels
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
@@ -166,7 +173,8 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    codes, told = choose_codes(kind, device, ((layer, spec.attention) for layer, spec in specs))
+    layers = ((layer, spec.attention) for layer, spec in specs)
+    codes, told = choose_codes(kind, device, layers, forward.ranks)
     forward.round(codes)
     note = described(kind, forward.shapes(), told)
     if told and strict:
@@ -196,6 +204,7 @@ RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),
     Rule("output head", match_head),
+    Rule("word embeddings", match_table),
     *MIXTURES,
     Rule("RMS norm", match_rms_norm),
     Rule("layer norm", match_layer_norm),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.parallel.sharded_layers import known
 from accel.patching.structure import own_forward, stock_method
 
 
@@ -104,9 +105,14 @@ class ForwardPatch(Patch):
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """Why the module's forward may not be replaced: someone else did so, and no hook keeps the stock one."""
+    """Why the module's forward may not be replaced: someone else did so, and no hook keeps the stock one.
+
+    Of a layer that is divided among ranks, what transformers put there is the stock one.
+    """
     patch = ForwardPatch(module, None)
     if "forward" not in vars(module) or patch._places(lambda value: stock_method(module, value)):
+        return None
+    if known(module):
         return None
     return f"its forward was replaced ({own_forward(module)})"
 

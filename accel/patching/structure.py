@@ -10,6 +10,8 @@ from types import CodeType, MethodType, ModuleType
 import torch
 from torch import nn
 
+from accel.parallel.sharded_layers import rests_without_gradients
+
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
@@ -46,7 +48,8 @@ def tampered(module: nn.Module) -> str | None:
         return reason
     own = attributes.get("forward")
     # accel's own in a module beneath a fused one computes what stock does.
-    if own is not None and not stock_method(module, own) and not getattr(own, "beneath", False):
+    known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
+    if own is not None and not known:
         return f"a replaced forward ({own_forward(module)})"
     name = overridden(module)
     return None if name is None else f"a replaced {name}"

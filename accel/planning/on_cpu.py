@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel.errors import reason_of
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import placement
 from accel.planning.plan import Plan
@@ -44,6 +45,8 @@ def decide(plan: Plan) -> None:
 
 def _reason(plan: Plan) -> str:
     """What calls on a CPU run, and why, once that is decided in the plan's ledger."""
+    if ranks_of(plan.root) is not None:
+        return "runs stock there: ranks that share a model would time it apart"
     if plan.pace is None:
         return "runs stock there, where fused passes save nothing"
     try:

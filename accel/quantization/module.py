@@ -11,6 +11,7 @@ from accel_kernels.gemm.quantize_rows import KnownColumns
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from accel.parallel.sharded_layers import local
 from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, many
 from accel.quantization.call import QuantizedCall, multiply
 from accel.quantization.scheme import Scheme
@@ -136,10 +137,14 @@ class QuantizedLinear(nn.Linear):
 
 
 def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
-    """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias."""
+    """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias.
+
+    Of one that is divided among ranks, this rank's part.
+    """
+    bias = None if linear.bias is None else local(linear.bias)
     if type(linear) is QuantizedLinear:
-        return linear.data, linear.scales, linear.zeros, linear.bias
-    return linear.weight, linear.bias
+        return linear.data, linear.scales, linear.zeros, bias
+    return local(linear.weight), bias
 
 
 def stored(data: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ TRITON = "_triton"  # what the names of files end in that import triton with the
 
 # Every room and every file beside them, the lowest first: each imports from those before it, and from itself.
 ROOMS = """
-    errors tolerances options saved progress
+    errors tolerances options saved progress parallel
     patching quantization fusion cuda_graphs planning verification
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache diffusion
     llm.kv_cache llm.recording llm.runtime.linear llm.analysis llm.runtime

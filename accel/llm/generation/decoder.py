@@ -3,6 +3,7 @@
 import inspect
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
@@ -67,6 +70,7 @@ class DecoderForward(FastForward):
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +298,7 @@ class DecoderForward(FastForward):
             given["logits_to_keep"] = keep
         if self.convention.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
-        with self.steps.taken(Step(kvs)):
+        with self.steps.taken(Step(kvs)), nullcontext() if self.ranks is None else self.ranks.forward():
             return self.stock(**given).logits
 
     def ready(self, stack: bool = True) -> None:

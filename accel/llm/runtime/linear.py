@@ -14,6 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered
 from accel.quantization.module import QuantizedLinear
@@ -37,21 +39,24 @@ class Weights(NamedTuple):
 
     The parameters themselves are kept, no views of them: whoever moves a model elsewhere wants the memory back.
     turned: the weight is stored (in, out). rows: (first, count) of those that lie from the weight's own on, which may
-    be fewer, or more where others lie behind it; None for its own.
+    be fewer, or more where others lie behind it; None for its own. ranks: among which the inputs are divided, so that
+    their products are to be summed, and the bias added once; then one of a weight that is divided is this rank's part.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed: bool = False
     rows: tuple[int, int] | None = None
+    ranks: Ranks | None = None
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[1] if self.transposed else self.weight.shape[0]
+        weight = local(self.weight)
+        return weight.shape[1] if self.transposed else weight.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What lies in rows of the output, and may lie behind another's."""
-        return self.weight, self.bias
+        return local(self.weight), None if self.bias is None else local(self.bias)
 
     def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
         """The operation that takes what `now` gives, to multiply x."""
@@ -63,21 +68,24 @@ class Weights(NamedTuple):
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         """Whether one operation can take both, as gate and up."""
-        return type(other) is Weights
+        return type(other) is Weights and self.ranks is other.ranks is None
 
     def now(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = self.weight.t() if self.transposed else self.weight
+        weight, bias = self.tensors()
+        assert weight is not None
+        weight = weight.t() if self.transposed else weight
         if self.rows is None:
-            return weight, self.bias
-        return _rows(weight, *self.rows), None if self.bias is None else _rows(self.bias, *self.rows)
+            return weight, bias
+        return _rows(weight, *self.rows), None if bias is None else _rows(bias, *self.rows)
 
 
 class QuantizedWeights(NamedTuple):
-    """The same of a quantized linear: `now()` gives a Quantized and the bias. rows: as in `Weights`."""
+    """The same of a quantized linear: `now()` gives a Quantized and the bias. rows, ranks: as in `Weights`."""
 
     module: QuantizedLinear
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    ranks: Ranks | None = None
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -85,10 +93,11 @@ class QuantizedWeights(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        return self.module.out_features
+        return self.module.data.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        return self.module.data, self.module.scales, self.module.zeros, self.module.bias
+        bias = self.module.bias
+        return self.module.data, self.module.scales, self.module.zeros, None if bias is None else local(bias)
 
     def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
         return kernels.quantized_linear
@@ -99,6 +108,8 @@ class QuantizedWeights(NamedTuple):
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
         if type(other) is not QuantizedWeights or self.module.rounding != other.module.rounding:
+            return False
+        if self.ranks is not None or other.ranks is not None:
             return False
         kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
         return next(kinds) == next(kinds)
@@ -122,18 +133,28 @@ def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
     hook.
 
     Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
-    else in it passes where its forward, tried on small numbers, computes the same.
+    else in it passes where its forward, tried on small numbers, computes the same. Of a layer that is divided among
+    ranks this rank's part, where it is given its part of the inputs, or gives its part of the outputs.
     """
+    found = sharding(module)
+    if found is not None and (found.gathers or found.splits):
+        return None
+    if found is None and tampered(module) is not None:
+        return None
+    ranks = None if found is None or found.dim != INPUTS else found.ranks
     if type(module) is QuantizedLinear:
-        return QuantizedWeights(module) if tampered(module) is None and not module.data.is_meta else None
+        return None if module.data.is_meta else QuantizedWeights(module, ranks=ranks)
     parameters = vars(module)["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)) or weight.dim() != 2:
+    kinds = [type(one) is nn.Parameter or (found is not None and divided(one)) for one in (weight, bias)]
+    if not kinds[0] or not (bias is None or kinds[1]) or weight.dim() != 2:
         return None
-    if not weight.is_floating_point() or weight.is_meta or tampered(module) is not None:
+    if not weight.is_floating_point() or weight.is_meta:
         return None
     if type(module) is nn.Linear:
-        return Weights(weight, bias)
+        return Weights(weight, bias, ranks=ranks)
+    if found is not None:
+        return None
     if holds_transposed(module):
         return Weights(weight, bias, transposed=True)
     return Weights(weight, bias) if _multiplies(module) else None

@@ -1,12 +1,16 @@
-"""The output head: the largest matrix of a step, read once."""
+"""The output head: the largest matrix of a step, read once; and tables of words that are divided among ranks."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from accel.llm.runtime.linear import weights
+from accel.llm.runtime.sharded import ShardedForward
+from accel.parallel.ranks import chunk_sizes
+from accel.parallel.sharded_layers import OUTPUTS, local, sharding
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Match
@@ -35,10 +39,53 @@ class HeadForward(FastForward):
         return self.kernels.fused_linear(input.contiguous(), self.module.weight, self.module.bias)
 
 
+class ShardedHeadForward(ShardedForward):
+    """The same of a head whose words are divided among ranks: each multiplies its rows, and all get all logits."""
+
+    def fast(self, input: torch.Tensor) -> torch.Tensor:
+        module, ranks = self.module, self.sharding.ranks
+        bias = None if module.bias is None else local(module.bias)
+        part = self.kernels.fused_linear(input.contiguous(), local(module.weight), bias)
+        return ranks.gather(part, chunk_sizes(module.weight.shape[0], ranks.size))
+
+
+class TableForward(ShardedForward):
+    """A table of embeddings whose words are divided among ranks: each looks up its own, and the sum has all."""
+
+    def unfit(self, input: Any) -> str | None:
+        table = self.module
+        if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+            return "a table that changes as it is read"
+        return super().unfit(input)
+
+    def fast(self, input: torch.Tensor) -> torch.Tensor:
+        words, ranks = local(self.module.weight), self.sharding.ranks
+        first = sum(chunk_sizes(self.module.weight.shape[0], ranks.size)[: ranks.rank])
+        place = input - first
+        elsewhere = (place < 0) | (place >= len(words))
+        found = F.embedding(place.masked_fill(elsewhere, 0), words) if len(words) else words.new_zeros(())
+        return ranks.reduce(torch.where(elsewhere[..., None], found.new_zeros(()), found))
+
+
 def match_head(site: Site, context: Context) -> Match | None:
     """The model's own output embeddings, which the rule for the whole model has named, exactly nn.Linear."""
     named = context.find(OutputHead)
     head = None if named is None else named.module
-    if head is None or site.module is not head or type(head) is not nn.Linear or weights(head) is None:
+    if head is None or site.module is not head or type(head) is not nn.Linear:
+        return None
+    found = sharding(head)
+    if found is not None and found.dim == OUTPUTS and found.gathers:
+        return Match(ShardedHeadForward(head, site.path, context.kernels, context.ledger, found))
+    if found is not None or weights(head) is None:
         return None
     return Match(HeadForward(site.module, site.path, context.kernels, context.ledger))
+
+
+def match_table(site: Site, context: Context) -> Match | None:
+    """A table of embeddings whose words transformers has divided among ranks."""
+    if type(site.module) is not nn.Embedding:
+        return None
+    found = sharding(site.module)
+    if found is None or found.dim != OUTPUTS or found.gathers:
+        return None
+    return Match(TableForward(site.module, site.path, context.kernels, context.ledger, found))

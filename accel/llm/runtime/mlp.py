@@ -37,7 +37,7 @@ class BoundMlp:
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]):
             self.gate, self.up = parts
-        elif plain and spec.halves is not None:
+        elif plain and spec.halves is not None and parts[0].ranks is None:
             n = parts[0].outputs // 2
             halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)

@@ -93,11 +93,28 @@ def part_product(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both."""
+    """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both.
+
+    Where the inputs are divided among ranks, the sum over all of them stands for the product.
+    """
     weight, bias = weights.now()
+    if weights.ranks is not None:
+        part = _product(kernels, weights, before, weight, None)
+        return weights.ranks.reduce(part, bias, ACTIVATIONS.get(activation), residual, scale)
     given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
         given["up"], given["up_bias"] = up.now()
+    return _product(kernels, weights, before, weight, bias, **given)
+
+
+def _product(
+    kernels: Kernels,
+    weights: Weights | QuantizedWeights,
+    before: NormedInput,
+    weight: Any,
+    bias: torch.Tensor | None,
+    **given: Any,
+) -> torch.Tensor:
     if type(weights) is QuantizedWeights and (activations := weights.module.rounds(before.x)) is not None:
         module = weights.module
         return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)

@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.loop.agreement import agree_to_generate, digest
 from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
 from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
@@ -40,6 +41,14 @@ class GenerateCall(PerThread):
         """Forgets what the call before has found out, but not the loop that this one may be inside of."""
         local = self._local
         local.asked, local.store, local.request, local.expected = asked, None, None, None
+
+    def given(self, digest: str) -> None:
+        """What the call begins with, in short."""
+        self._local.digest = digest
+
+    @property
+    def digest(self) -> str:
+        return getattr(self._local, "digest", "")
 
     def put(self, store: Store, request: GenerateRequest | None) -> None:
         self._local.store, self._local.request = weakref.ref(store), request
@@ -100,6 +109,17 @@ class ModeArguments(GenerateHook):
         return found
 
 
+class SharedInputs(GenerateHook):
+    """Notes what the ranks that share the model must begin with alike."""
+
+    name = "_prepare_model_inputs"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.stock(*args, **kwargs)
+        self.call.given(digest(found[0]))
+        return found
+
+
 class PrepareCache(GenerateHook):
     """Adopts the cache of the call, and makes the store of the size that was asked for."""
 
@@ -108,6 +128,10 @@ class PrepareCache(GenerateHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         asked = self.call.asked
         self.call.begin(None)
+        if self.forward.ranks is not None:
+            given = self.arguments(args, kwargs)
+            mode, config = given["generation_mode"], given["generation_config"]
+            agree_to_generate(self.forward.ranks, self.call.digest, mode, config, self.module.device)
         result = self.stock(*args, **kwargs)
         try:
             weight = self.forward.embeddings()
@@ -193,6 +217,8 @@ LOOPING: tuple[type[GenerateHook], ...] = (ModeArguments, Processors, Decoding, 
 def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patch]:
     """For each hook whose method is the class's own; those but the first where a step follows from the one before."""
     kinds: list[type[GenerateHook]] = [PrepareCache]
+    if forward.ranks is not None:
+        kinds.append(SharedInputs)
     if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
         kinds += [Criteria, PrepareInputs]
         needed: tuple[type[GenerateHook], ...] = (PrepareCache, Criteria, *LOOPING)

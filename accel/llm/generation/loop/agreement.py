@@ -1,0 +1,49 @@
+"""What ranks that share a model must have in common before they generate with it."""
+
+from hashlib import blake2b
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+
+from accel.errors import Refused
+from accel.parallel.agreement import agree
+from accel.parallel.ranks import Ranks
+
+PLACE = "generate()"
+SEED = "the state of random numbers (call torch.manual_seed with one number on all ranks before)"
+DRAWING = ("do_sample", "num_return_sequences", "num_beams", "temperature", "top_k", "top_p")
+LENGTHS = ("max_length", "min_length", "eos_token_id", "pad_token_id")
+
+
+def agree_to_generate(
+    ranks: Ranks, inputs: str, mode: GenerationMode, config: GenerationConfig, device: torch.device
+) -> None:
+    """Raises `errors.Refused` on all ranks where they would not write the same tokens: other inputs, another way of
+    decoding, other random numbers, or a time after which each would stop by its own clock.
+    """
+    if config.max_time is not None:
+        raise Refused(
+            f"{PLACE}: max_time={config.max_time}: each rank of {ranks.size} would stop at a token of its own; use "
+            "max_new_tokens"
+        )
+    told = {"the way of decoding": str(mode), "the inputs": inputs}
+    told |= {name: str(getattr(config, name, None)) for name in (*DRAWING, *LENGTHS)}
+    if config.do_sample:
+        told[SEED] = random_state(device)
+    agree(ranks, PLACE, told)
+
+
+def random_state(device: torch.device) -> str:
+    """Torch's own generator for this device, in short."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def digest(inputs: torch.Tensor) -> str:
+    """The shape of inputs, and of token numbers what they are. Waits for the device."""
+    form = f"{tuple(inputs.shape)} {inputs.dtype}"
+    if inputs.is_floating_point():  # embeddings, which ranks may have made with other roundings
+        return form
+    numbers = inputs.detach().cpu().contiguous().numpy().tobytes()
+    return f"{form} {blake2b(numbers, digest_size=8).hexdigest()}"

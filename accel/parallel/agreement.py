@@ -1,0 +1,70 @@
+"""What ranks must have in common before they compute together, told through the store that brought them together.
+
+A collective of tensors would wait for a rank that does not come for as long as the group waits, and mix up what others
+say. The store is asked by name, so that the error can say who said what, and who said nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from accel.errors import Refused
+from accel.parallel.ranks import Ranks
+
+LONGEST = timedelta(minutes=10)  # to wait for others, where the group does not say
+
+
+def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
+    """Waits until every rank has come to the same place and told the same.
+
+    what: the place, such as "accel.optimize". told: by name what must be equal; values are compared by their `repr`.
+    Raises `errors.Refused` on every rank where they are not, or where a rank has not come within the group's timeout.
+    """
+    said = said_by_all(ranks, what, told)
+    for name in next(iter(said.values())):
+        by_value: dict[str, list[int]] = {}
+        for member, values in said.items():
+            by_value.setdefault(values.get(name, "nothing"), []).append(member)
+        if len(by_value) > 1:
+            parts = (f"{value} on rank {', '.join(map(str, who))}" for value, who in by_value.items())
+            raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {'; '.join(parts)}")
+
+
+def alike(ranks: Ranks, what: str, told: object) -> bool:
+    """Whether all ranks have found the same; the answer is the same on all of them. As `agree` otherwise."""
+    return len({values["found"] for values in said_by_all(ranks, what, {"found": told}).values()}) == 1
+
+
+def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
+    """What each rank tells at this place, by its number; see `agree`."""
+    store, own = c10d._get_default_store(), dist.get_rank()
+    place = f"accel/{what}/{'-'.join(map(str, ranks.members))}"
+    turn = store.add(f"{place}/{own}", 1)  # how often this rank has been here
+    keys = {member: f"{place}/{turn}/{member}" for member in ranks.members}
+    store.set(keys[own], json.dumps({name: repr(value) for name, value in told.items()}))
+    limit = patience(ranks)
+    try:
+        store.wait(list(keys.values()), limit)
+    except RuntimeError as error:
+        absent = [member for member, key in keys.items() if not store.check([key])]
+        raise Refused(
+            f"{what}: rank {', '.join(map(str, absent))} did not call it within {limit.total_seconds():.0f} s; all "
+            "ranks that share a model must, in the same order"
+        ) from error
+    said = {member: json.loads(store.get(key)) for member, key in keys.items()}
+    store.delete_key(f"{place}/{turn - 1}/{own}")  # which all have read, as they have come here since
+    return said
+
+
+def patience(ranks: Ranks) -> timedelta:
+    """How long this group waits for a rank."""
+    for device in ("cuda", "cpu"):
+        try:
+            return ranks.group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for it, or one without the option
+            continue
+    return LONGEST

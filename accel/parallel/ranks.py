@@ -1,0 +1,126 @@
+"""The ranks that share one model: a group of processes, and the sums of what each has computed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accel_kernels.collective.symmetric_memory import SymmetricMemory
+
+from accel.errors import reason_of
+
+GROUPS = 64  # that are remembered; whoever makes more has them made anew
+
+
+class Ranks:
+    """A group of processes, and which of them this is. One object a group; copies of a model share it.
+
+    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and how many there are.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup"):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self.memory: SymmetricMemory | None = None  # of GPUs that can read each other's, once `open` has been called
+
+    @staticmethod
+    def of(group: "dist.ProcessGroup") -> "Ranks":
+        """The one object of this group."""
+        return _of(group)
+
+    def open(self, device: torch.device) -> None:
+        """Lets sums of small parts go through memory that the GPUs share, where they can; all ranks at once."""
+        if self.memory is not None or device.type != "cuda" or self.size == 1:
+            return
+        memory = None
+        try:
+            memory = SymmetricMemory(self.group, device)
+        except Exception as error:  # of another host, or without a way to its memory: NCCL finds one
+            reason_of(error)
+        self.memory = None if self.any(memory is None, device) else memory
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around each forward of the model; see `SymmetricMemory.forward`."""
+        return nullcontext() if self.memory is None else self.memory.forward()
+
+    def __deepcopy__(self, memo: dict) -> "Ranks":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model whose layers are divided among ranks cannot be pickled; save it by save_pretrained")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and other.members == self.members
+
+    def __hash__(self) -> int:
+        return hash(self.members)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in the place of this rank's part; equal on all of them, to the bit."""
+        dist.all_reduce(part, group=self.group)
+        return part
+
+    def reduce(
+        self,
+        part: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """residual + scale * activation(sum over all ranks + bias), what follows a product of divided inputs.
+
+        part: (..., N), this rank's, which may be overwritten. bias: (N,); residual: like part.
+        """
+        if self.memory is not None and part.is_cuda and activation is None:
+            found = self.memory.sum(part, bias, residual, scale)
+            if found is not None:
+                return found
+        y = self.sum(part)
+        if bias is not None:
+            y = y + bias
+        if activation is not None:
+            y = activation(y)
+        return y if residual is None else torch.add(residual, y, alpha=scale)
+
+    def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """The parts of all ranks side by side along the last dimension. sizes: of each rank's part there.
+
+        part: (..., sizes[rank]).
+        """
+        most = max(sizes)
+        rows = part.reshape(-1, part.shape[-1])
+        rows = rows if part.shape[-1] == most else F.pad(rows, (0, most - part.shape[-1]))
+        found = rows.new_empty(self.size * len(rows), most)
+        dist.all_gather_into_tensor(found, rows.contiguous(), group=self.group)
+        side_by_side = found.unflatten(0, (self.size, -1)).movedim(0, 1)  # (rows, ranks, most)
+        if min(sizes) < most:
+            return torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1).reshape(
+                *part.shape[:-1], -1
+            )
+        return side_by_side.reshape(*part.shape[:-1], -1)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' values, each in the place of this rank's."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank. Waits for all of them."""
+        told = torch.tensor([flag], dtype=torch.int32, device=device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return bool(told.item())
+
+
+@lru_cache(maxsize=GROUPS)
+def _of(group: "dist.ProcessGroup") -> Ranks:
+    return Ranks(group)
+
+
+def chunk_sizes(total: int, ranks: int) -> list[int]:
+    """How many of so many rows each rank holds, as `torch.chunk` and DTensor divide them: the last may have fewer."""
+    most = -(-total // ranks)
+    return [max(0, min(most, total - rank * most)) for rank in range(ranks)]

@@ -1,0 +1,36 @@
+"""Before a model that ranks share is changed: all of them do it, to the same model, with the same options."""
+
+from dataclasses import fields
+from hashlib import blake2b
+from importlib.metadata import version
+
+from torch import nn
+
+from accel.options import Options
+from accel.parallel.agreement import agree
+from accel.parallel.sharded_layers import ranks_of
+
+LIBRARIES = ("torch", "transformers")
+
+
+def agree_to_optimize(name: str, part: object, options: Options) -> None:
+    """Raises `errors.Refused` on all ranks where one has other options, another model, another version of a library, or
+    does not come. Does nothing for a model that is whole in this process.
+
+    name: of the part in what the user handed over, empty for a model alone.
+    """
+    ranks = ranks_of(part) if isinstance(part, nn.Module) else None
+    if ranks is None or not isinstance(part, nn.Module):
+        return
+    told: dict[str, object] = {"the model": _made_of(part)}
+    told |= {f"option {field.name}": getattr(options, field.name) for field in fields(options)}
+    told |= {f"the version of {library}": version(library) for library in LIBRARIES}
+    agree(ranks, f"accel.optimize({name})" if name else "accel.optimize", told)
+
+
+def _made_of(model: nn.Module) -> str:
+    """Class, and names, whole shapes and dtypes of all weights, in short."""
+    weights = ";".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters())
+    config = getattr(model, "config", None)
+    told = f"{weights} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"
+    return f"{type(model).__name__} {blake2b(told.encode(), digest_size=8).hexdigest()}"

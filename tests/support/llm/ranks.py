@@ -1,0 +1,79 @@
+"""What ranks are told to do with a saved language model, and what they tell of it. Run by `support.ranks.RankPool`."""
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accel
+from accel.errors import told
+from accel.parallel.sharded_layers import ranks_of
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
+
+
+def load(folder: str, plan: dict, **given: Any) -> nn.Module:
+    """A model divided among all ranks. plan: of `DistributedConfig`, by keywords."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**plan), **given).eval()
+
+
+@contextmanager
+def counted():
+    """How often each collective of torch.distributed is asked for inside."""
+    found: Counter = Counter()
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str):
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict) -> dict:
+    """The tokens of each generate() call, stock and optimized, with what the report says; then restored.
+
+    calls: keywords of generate(); "seed" among them seeds the draws before. given: of from_pretrained.
+    """
+    model = load(folder, plan, **given)
+    found: dict = {"stock": [], "optimized": []}
+    with torch.no_grad():
+        before = model(calls[0]["input_ids"]).logits
+        for kind in ("stock", "optimized"):
+            if kind == "optimized":
+                accel.optimize(model, cpu="fuse", **options)
+            for call in calls:
+                keywords = dict(call)
+                torch.manual_seed(keywords.pop("seed", 0))
+                try:
+                    with counted() as collectives:
+                        found[kind].append(model.generate(**keywords).tolist())
+                except Exception as error:
+                    found[kind].append(told(error))
+                found.setdefault("collectives", []).append(dict(collectives))
+        report = accel.report(model)
+        found["sites"], found["graphs"] = report.sites, report.graphs
+        found["shared_memory"] = ranks_of(model).memory is not None
+        found["fallbacks"] = report.fallbacks
+        accel.restore(model)
+        after = model(calls[0]["input_ids"]).logits
+    found["restored"] = torch.equal(before, after)
+    return found
