@@ -18,10 +18,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from accel.commands.serving import WithSettings, optimized_serving, own_settings
 from accel.errors import LOG, told
-from accel.replicas.replica import Piece, Question, ReplicaEnded
+from accel.replicas.replica import AnswerPart, Question, ReplicaEnded
 
 ATTEMPTS = 5  # a request that ends every replica it comes to is not handed on for ever
-Ask = Callable[[Question], AsyncIterator[Piece]]
+Ask = Callable[[Question], AsyncIterator[AnswerPart]]
 
 
 class Replicas(WithSettings):

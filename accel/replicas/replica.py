@@ -30,7 +30,7 @@ class Question(NamedTuple):
     generated: list[int]
 
 
-class Piece(NamedTuple):
+class AnswerPart(NamedTuple):
     """Part of an answer. tokens: those that are new. finished: nothing follows. error: why it failed, if it did.
     longest: tokens that a request may come to, where that is known.
     """
@@ -69,7 +69,7 @@ class Replica:
         self.manager = manager
         self.manager.start()
 
-    async def answer(self, question: Question) -> AsyncIterator[Piece]:
+    async def answer(self, question: Question) -> AsyncIterator[AnswerPart]:
         """The answer, in pieces. Where the caller hangs up, the request is cancelled. Raises ReplicaEnded."""
         outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
         name = self.manager.add_request(
@@ -93,7 +93,7 @@ class Replica:
                     self.check_health()  # the request failed with all others: another replica will answer it
                 tokens, finished = output.generated_tokens[sent:], output.is_finished()
                 sent += len(tokens)
-                yield Piece(tokens, finished, output.error, longest_request(self.manager))
+                yield AnswerPart(tokens, finished, output.error, longest_request(self.manager))
         finally:
             if not finished:
                 self.manager.cancel_request(name)
