@@ -2,8 +2,8 @@
 
 python benchmarks/scaling_model.py [llama-8b] prints the tables of docs/how_it_works/many_gpus.md. Inputs are measured:
 what `accel bench llm` wrote of one card, and the all-reduces of nvidia-h200-links.json. What was measured on several
-cards stands beside the calculation where benchmarks/results has a file nvidia-h200-ranks-MODEL.json:
-{"steps": [{"gpus": 2, "batch": 1, "before": 512, "ms": ...}]}; a dash where it has none.
+cards stands beside the calculation where benchmarks/results has files of benchmarks/many_cards_text.py, a dash where it
+has none.
 """
 
 import argparse
@@ -20,6 +20,8 @@ ELEMENT = 2  # bytes of bfloat16, in which sums travel
 REDUCTIONS = 2  # a layer: behind attention and behind the MLP
 INFINIBAND = 50.0  # GB/s, 400 Gb/s a card
 HOST = 8  # cards
+BEFORE, PROMPT = 512, 2048  # tokens, of the steps and the prompt that are measured on several cards
+FIGURES = {"rows": "step_ms", "prompt": "prompt_ms"}  # what files call them, and their milliseconds
 
 
 class Links:
@@ -102,6 +104,21 @@ def table(steps: list[Step], links: Links, measured: list[dict]) -> Iterator[str
             yield f"| {step.batch} | {step.before} | {cards} | {ms:.2f} | {reductions:.2f} | {share} | {told} |"
 
 
+def on_several_cards(model: str, results: list[dict]) -> Iterator[dict]:
+    """Steps and prompts of a model that were measured: gpus, batch, before, ms. results: what files hold."""
+    for result in results:
+        if result.get("case") != "many-cards-text" or not result["machine"]["gpu"]:
+            continue
+        for row in result["models"]:
+            if row["model"] == model and "accel" in row:
+                for name, told in row["accel"].items():
+                    kind, _, rows = name.partition(" ")
+                    if kind in FIGURES:
+                        batch, before = (int(rows), BEFORE) if rows else (1, PROMPT)
+                        ms = told[FIGURES[kind]]
+                        yield {"kind": kind, "gpus": result["ranks"], "batch": batch, "before": before, "ms": ms}
+
+
 def most_across_hosts(step: Step, links: Links) -> tuple[float, float, float]:
     """Microseconds: what an all-reduce over two hosts of 8 cards may take until a step is no faster than on one host;
     what it takes of that on one host; what its bytes alone take on the link between hosts.
@@ -120,13 +137,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="llama-8b", help="of which one card's figures are there")
     model = parser.parse_args().model
     one, links = read(f"nvidia-h200-llm-{model}.json"), Links(read("nvidia-h200-links.json"))
-    ranks = RESULTS / f"nvidia-h200-ranks-{model}.json"
-    measured = json.loads(ranks.read_text()) if ranks.is_file() else {}
+    measured = list(on_several_cards(model, [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
     decodes = list(decoding(model, one))
     print(f"{model}, a token\n")
-    print("\n".join(table(decodes, links, measured.get("steps", []))))
+    print("\n".join(table(decodes, links, [one for one in measured if one["kind"] == "rows"])))
     print(f"\n{model}, a prompt\n")
-    print("\n".join(table(list(prompts(model, one)), links, measured.get("prompts", []))))
+    print("\n".join(table(list(prompts(model, one)), links, [one for one in measured if one["kind"] == "prompt"])))
     print("\nan all-reduce over two hosts of 8 cards, microseconds\n")
     print("| batch | tokens before | pays up to | on one host | bytes alone, between hosts |\n|---|---|---|---|---|")
     for step in decodes:

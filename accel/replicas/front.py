@@ -34,7 +34,8 @@ class Replicas(WithSettings):
     def __init__(self, ask: Ask, lost: Iterable[type[BaseException]] = (), attempts: int = ATTEMPTS) -> None:
         super().__init__(self)  # type: ignore[arg-type]
         self.fatal_error: Exception | None = None  # stock's server asks; a replica that ends is not the end of all
-        self._ask, self._lost, self._attempts = ask, (ReplicaEnded, *lost), attempts
+        self._ask, self._attempts = ask, attempts
+        self._lost: tuple[type[BaseException], ...] = (ReplicaEnded, *lost)
         self._callbacks: dict[str, Callable[[GenerationOutput], object]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._longest: int | None = None

@@ -61,7 +61,7 @@ class Replica:
         batching: ContinuousBatchingConfig | None = None,
         **server: Any,
     ) -> None:
-        models = OptimizedModels(continuous_batching=True, options=options, model_timeout=-1, **server)
+        models = OptimizedModels(options=options, model_timeout=-1, **server)
         self.model, _ = models.load_model_and_processor(models.process_model_name(model))
         manager = self.model.init_continuous_batching(self.model.generation_config, batching)
         if not isinstance(manager, BatchManager):

@@ -50,6 +50,18 @@ def test_one_cards_time_is_what_was_measured(scaling, links):
     assert all(step.size == step.batch * 8192 and step.layers == 32 and step.rest > 0 for step in steps)
 
 
+def test_what_was_measured_on_several_cards_is_found(scaling):
+    row = {"model": "llama-8b", "accel": {"off_from_stock": 0.0}}
+    row["accel"] |= {"rows 1": {"step_ms": 1.7}, "rows 32": {"step_ms": 3.1}, "prompt": {"prompt_ms": 17.0}}
+    failed, other = {"model": "llama-8b", "failed": "why"}, {"model": "llama-3b", "accel": {"rows 1": {"step_ms": 9.0}}}
+    result = {"case": "many-cards-text", "ranks": 4, "machine": {"gpu": "X"}, "models": [row, failed, other]}
+    on_a_cpu = result | {"machine": {"gpu": None}}
+    found = list(scaling.on_several_cards("llama-8b", [{"case": "sd15"}, result, on_a_cpu]))
+    assert [(one["gpus"], one["batch"], one["before"], one["ms"], one["kind"]) for one in found] == [
+        (4, 1, 512, 1.7, "rows"), (4, 32, 512, 3.1, "rows"), (4, 1, 2048, 17.0, "prompt"),
+    ]  # fmt: skip
+
+
 def test_what_was_not_measured_has_a_dash(scaling, links):
     step = scaling.Step(batch=1, before=512, reading=4.0, rest=0.5, size=8192, layers=10)
     lines = list(scaling.table([step], links, [{"gpus": 4, "batch": 1, "before": 512, "ms": 1.7}]))
