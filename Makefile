@@ -23,13 +23,15 @@ TRITON := triton>=3.6,<=3.9.0
 # The kernels are to compile with the oldest that pyproject.toml allows too: a folder beside the environment's own.
 # Where there is none for this Python, the test that reads them with it is skipped.
 OLDEST_TRITON := triton==3.6.0
+# Ray is 79 MB and a process of its own for each of its parts: without it, make test leaves its tests out.
+WITH_RAY := $(VENV)/.ray
 # With a comma, at which a call in a makefile would be cut.
 SELF := .[dev,docs]
 # Compiling torch's 1000 modules takes longer than running them: done while the rest is installed.
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all compatibility test-gpu docs lint format bench plots clean
+.PHONY: help demo test test-all test-ray compatibility test-gpu docs lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -55,6 +57,14 @@ test: $(READY)  ## every test that needs no GPU
 
 test-all: $(READY)  ## test, with every product of families and modes, and docs/compatibility.md written anew
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+$(WITH_RAY): $(READY)
+	@echo "installing ray into $(VENV)"
+	@$(call install,--no-build-isolation --editable ".[ray]")
+	@touch $@
+
+test-ray: $(WITH_RAY)  ## the tests of replicas under Ray Serve, which it installs
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/replicas tests/core/test_examples.py -k ray $(ARGS)
 
 compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimized
 	OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/compatibility $(ARGS)

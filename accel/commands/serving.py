@@ -6,7 +6,7 @@ the class that loads models, the one that hands requests to continuous batching,
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,8 +32,8 @@ class OptimizedModels(model_manager.ModelManager):
     why.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._optimizing = threading.Lock()
+    def __init__(self, *args: Any, options: accel.Options | None = None, **kwargs: Any) -> None:
+        self._optimizing, self._options = threading.Lock(), options
         super().__init__(*args, **kwargs)
 
     def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -41,7 +41,7 @@ class OptimizedModels(model_manager.ModelManager):
         with self._optimizing:  # whoever asks for a model meanwhile waits for it to be whole
             if not accel.report(model).optimized:
                 try:
-                    accel.optimize(model)
+                    accel.optimize(model, self._options)
                     told = accel.report(model).summary()
                 except Exception as error:
                     told = f"is served as it is: {reason_of(error)}"
@@ -64,7 +64,8 @@ class OwnSettings(utils.CBGenerateManager):
         """Stock's, with a manager around which requests get their settings."""
         if self._cb is None:
             super().init_cb(model, gen_config)
-            self._cb: Any = WithSettings(self._cb)
+            if not isinstance(self._cb, WithSettings):
+                self._cb: Any = WithSettings(self._cb)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
@@ -119,19 +120,29 @@ class WithSettings:
 
     def longest(self) -> int | None:
         """Tokens that a request may come to, where that is known."""
-        engine = getattr(self.manager, "engine", None)
-        return engine.limits.context if isinstance(engine, Engine) else None
+        return longest_request(self.manager)
 
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
         return self.manager.add_request(*args, **kwargs, **(self._settings.get() or {}))
 
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
         if isinstance(self.manager, BatchManager):
-            seed = SEED.get()
-            return {"generation_config": config} | ({} if seed is None else {"seed": seed})
+            return own_settings(config)
         kinds = self.manager.logit_processor.supported_keys
         wanted = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {"top_k": 1}
         return {name: kinds[name](value) for name, value in wanted.items() if name in kinds and value is not None}
+
+
+def own_settings(config: GenerationConfig) -> dict[str, Any]:
+    """What `BatchManager.add_request` takes for a request with this configuration, in the task that serves it."""
+    seed = SEED.get()
+    return {"generation_config": config} | ({} if seed is None else {"seed": seed})
+
+
+def longest_request(manager: ContinuousBatchingManager) -> int | None:
+    """Tokens that a request may come to, where that is known: once an engine of ours is there."""
+    engine = getattr(manager, "engine", None)
+    return engine.limits.context if isinstance(engine, Engine) else None
 
 
 def note_seed(seed: int) -> None:
@@ -141,20 +152,20 @@ def note_seed(seed: int) -> None:
 
 
 OURS: tuple[tuple[Any, str, Any], ...] = (
-    (model_manager, "ModelManager", OptimizedModels),
     (utils, "CBGenerateManager", OwnSettings),
     (utils, "set_torch_seed", note_seed),
 )
 
 
 @contextmanager
-def optimized_serving() -> Iterator[None]:
-    """Inside, what transformers serves is optimized."""
-    before = [getattr(module, name) for module, name, _ in OURS]
+def optimized_serving(models: Callable[..., model_manager.ModelManager] = OptimizedModels) -> Iterator[None]:
+    """Inside, what transformers serves is optimized. models: what loads them, with the arguments of stock's."""
+    meant = ((model_manager, "ModelManager", models), *OURS)
+    before = [getattr(module, name) for module, name, _ in meant]
     try:
-        for module, name, ours in OURS:
+        for module, name, ours in meant:
             setattr(module, name, ours)
         yield
     finally:
-        for (module, name, _), stock in zip(OURS, before, strict=True):
+        for (module, name, _), stock in zip(meant, before, strict=True):
             setattr(module, name, stock)

@@ -1,5 +1,6 @@
 """Each example is short, runs as it stands, and prints what it promises."""
 
+import os
 import re
 import runpy
 import socket
@@ -66,6 +67,20 @@ def test_serve(run):
         port = str(free.getsockname()[1])
     printed = run("serve.py", "examples/models/tiny-lm", port)
     assert len([line for line in printed.splitlines() if len(line) > 10]) == 16
+
+
+def test_ray_serve(run):
+    ray = pytest.importorskip("ray", reason="needs ray: make test-ray")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    try:
+        printed = run("ray_serve.py", "examples/models/tiny-lm", "2", port)
+    finally:
+        ray.shutdown()
+    assert len(re.findall(r"^I am s.+\.$", printed, re.M)) == 16  # Ray prints beside
 
 
 def test_compare_and_undo(run):

@@ -22,7 +22,7 @@ ROOMS = """
     llm.generation llm.generation.loop llm.batching
     llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
     report families api
-    bench demo commands __main__
+    bench demo commands replicas __main__
 """.split()
 
 

@@ -70,13 +70,19 @@ class Engine:
         reason = self._refusal(request)
         if reason is not None:
             self._fail(request, reason)
-        elif request.max_new_tokens == 0:
+        elif self._complete(request):
             for one in (request, *request.further()):
                 self._tell(finish(one))
         else:
             self.ids.add(request.id)
             self.ids.update(map(request.child_id, range(request.children)))
             self.scheduler.waiting.append(request)
+
+    def _complete(self, request: Request) -> bool:
+        """Whether no token is wanted behind those that it begins with."""
+        begun, most, room = request.tokens, request.max_new_tokens, self.scheduler.room(request)
+        ended = bool(begun) and begun[-1] in request.eos
+        return ended or len(begun) >= (room if most is None else min(most, room))
 
     def _refusal(self, request: Request) -> str | None:
         tokens, context = len(request.prompt), self.limits.context

@@ -18,7 +18,7 @@ from accel.llm.batching.ending import Stop
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
-from accel.llm.batching.submission import StopStrings, Submission, Tokens, prompt_ids, stand_in, token_set
+from accel.llm.batching.submission import StopStrings, Submission, Tokens, begun_ids, prompt_ids, stand_in, token_set
 
 
 class Settings(Protocol):
@@ -204,6 +204,7 @@ class BatchManager(ContinuousBatchingManager):
         eos_token_id: Tokens = None,
         stop_strings: str | Iterable[str] | None = None,
         tokenizer: Any = None,
+        generated: Sequence[int] = (),
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Puts a request in line. Its id; None, with a warning, where no more are taken.
@@ -212,12 +213,13 @@ class BatchManager(ContinuousBatchingManager):
         the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
         ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
         generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
-        this request's own settings. A request that makes no sense comes out failed. Raises ValueError for an id that
-        is under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        this request's own settings. generated: tokens that the answer begins with, drawn elsewhere by them; it goes on
+        behind these as it would have there. A request that makes no sense comes out failed. Raises ValueError
+        for an id that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
         """
         wanted = Submission(
             request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
-            logit_processor_kwargs,
+            logit_processor_kwargs, generated,
         )  # fmt: skip
         return self._submit(*self._request(prompt_ids(input_ids, self._vocabulary), wanted))
 
@@ -225,6 +227,7 @@ class BatchManager(ContinuousBatchingManager):
         """What is asked for, and what is wrong with it. prompt: or why it is none."""
         request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
         config, eos = self.generation_config, wanted.eos_token_id
+        begun = begun_ids(wanted.generated, self._vocabulary, self.num_return_sequences)
         request = Request(
             id=request_id,
             prompt=prompt if isinstance(prompt, list) else [],
@@ -234,8 +237,10 @@ class BatchManager(ContinuousBatchingManager):
             streaming=wanted.streaming,
             record_timestamps=wanted.record_timestamps,
             children=self.num_return_sequences - 1,
+            tokens=begun if isinstance(begun, list) else [],
         )
-        return request, prompt if isinstance(prompt, Exception) else self._choose(request, wanted)
+        wrong = next((one for one in (prompt, begun) if isinstance(one, Exception)), None)
+        return request, wrong or self._choose(request, wanted)
 
     def _submit(self, request: Request, wrong: Exception | None) -> str | None:
         denied = self._loop.refusal()

@@ -103,6 +103,10 @@ class Scheduler:
             if not self.prefilling or not self._make_room(unread):
                 return None
 
+    def room(self, request: Request) -> int:
+        """Tokens that its answer may come to."""
+        return self.limits.context - len(request.prompt) + 1
+
     def close(self, row: int, keep: bool) -> Request:
         """The request leaves its row. keep: others may find what it has stored."""
         request = self.answers.requests[row]
@@ -228,7 +232,7 @@ class Scheduler:
 
     def _take(self, row: int, request: Request) -> None:
         """The request has this row from now on."""
-        most = min(UNBOUNDED if request.max_new_tokens is None else request.max_new_tokens, self._room(request))
+        most = min(UNBOUNDED if request.max_new_tokens is None else request.max_new_tokens, self.room(request))
         self.answers.open(row, request, most)
         self.left[row] = most - len(request.tokens)
         self._arrivals += 1
@@ -236,10 +240,6 @@ class Scheduler:
         request.status = RequestStatus.PREFILLING
         if request.started < 0:
             request.started = time.perf_counter()
-
-    def _room(self, request: Request) -> int:
-        """Tokens that its answer may come to."""
-        return self.limits.context - len(request.prompt) + 1
 
     def _step(self, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
         rows = _behind(decodes, [chunk.row for chunk in chunks])

@@ -21,6 +21,7 @@ class Submission(NamedTuple):
     stop_strings: str | Iterable[str] | None
     tokenizer: Any
     settings: dict[str, Any]
+    generated: Sequence[int] = ()
 
 
 class StopStrings:
@@ -57,6 +58,15 @@ def prompt_ids(input_ids: Iterable[int], vocabulary: int) -> list[int] | Excepti
         return ValueError("the prompt is empty; give at least one token")
     wrong = next((one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary), None)
     return ids.tolist() if wrong is None else ValueError(f"token {wrong} is not one of the model's {vocabulary}")
+
+
+def begun_ids(generated: Sequence[int], vocabulary: int, answers: int) -> list[int] | Exception:
+    """Tokens that an answer begins with, or why it cannot. answers: how many are drawn for the prompt."""
+    if not len(generated):
+        return []
+    if answers > 1:
+        return ValueError(f"generated={generated!r}: num_return_sequences={answers} answers cannot begin alike")
+    return prompt_ids(generated, vocabulary)
 
 
 def token_set(tokens: Tokens) -> frozenset[int]:
