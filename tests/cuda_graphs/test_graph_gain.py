@@ -45,7 +45,7 @@ def runner_of(monkeypatch):
 
     def make(keep=False, **ways):
         times = Times(**ways)
-        monkeypatch.setattr(graphs, "_milliseconds", times)
+        monkeypatch.setattr(graphs, "milliseconds", times)
         runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, keep)
 
         def way(name):
@@ -203,7 +203,7 @@ class Kernels:
         before = self.now
 
         def eager(x):
-            graphs._milliseconds.run.append("eager")
+            graphs.milliseconds.run.append("eager")
             if self.left[size] > 0:
                 put_off(size, lambda: self.trial(size))
             return "eager"
