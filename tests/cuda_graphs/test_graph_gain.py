@@ -1,6 +1,7 @@
 """Whether a graph is kept, by times as they are told; what is captured is tested on GPUs."""
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -187,7 +188,7 @@ class Kernels:
 
     def __init__(self, runner, monkeypatch, warms_up=False):
         self.runner, self.now, self.left = runner, 0.0, {}
-        monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
         monkeypatch.setattr(GraphRunner, "_warm_up", lambda *args: warms_up)
 
