@@ -29,6 +29,7 @@ from accel.llm.recording.implementation import foreign_attention, lent_configs, 
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
+from accel.patching.device_hooks import brought, device_of, other_hook
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -202,6 +203,11 @@ class Recorder:
     def attached(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as undo:
             for record in self.record.layers:
+                if (device := device_of(record.layer)) is not None:
+                    held = vars(record.layer)
+                    undo.callback(held.__setitem__, "forward", held.pop("forward"))
+                    bring = partial(self._bring, device)
+                    undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
                 for module in record.layer.modules():
                     handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                     undo.callback(handle.remove)
@@ -215,6 +221,18 @@ class Recorder:
                 undo.callback(registry._global_mapping.pop, self.name, None)
             undo.enter_context(lent_configs(model, self.name))
             yield
+
+    def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Does what accelerate's hook does, in its place: what is noted of a layer is on its own device. A mask is known
+        there too.
+        """
+        if self.looking or self._elsewhere():
+            return None
+        there = brought((args, kwargs), device)
+        for given, now in zip((*args, *kwargs.values()), (*there[0], *there[1].values()), strict=True):
+            if now is not given:
+                self.record.masks += [(now, function) for mask, function in self.record.masks if mask is given]
+        return there
 
     def _elsewhere(self) -> bool:
         return threading.get_ident() != self.thread
@@ -299,8 +317,10 @@ def model_side_effects(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         attributes = vars(module)
         where = path or "the model"
-        if "_hf_hook" in attributes:
-            return f"an accelerate hook on {where}"
+        if (hook := other_hook(module)) is not None:
+            return f"{hook}, on {where}"
+        if (stage := attributes.get("_pp_stage")) is not None:
+            return f"pp_size={getattr(stage, 'pp_size', '?')}: every process holds some of the layers, and waits for others"
         if path and foreign_hooks(module):
             return f"forward hooks on {where}, which examining it would call"
     return None
