@@ -129,9 +129,7 @@ def _bind(
     forward.relied_model = relied_on(forward)
     note, batches = "" if placement is None else placement.told(), None
     if context.options.kv_cache is not None:
-        note = "; ".join(
-            filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict)))
-        )
+        note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
     elif rounding(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):

@@ -103,7 +103,9 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
-    around: Callable | None = None  # the wrapper of an accelerate hook in whose place this stands; stock goes through it
+    around: Callable | None = (
+        None  # accelerate's wrapper of the module, in whose place this stands; stock is called by it
+    )
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 

@@ -66,9 +66,9 @@ class Patch:
 class ForwardPatch(Patch):
     """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
 
-    A fast forward that is to stand in place of accelerate's wrapper names it as `around`. Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
+    Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
     and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
-    go in any order.
+    go in any order. A fast forward that is to stand in place of accelerate's wrapper has it as `around`.
     """
 
     def __init__(self, module: nn.Module, value: Any):

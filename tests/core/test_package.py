@@ -18,7 +18,8 @@ ROOMS = """
     errors tolerances options saved progress
     patching quantization fusion cuda_graphs planning verification
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache diffusion
-    llm.kv_cache llm.recording llm.pipeline.placement llm.runtime.linear llm.analysis llm.runtime
+    llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
+    llm.runtime.linear llm.analysis llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching
     llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
     report families api

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
-from accel.llm.pipeline.placement import placement
+from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import LayerRecord, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
@@ -61,7 +61,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "it has not one table of embeddings"
     if meta_weights(model):
         return "weights not loaded"
-    placed = placement(model)
+    placed = layer_placement(model)
     return placed if isinstance(placed, str) else None
 
 

@@ -11,10 +11,10 @@ from accel_kernels import KV
 
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.store import Store
+from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
 from accel.llm.pipeline.placement import Placement
-from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchLayer, StretchStep, Unchained
+from accel.llm.pipeline.stretch import ChainedStep, Stale, Stretch, StretchLayer, StretchStep, Unchained
 from accel.llm.runtime.layer import LayerForward
-from accel.patching.device_hooks import device_of, other_hook, wrapper_of
 from accel.patching.relied import changed_since
 
 
@@ -24,7 +24,9 @@ class SpreadForward(DecoderForward):
     def __init__(self, *args: Any, placement: Placement) -> None:
         super().__init__(*args)
         self.placement_told = placement.told()
-        self.stretches = [Stretch(self.layers[s.start : s.stop], placement.devices[s.start]) for s in placement.stretches()]
+        self.stretches = [
+            Stretch(self.layers[s.start : s.stop], placement.devices[s.start]) for s in placement.stretches()
+        ]
         for forward in (self, *self.layers):
             forward.around = wrapper_of(forward.module)
         self.chained = True  # its code hands each layer what the one before gave
@@ -43,18 +45,19 @@ class SpreadForward(DecoderForward):
         keep: int | torch.Tensor,
         graphs: Any = None,
         variant: tuple = (),
+        trusted: bool = False,
     ) -> torch.Tensor:
         """The model's own forward with fused layers. `metadata` is that of the store's first device, and not needed.
 
         graphs: by which stretches are replayed in a step of decoding, with what else decides which kernels run.
+        trusted: the model is the one of the step before, and not looked at; then Stale is raised where it has no graph.
         """
-        self.ready()
-        if graphs is not None:
-            graphs.looked_at(self.seen)
+        if not trusted:
+            self.ready()
         last = keep if isinstance(keep, torch.Tensor) else None
         stores = StoresOfOneForward(store, is_prefill, last)
         if not is_prefill and self.chained and all(one.read is not None for one in self.stretches):
-            step = ChainedStep(stores, graphs, variant)
+            step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
             try:
                 logits = self.within(step, tokens, positions, keep)
                 if step.calls:
@@ -63,6 +66,8 @@ class SpreadForward(DecoderForward):
             except Unchained:
                 # What its layers have written lies behind what is stored, and is written again.
                 self.chained = False
+        if trusted:
+            raise Stale
         kvs: dict[int, KV] = {}
         for one in self.stretches:
             kvs |= stores.kvs(one, tokens, stores.metadata(one))
@@ -84,7 +89,7 @@ class SpreadForward(DecoderForward):
 
 
 class StoresOfOneForward:
-    """What a forward reads and writes. last: the place of the last real token, (1,), of a prompt filled up behind it."""
+    """What a forward reads and writes. last: place of the last real token, (1,), of a prompt filled up behind it."""
 
     def __init__(self, store: Store, is_prefill: bool, last: torch.Tensor | None):
         self.store, self.is_prefill, self.last = store, is_prefill, last

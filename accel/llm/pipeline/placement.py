@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import PatchConflict
+from accel.llm.pipeline.device_hooks import BENEATH, FORWARD, HOOK, device_of, other_hook, same_place
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.patching.device_hooks import BENEATH, FORWARD, HOOK, device_of, other_hook, same_place
 from accel.patching.structure import stock_method
 
 
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
         return f"layers {', '.join(found)}"
 
 
-def placement(model: PreTrainedModel) -> Placement | str | None:
+def layer_placement(model: PreTrainedModel) -> Placement | str | None:
     """Where the layers are; why they cannot be run fused there; None for a model without hooks on one device."""
     hooked = any(HOOK in vars(module) for module in model.modules())
     if not hooked:

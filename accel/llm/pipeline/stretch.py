@@ -1,9 +1,9 @@
 """Layers that follow each other on one device, and the forwards that pass through them.
 
 The model's own code calls layer after layer. In a prompt each computes when it is called. In a step of decoding the
-layers of a stretch only note what they were called with, and hand their input on; the last of them computes all, by one
-CUDA graph. That holds where the code hands every layer what the one before gave, and nothing else, which is looked at in
-every step: where it does otherwise, `Unchained` says so, and each layer computes by itself.
+layers of a stretch only note what they were called with, and hand their input on; the last of them computes all, by
+one CUDA graph. That holds where the code hands every layer what the one before gave. Every step looks whether it does:
+else `Unchained` is raised, and each layer computes by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +16,18 @@ from torch import nn
 
 from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.pipeline.device_hooks import brought
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import Step
-from accel.patching.device_hooks import brought
 from accel.patching.structure import foreign_hooks
 
 
 class Unchained(Exception):
     """A layer was handed something else than what the one before gave."""
+
+
+class Stale(Exception):
+    """A step that was to be replayed without a look at the model has no graphs for it as it is now."""
 
 
 class Stretch:
@@ -47,8 +51,10 @@ class Stretch:
         """Inside, its device is the current one: kernels are launched there."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def run(self, kvs: Mapping[int, KV], x: torch.Tensor, values: Sequence[Any], places: Sequence[dict]) -> torch.Tensor:
-        """x: (rows, new, C), on its device. values: what its layers read; places: of each layer, which under a name."""
+    def run(
+        self, kvs: Mapping[int, KV], x: torch.Tensor, values: Sequence[Any], places: Sequence[dict]
+    ) -> torch.Tensor:
+        """x: (rows, new, C), on its device. values: what layers read; places: of each layer, which under what name."""
         step = Step(kvs)
         for layer, named in zip(self.layers, places, strict=True):
             x = layer.bound(layer.kernels, step, x.contiguous(), {name: values[n] for name, n in named.items()})
@@ -100,11 +106,15 @@ class Called(dict):
         self.bring, self.read = bring, frozenset[str]()
 
     def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
         self.read |= {name}
-        return self.bring(super().__getitem__(name))
+        return self.bring(value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 class Stores(Protocol):
@@ -120,14 +130,14 @@ class Stores(Protocol):
 class ChainedStep(StretchStep):
     """One step of decoding, in which the last layer of a stretch computes for all of them.
 
-    graphs: None for none. variant: what else decides which kernels run.
+    graphs: None for none. variant: what else decides which kernels run. seen: see `StretchGraphs.replay`.
     """
 
-    __slots__ = ("calls", "graphs", "stores", "variant", "x")
+    __slots__ = ("calls", "graphs", "seen", "stores", "variant", "x")
 
-    def __init__(self, stores: Stores, graphs: "StretchGraphs | None", variant: tuple):
+    def __init__(self, stores: Stores, graphs: "StretchGraphs | None", variant: tuple, seen: object):
         super().__init__(())
-        self.stores, self.graphs, self.variant = stores, graphs, variant
+        self.stores, self.graphs, self.variant, self.seen = stores, graphs, variant, seen
         self.calls: list[dict] = []
         self.x: torch.Tensor | None = None
 
@@ -165,7 +175,7 @@ class ChainedStep(StretchStep):
 
         if self.graphs is None:
             return run(x, values, metadata)
-        return self.graphs.replay(stretch, run, (x, values, metadata), self.variant, places)
+        return self.graphs.replay(stretch, run, (x, values, metadata), self.variant, places, self.seen)
 
 
 class StretchGraphs:
@@ -183,41 +193,50 @@ class StretchGraphs:
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("held", "seen", "ways")}
+        return {name: value for name, value in vars(self).items() if name not in ("held", "ways")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.held: list[object] = [None] * len(self.stretches)  # the model as it was when a stretch was replayed last
-        self.seen: object = None
-        self.ways: dict[tuple, int] = {}  # in which layers are handed what they read
+        self.ways: list[dict] = [{} for _ in self.stretches]  # in which layers are handed what they read
 
     def __call__(
-        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple = (), pending: object = None
+        self,
+        eager: Callable,
+        args: tuple,
+        kwargs: dict,
+        variant: tuple = (),
+        pending: object = None,
+        trusted: bool = False,
     ) -> torch.Tensor:
-        """eager(*args), whose stretches are replayed. As `GraphRunner` is called."""
-        return eager(*args, graphs=self, variant=variant)
+        """eager(*args), whose stretches are replayed. As `GraphRunner` is called; no step is launched before its call.
 
-    def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> None:
-        """No step is launched before its call."""
-
-    def looked_at(self, seen: object) -> None:
-        """The whole model has just been looked at, and is the one of this fingerprint."""
-        self.seen = seen
-
-    def replay(self, stretch: Stretch, run: Callable, args: tuple, variant: tuple, places: list[dict]) -> torch.Tensor:
-        """run(*args), or the replay of its graph. Where the model is the one that the last call was made of, nothing is
-        looked at again.
+        trusted: the model is the one of the step before.
         """
-        number, way = self.stretches.index(stretch), tuple(tuple(named.items()) for named in places)
-        runner, way_number = self.runners[number], self.ways.setdefault((number, way), len(self.ways))
-        if way_number >= len(self.stretches):  # another than at first
-            variant = (*variant, f"way {way_number}")
-        if self.seen is not None and self.held[number] is self.seen:
+        try:
+            return eager(*args, graphs=self, variant=variant, trusted=trusted and all(self.held))
+        except Stale:
+            return eager(*args, graphs=self, variant=variant)
+
+    def replay(
+        self, stretch: Stretch, run: Callable, args: tuple, variant: tuple, places: list[dict], seen: object
+    ) -> torch.Tensor:
+        """run(*args), or the replay of its graph. seen: the model as it was found before this step; where that is the
+        one of the last replay, nothing is looked at again. None: nobody has looked; raises Stale without a graph.
+        """
+        number = self.stretches.index(stretch)
+        runner, ways = self.runners[number], self.ways[number]
+        way = ways.setdefault(tuple(tuple(named.items()) for named in places), len(ways))
+        if way:
+            variant = (*variant, f"way {way}")
+        if seen is None or self.held[number] is seen:
             replayed: Any = runner.begin(args, {}, variant)
             if replayed is not None:
                 return replayed.outputs
+        if seen is None:
+            raise Stale
         outputs = runner(run, args, {}, variant)
-        self.held[number] = self.seen
+        self.held[number] = seen
         return outputs
 
 

@@ -24,12 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
 from accel.llm.kv_cache.cache import STOCK
+from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
-from accel.patching.device_hooks import brought, device_of, other_hook
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -223,8 +223,8 @@ class Recorder:
             yield
 
     def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Does what accelerate's hook does, in its place: what is noted of a layer is on its own device. A mask is known
-        there too.
+        """Does what accelerate's hook does, in its place, so that what is noted of a layer is on its own device. Masks
+        are known there too.
         """
         if self.looking or self._elsewhere():
             return None
@@ -320,7 +320,8 @@ def model_side_effects(model: nn.Module) -> str | None:
         if (hook := other_hook(module)) is not None:
             return f"{hook}, on {where}"
         if (stage := attributes.get("_pp_stage")) is not None:
-            return f"pp_size={getattr(stage, 'pp_size', '?')}: every process holds some of the layers, and waits for others"
+            size = getattr(stage, "pp_size", "?")
+            return f"pp_size={size}: each process holds some of the layers, and its calls wait for the others"
         if path and foreign_hooks(module):
             return f"forward hooks on {where}, which examining it would call"
     return None

@@ -1,4 +1,4 @@
-"""Hooks of accelerate that only bring inputs to where a module's weights lie, as a `device_map` over several cards has."""
+"""Hooks of accelerate that only bring inputs to where weights lie, as a `device_map` over several cards has them."""
 
 import sys
 from collections.abc import Callable
@@ -35,16 +35,16 @@ def other_hook(module: nn.Module) -> str | None:
         return None
     if not _known(hook):
         return f"an accelerate hook of another kind, {type(hook).__name__}"
-    if hook.offload or any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+    own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+    if hook.offload or any(tensor.is_meta for tensor in own):
         return "an accelerate hook that loads offloaded weights"
-    around = attributes.get(FORWARD)
-    beneath = stock_method(module, attributes.get(BENEATH)) or getattr(attributes.get(BENEATH), "module", None) is module
-    if not beneath or not _wraps(around, module):
+    around, beneath = attributes.get(FORWARD), attributes.get(BENEATH)
+    stock = stock_method(module, beneath) or getattr(beneath, "module", None) is module  # or a fast one of accel's
+    if not stock or not _wraps(around, module):
         return "an accelerate hook around a replaced forward"
     device = _device(hook.execution_device)
     if device is None:
         return "an accelerate hook that names no device"
-    own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     if not all(same_place(tensor.device, device) for tensor in own):
         return "an accelerate hook for another device than its weights are on"
     return None
