@@ -1,0 +1,91 @@
+"""Processes that share one model: started once for a test session, and given functions to run together."""
+
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT = 30.0  # seconds after which a rank is thought to hang
+COLLECTIVE = timedelta(seconds=10)  # after which a collective without its partners fails
+
+
+class RankFailed(AssertionError):
+    """What a rank raised, with its traceback."""
+
+
+def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=COLLECTIVE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
+    while (task := tasks.get()) is not None:
+        number, function, args = task
+        try:
+            answers.put((number, rank, function(*args), None))
+        except BaseException as error:
+            told = f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            answers.put((number, rank, None, told))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`size` processes of one gloo group. `run` calls a function of a module on all of them at once.
+
+    They are forked from a process that has imported the libraries once, so that starting them costs little.
+    """
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.size, self.number = size, 0
+        self.tasks = [context.Queue() for _ in range(size)]
+        self.answers = context.Queue()
+        self.processes = [
+            context.Process(target=_serve, args=(rank, size, port, self.tasks[rank], self.answers), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """What function(*args) gave on each rank. Raises RankFailed with what they raised, or that one hangs."""
+        self.number += 1
+        for tasks in self.tasks:
+            tasks.put((self.number, function, args))
+        found: dict[int, Any] = {}
+        failed: list[str] = []
+        while len(found) < self.size:
+            try:
+                number, rank, value, error = self.answers.get(timeout=timeout)
+            except queue.Empty:
+                missing = [rank for rank in range(self.size) if rank not in found]
+                self.close()
+                raise RankFailed(f"rank {missing} gave no answer in {timeout} s; {'; '.join(failed)}") from None
+            if number == self.number:
+                found[rank] = value
+                failed += [] if error is None else [error]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [found[rank] for rank in range(self.size)]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process, tasks in zip(self.processes, self.tasks, strict=True):
+            tasks.put(None)
+            process.join(timeout=1)
+            if process.is_alive():
+                process.kill()
+                process.join()
