@@ -13,7 +13,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
 from accel.llm.pipeline.placement import Placement
-from accel.llm.pipeline.stretch import ChainedStep, Stale, Stretch, StretchLayer, StretchStep, Unchained
+from accel.llm.pipeline.stretch import ChainedStep, Stale, Stretch, StretchGraphs, StretchLayer, StretchStep, Unchained
 from accel.llm.runtime.layer import LayerForward
 from accel.patching.relied import changed_since
 
@@ -21,11 +21,13 @@ from accel.patching.relied import changed_since
 class SpreadForward(DecoderForward):
     """Runs calls with a cache over stretches of layers. Stands, as its layers do, in place of accelerate's hook."""
 
+    layers: list[StretchLayer]  # type: ignore[assignment]
+    runner: StretchGraphs | None  # type: ignore[assignment]
+
     def __init__(self, *args: Any, placement: Placement) -> None:
         super().__init__(*args)
-        self.placement_told = placement.told()
         self.stretches = [
-            Stretch(self.layers[s.start : s.stop], placement.devices[s.start]) for s in placement.stretches()
+            Stretch(self.layers[one.start : one.stop], placement.devices[one.start]) for one in placement.stretches()
         ]
         for forward in (self, *self.layers):
             forward.around = wrapper_of(forward.module)
@@ -82,7 +84,6 @@ class SpreadForward(DecoderForward):
             if (reason := other_hook(module)) is not None:
                 return f"{reason}, on {path or 'the model'}"
         for layer in self.layers:
-            assert isinstance(layer, StretchLayer)
             if device_of(layer.module) != layer.stretch.device:
                 return changed_since(f"{layer.path}: the device of its accelerate hook")
         return None

@@ -157,7 +157,8 @@ class ChainedStep(StretchStep):
         """All of its layers. calls: the keywords of each."""
         read = sorted(stretch.read or ())
         known: dict[int, int] = {}
-        values, places = [], []
+        values: list[Any] = []
+        places: list[dict[str, int]] = []
         for kwargs in calls:
             named = {}
             for name in read:
