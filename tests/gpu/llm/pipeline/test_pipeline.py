@@ -70,7 +70,7 @@ def test_token_for_token(name, cards):
 
 
 @pytest.mark.parametrize("name", ["greedy-padded", "sample-top", "beam", "beam-sample", "assisted", "prompt-lookup",
-                                  "given-cache", "continued-padded", "streamer", "early-exit", "static"])  # fmt: skip
+                                  "given-cache", "continued-padded", "streamer", "early-exit"])  # fmt: skip
 def test_modes(name):
     ours, stock = pair_over(2)
     mode = NAMED[name]
@@ -119,7 +119,7 @@ def test_a_step_waits_for_nothing():
     ids, cache = prompt(2, 9).cuda(), DynamicCache(config=ours.config)
     ours(ids, past_key_values=cache, use_cache=True)
     token, place = ids[:, -1:].clone(), torch.full((1, 1), 9, device=ids.device)
-    for _ in range(4):
+    for _ in range(20):  # until kernels are chosen and the graphs captured
         ours(token, position_ids=place, past_key_values=cache, use_cache=True)
         place += 1
     assert len(stretches_replayed(ours)) == 2
