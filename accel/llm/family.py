@@ -23,6 +23,9 @@ from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.self_test import find_convention
 from accel.llm.generation.surroundings import relied_on
 from accel.llm.generation.trial_warmup import warm_up
+from accel.llm.pipeline.forward import SpreadForward
+from accel.llm.pipeline.placement import Placement
+from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import LayerRecord
 from accel.llm.recording.recorder import decoder_layers
@@ -72,6 +75,8 @@ def match_decoder(site: Site, context: Context) -> Match | Skip | None:
     analysis, layers = context.of(Analysis), context.of(DecoderLayers).found
     layers.update({path: found if isinstance(found, str) else PARTIAL for path, found in analysis.layers.items()})
     reason = analysis.reason
+    if reason is None and analysis.unknown() is not None and context.find(Placement) is not None:
+        reason = f"{analysis.unknown()}; the other layers are not fused between stock ones over several devices"
     if reason is None and analysis.unknown() is not None:
         return _match_some(model, context, layers, analysis.specs)
     if reason is None:
@@ -115,9 +120,11 @@ def _bind(
     """
     stack, _ = decoder_layers(model)
     steps = ForwardContext()
-    parts = (context.kernels, context.ledger)
-    forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
-    forward = DecoderForward(model, "", *parts, stack, forwards, steps)
+    parts, placement = (context.kernels, context.ledger), context.find(Placement)
+    kind = LayerForward if placement is None else StretchLayer
+    forwards = [kind(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
+    whole = (model, "", *parts, stack, forwards, steps)
+    forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
     forward.experts, forward.routers = _inside(forwards, context)
     if forward.ranks is not None:
         inside = [one.path for one in (*forward.experts, *forward.routers)]
@@ -126,12 +133,14 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
-    note, batches = "", None
+    note, batches = "" if placement is None else placement.told(), None
     if context.options.kv_cache is not None:
-        note = _round(forward, specs, context.options.kv_cache, context.options.strict)
+        note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
     elif rounding(model):
         warm_up(forward)
-    if context.options.graphs is not False:
+    if context.options.graphs is not False and isinstance(forward, SpreadForward):
+        forward.runner = _graphs(forward, context)
+    elif context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
@@ -147,6 +156,15 @@ def _bind(
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     hooks = (*generate_hooks(model, forward), *batching_hook(model, forward, batches))
     return forward, (*patches, *hooks), note
+
+
+def _graphs(forward: SpreadForward, context: Context) -> StretchGraphs:
+    """Of its stretches."""
+    keep = context.options.graphs is True
+    graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.ledger, keep)
+    for runner in graphs.runners:
+        runner.beside, runner.kind = forward.relied_model, rows_of_kernels
+    return graphs
 
 
 def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsForward], list[RouterForward]]:

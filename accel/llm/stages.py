@@ -1,4 +1,4 @@
-"""What comes before the rules for a language model: import, round, analyze, quantize. No stage changes the model."""
+"""What comes before the rules for a language model: place, import, round, analyze, quantize. None changes the model."""
 
 from functools import partial
 
@@ -10,6 +10,7 @@ from accel.errors import SkippedSite, reason_of
 from accel.llm.analysis.analyze import Analysis, analyze
 from accel.llm.family import RULES
 from accel.llm.generation.pace import pace
+from accel.llm.pipeline.placement import LiftedHooks, Placement, layer_placement
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
 from accel.llm.runtime.attention_kinds import KINDS
@@ -28,7 +29,16 @@ from accel.quantization.model import RULE
 
 def language_plan(model: nn.Module, context: Context) -> Plan:
     """The plan of a causal language model."""
-    return Plan(model, RULES, context, (import_prequantized, round_activations, analyze_layers, quantize), pace)
+    return Plan(model, RULES, context, (place, import_prequantized, round_activations, analyze_layers, quantize), pace)
+
+
+def place(model: PreTrainedModel, context: Context) -> Staged:
+    """Where accelerate has spread its layers; hooks that have nothing to do are taken off."""
+    found = layer_placement(model)
+    if not isinstance(found, Placement):
+        return Staged()
+    context.put(found)
+    return Staged((LiftedHooks(found.layers),))
 
 
 def import_prequantized(model: nn.Module, context: Context) -> Staged:

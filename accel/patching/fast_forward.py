@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -103,6 +103,9 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
+    around: Callable | None = (
+        None  # accelerate's wrapper of the module, in whose place this stands; stock is called by it
+    )
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 
@@ -131,6 +134,8 @@ class FastForward(ABC):
         return type(self.module).forward.__code__
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around is not None:
+            return self.around(*args, **kwargs)
         # The compiler cannot look a method up on a class that diffusers allows in its graphs; it can call a function.
         if torch.compiler.is_compiling() and type(self.module) is self.kind:
             return self.function(self.module, *args, **kwargs)

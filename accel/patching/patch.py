@@ -69,7 +69,7 @@ class ForwardPatch(Patch):
 
     Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
     and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
-    go in any order.
+    go in any order. A fast forward that is to stand in place of accelerate's wrapper has it as `around`.
     """
 
     def __init__(self, module: nn.Module, value: Any):
@@ -77,12 +77,17 @@ class ForwardPatch(Patch):
 
     def apply(self) -> None:
         places = self._places(lambda value: stock_method(self.owner, value))
+        around = getattr(self.value, "around", None)
+        if around is not None and vars(self.owner).get("forward") is around:
+            places = [(vars(self.owner), "forward")]
         holder, self.name = places[0] if places else (vars(self.owner), "forward")
         self.before = holder.get(self.name, MISSING)
         holder[self.name] = self.value
 
     def check(self) -> None:
         if not self._places(lambda value: value is self.value):
+            if getattr(self.value, "around", None) is not None and self._stock():
+                return  # accelerate's hook was taken off, and this with it
             self.name = "forward"
             super().check()
 
@@ -94,6 +99,10 @@ class ForwardPatch(Patch):
                 del holder[name]
             else:  # a hook was put on top: let it wrap the stock forward
                 holder[name] = types.MethodType(type(self.owner).forward, self.owner)
+
+    def _stock(self) -> bool:
+        attributes = vars(self.owner)
+        return "_hf_hook" not in attributes and stock_method(self.owner, attributes.get("forward"))
 
     def _places(self, wanted: Callable) -> list[tuple[dict, str]]:
         """(attributes, name) of all places where a forward of the module is kept that is `wanted`."""

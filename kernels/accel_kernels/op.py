@@ -68,6 +68,13 @@ class Op:
     def __call__(self, x: Located, *args, **kwargs):
         if not x.is_cuda:
             return (self.on_cpu or self.reference)(x, *args, **kwargs)
+        device = getattr(x, "device", None)
+        if device is None or device.index == torch.cuda.current_device():
+            return self._on_gpu(x, *args, **kwargs)
+        with torch.cuda.device(device):  # kernels are launched on the current device, wherever their tensors are
+            return self._on_gpu(x, *args, **kwargs)
+
+    def _on_gpu(self, x: Located, *args, **kwargs):
         other = self.instead or self.reference
         if self.supports(x, *args, **kwargs) is not None:
             return other(x, *args, **kwargs)

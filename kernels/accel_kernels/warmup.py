@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
+
 # Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
 # that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
 # load launchers, one may get the other's, and launch with arguments taken for others. So there is one at a time.
@@ -20,7 +22,7 @@ _LOADING = threading.RLock()
 
 class _Warmup(NamedTuple):
     threads: ThreadPoolExecutor
-    compiled: list  # kernels so far
+    compiled: list  # kernels so far, each with the device that it is for
 
 
 # This context's warmup; None outside of one.
@@ -72,11 +74,12 @@ def warmup() -> Iterator[None]:
                 yield
         finally:
             _WARMUP.reset(token)
-        kernels = [_ready(kernel) for kernel in {id(kernel): kernel for kernel in now.compiled}.values()]
+        kernels = [(_ready(kernel), device) for kernel, device in {id(one[0]): one for one in now.compiled}.values()]
         with _LOADING:
-            list(threads.map(_build_launcher, kernels))
-            for kernel in kernels:
-                kernel._init_handles()
+            list(threads.map(_build_launcher, [kernel for kernel, _ in kernels]))
+            for kernel, device in kernels:
+                with torch.cuda.device(device):  # into whose context it is loaded
+                    kernel._init_handles()
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
@@ -86,7 +89,8 @@ def launch(kernel, grid: tuple, *args, **meta) -> None:
         with _LOADING:
             kernel[grid](*args, **meta)
     else:
-        now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # which is none
+        now.compiled.append((kernel.warmup(*args, grid=grid, **meta), device))
 
 
 def _ready(kernel):

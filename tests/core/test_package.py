@@ -18,8 +18,9 @@ ROOMS = """
     errors tolerances options saved progress parallel
     patching quantization fusion cuda_graphs planning verification
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache diffusion
-    llm.kv_cache llm.recording llm.runtime.linear llm.analysis llm.runtime
-    llm.generation llm.generation.loop llm.batching
+    llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
+    llm.runtime.linear llm.analysis llm.runtime
+    llm.generation llm.pipeline llm.generation.loop llm.batching
     llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
     report families api
     bench demo commands replicas __main__

@@ -1,11 +1,13 @@
 """Kernels become launchable one at a time: up to 3.6 Triton may give a thread the launcher that another one loads."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
 from accel_kernels import warmup as module
 from accel_kernels.warmup import launch, warmup
@@ -86,3 +88,23 @@ def test_what_triton_does_first_is_done_in_the_background(monkeypatch):
     assert done.wait(10)
     monkeypatch.delattr(triton.runtime.cache, "triton_key")
     module.prepare()
+
+
+def test_each_kernel_is_loaded_on_the_device_that_it_was_compiled_for(built, monkeypatch):
+    now, loaded = [0], []
+
+    @contextlib.contextmanager
+    def device(number):
+        before, now[0] = now[0], number
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernels = [Kernel(lambda: loaded.append(now[0])) for _ in range(3)]
+    with warmup():
+        for number, kernel in enumerate(kernels):
+            with torch.cuda.device(number % 2):
+                launch(kernel, (1,))
+    assert loaded == [0, 1, 0]

@@ -80,3 +80,36 @@ def prompt(model: "PreTrainedModel", rows: int, tokens: int, seed: int = SEED) -
     from accel.llm.recording.inputs import example_inputs
 
     return example_inputs(model, rows, tokens, padded=False, seed=seed)
+
+
+def device_map(model: "PreTrainedModel", cards: int) -> dict[str, int]:
+    """By path the number of the card: equally many layers on each, as far as they go. A head that is tied to the
+    embeddings is on their card.
+    """
+    from accel.llm.recording.recorder import decoder_layers
+
+    stack, layers = decoder_layers(model)
+    found: dict[str, int] = {}
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+
+    def visit(prefix: str, module: object) -> None:
+        for name, child in module.named_children():  # type: ignore[attr-defined]
+            path = f"{prefix}{name}"
+            if path == stack:
+                found.update({f"{path}.{number}": number * cards // len(layers) for number in range(len(layers))})
+            elif stack.startswith(f"{path}."):
+                visit(f"{path}.", child)
+            else:
+                behind = f"{stack}.0" in found
+                found[path] = cards - 1 if behind and not (child is head and tied) else 0
+
+    visit("", model)
+    return found
+
+
+def spread(model: "PreTrainedModel", cards: int) -> "PreTrainedModel":
+    """The model itself, moved to so many cards, with accelerate's hooks, as `device_map` has it."""
+    from accelerate import dispatch_model
+
+    return dispatch_model(model, device_map(model, cards), main_device=0, force_hooks=True)

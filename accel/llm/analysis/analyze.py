@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
+from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import LayerRecord, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
@@ -56,15 +57,17 @@ def analyze(
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why it is not run at all."""
+    if (reason := model_side_effects(model)) is not None:
+        return reason
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no cache"
     words = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(words, torch.Tensor) or words.dim() != 2:
         return "it has not one table of embeddings"
-    reason = model_side_effects(model) or ("weights not loaded" if meta_weights(model) else None)
-    if reason is None and len({p.device for p in model.parameters()}) > 1:
-        reason = "weights on several devices"
-    return reason
+    if meta_weights(model):
+        return "weights not loaded"
+    placed = layer_placement(model)
+    return placed if isinstance(placed, str) else None
 
 
 def formulas(

@@ -19,6 +19,7 @@ from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
+from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 from accel.tolerances import SHARED_EXPERTS, bound
@@ -35,6 +36,8 @@ def refusal(forward: DecoderForward) -> str | None:
     """
     if isinstance(forward, MixedForward):
         return "some of its layers run stock, and would know nothing of sequences of different lengths"
+    if isinstance(forward, SpreadForward):
+        return "its layers are spread by accelerate, and work on one batch one after another"
     if forward.convention.kept:
         return "it goes on with positions that it counted before, of one batch"
     if forward.ledger.rests((forward.embeddings(),), {}):

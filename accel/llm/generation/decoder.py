@@ -135,7 +135,7 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         start = store.length
-        if tokens.device != store.shapes[0].device or (start and rows != store.rows):
+        if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         mask = self._mask(given("attention_mask"), rows, start, new)
         positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
@@ -222,13 +222,20 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            specs = sorted((layer.spec.attention for layer in self.layers), key=lambda spec: spec.index)
+            placed = sorted(
+                ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers),
+                key=lambda one: one[0].index,
+            )
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, weight.device, codes)
-                for spec, codes in zip(specs, self.codes, strict=True)
+                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, codes)
+                for (spec, device), codes in zip(placed, self.codes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
+
+    def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
+        """Where a layer keeps keys and values."""
+        return embeddings.device
 
     def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
@@ -290,6 +297,12 @@ class DecoderForward(FastForward):
         self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
         """The logits of `eager` over these stores, one a layer by its place in the cache. After `ready`."""
+        return self.within(Step(kvs), tokens, positions, keep)
+
+    def within(
+        self, step: Step, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        """The logits of one forward."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
         if positions is not None:
@@ -298,8 +311,8 @@ class DecoderForward(FastForward):
             given["logits_to_keep"] = keep
         if self.convention.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
-        with self.steps.taken(Step(kvs)), nullcontext() if self.ranks is None else self.ranks.forward():
-            return self.stock(**given).logits
+        with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
+            return type(self.module).forward(self.module, **given).logits
 
     def ready(self, stack: bool = True) -> None:
         """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
@@ -317,13 +330,18 @@ class DecoderForward(FastForward):
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
+        reason = self._placed()
+        return reason or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+
+    def _placed(self) -> str | None:
+        """Why its weights are not where they were understood."""
         moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
         if moved is not None:
             return f"an accelerate hook on {moved or 'the model'}"
         parameters = list(self.module.parameters())
         if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
             return "weights on several devices, or not loaded"
-        return next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+        return None
 
     def _stack(self) -> Iterable[nn.Module]:
         """The model's layers now, in place of those that were understood."""

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
 from accel.llm.kv_cache.cache import STOCK
+from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
@@ -202,6 +203,11 @@ class Recorder:
     def attached(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as undo:
             for record in self.record.layers:
+                if (device := device_of(record.layer)) is not None:
+                    held = vars(record.layer)
+                    undo.callback(held.__setitem__, "forward", held.pop("forward"))
+                    bring = partial(self._bring, device)
+                    undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
                 for module in record.layer.modules():
                     handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                     undo.callback(handle.remove)
@@ -215,6 +221,18 @@ class Recorder:
                 undo.callback(registry._global_mapping.pop, self.name, None)
             undo.enter_context(lent_configs(model, self.name))
             yield
+
+    def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Does what accelerate's hook does, in its place, so that what is noted of a layer is on its own device. Masks
+        are known there too.
+        """
+        if self.looking or self._elsewhere():
+            return None
+        there = brought((args, kwargs), device)
+        for given, now in zip((*args, *kwargs.values()), (*there[0], *there[1].values()), strict=True):
+            if now is not given:
+                self.record.masks += [(now, function) for mask, function in self.record.masks if mask is given]
+        return there
 
     def _elsewhere(self) -> bool:
         return threading.get_ident() != self.thread
@@ -299,8 +317,11 @@ def model_side_effects(model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         attributes = vars(module)
         where = path or "the model"
-        if "_hf_hook" in attributes:
-            return f"an accelerate hook on {where}"
+        if (hook := other_hook(module)) is not None:
+            return f"{hook}, on {where}"
+        if (stage := attributes.get("_pp_stage")) is not None:
+            size = getattr(stage, "pp_size", "?")
+            return f"pp_size={size}: each process holds some of the layers, and its calls wait for the others"
         if path and foreign_hooks(module):
             return f"forward hooks on {where}, which examining it would call"
     return None

@@ -52,8 +52,11 @@ class LayerParts:
 
 
 def hung(module: nn.Module) -> str | None:
-    """What hangs on a module that is not called any more, but for the hooks of transformers itself."""
-    return replaced_forward(module) or (hooked(module) if "_hf_hook" in vars(module) or foreign_hooks(module) else None)
+    """What hangs on a module that is not called any more, but for the hooks of transformers itself, and for one of
+    accelerate's in whose place its fast forward stands.
+    """
+    aligned = "_hf_hook" in vars(module) and getattr(vars(module).get("forward"), "around", None) is None
+    return replaced_forward(module) or (hooked(module) if aligned or foreign_hooks(module) else None)
 
 
 def replaced_forward(module: nn.Module) -> str | None:

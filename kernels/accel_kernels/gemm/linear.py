@@ -87,6 +87,7 @@ class LinearChooser(Choices):
         super().__init__(cache)
         self.products: dict[str, Product] = {}
         self.lt: CublasLt | None = None
+        self.card: int | None = None  # that `lt` is of: a library's context belongs to one; others multiply by torch
         self.broken = torch.version.cuda is None
 
     def __call__(self, x, weight, bias=None, residual=None, gelu=False, out=None):
@@ -116,6 +117,7 @@ class LinearChooser(Choices):
             (residual is not None and (gelu or out is not None))
             or (out is not None and not _in_rows(out, weight.shape[0]))
             or not x.is_cuda
+            or self.card not in (None, x.device.index)
             or x.dtype not in TYPES
             or weight.dtype != x.dtype
             or not (x.is_contiguous() and weight.is_contiguous())
@@ -156,7 +158,7 @@ class LinearChooser(Choices):
         """weight: a tensor, or its form."""
         try:
             if self.lt is None:
-                self.lt = CublasLt()
+                self.lt, self.card = CublasLt(), torch.cuda.current_device()
             outs, depth = weight.shape
             self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias, gelu, apart)
         except (OSError, RuntimeError, AttributeError):  # no such library, or one that knows nothing of this product

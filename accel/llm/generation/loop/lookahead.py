@@ -22,6 +22,7 @@ from accel.llm.generation.loop.handover import Handover
 from accel.llm.generation.loop.methods import predictable
 from accel.llm.kv_cache.pending_step import PendingStep
 from accel.llm.kv_cache.store import Store
+from accel.llm.pipeline.stretch import StretchGraphs
 
 MOST_MISSED = 4  # a call of generate() in which so many steps in a row were begun in vain does without
 MOST_WAITED = PATIENCE + 4  # or in which so many could not be begun: their graph comes once its products are chosen
@@ -110,6 +111,8 @@ class Lookahead(StoppingCriteriaList):
         self.pending = None
         more = longest is None or input_ids.shape[1] < longest
         if store is None or runner is None or not more or self.missed > MOST_MISSED or self.waited > MOST_WAITED:
+            return
+        if isinstance(runner, StretchGraphs):  # on streams of several devices, of which only one would be waited for
             return
         if self.forward.mode() is None:
             self.pending = begin(self.forward.module, runner, store, input_ids)

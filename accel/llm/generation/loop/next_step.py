@@ -10,6 +10,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Store
+from accel.llm.pipeline.stretch import StretchGraphs
 
 
 def next_logits(
@@ -29,10 +30,12 @@ def next_logits(
     rows = tokens.shape[0]
     store.reserve(rows, store.length + 1)
     eager, arguments = partial(forward.eager, store, False), (tokens, positions, store.metadata, keep)
-    if forward.runner is not None and tokens.is_cuda and by_graph(rows, 1):
-        variant = ("mask",) if store.padding_mask is not None else ()
+    variant = ("mask",) if store.padding_mask is not None else ()
+    if isinstance(forward.runner, StretchGraphs) and tokens.is_cuda and by_graph(rows, 1):
+        logits: Any = forward.runner(eager, arguments, {}, variant, trusted=trusted)
+    elif forward.runner is not None and tokens.is_cuda and by_graph(rows, 1):
         replayed = forward.runner.begin(arguments, {}, variant) if trusted else None
-        logits: Any = forward.runner(eager, arguments, {}, variant) if replayed is None else replayed.outputs
+        logits = forward.runner(eager, arguments, {}, variant) if replayed is None else replayed.outputs
     else:
         logits = eager(*arguments)
     store.advance(1)

@@ -1,0 +1,1 @@
+"""Language models whose layers are spread over several devices, in one process."""

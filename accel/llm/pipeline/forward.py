@@ -1,0 +1,110 @@
+"""The forward of a language model whose layers are spread over several devices, in one process.
+
+The model's own code runs as ever: embeddings, norm and head are stock, and accelerate's hooks bring them their inputs.
+Its layers are stretches, each with its store on its own device. Nothing of a step waits for a device.
+"""
+
+from typing import Any
+
+import torch
+from accel_kernels import KV
+
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.kv_cache.store import Store
+from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
+from accel.llm.pipeline.placement import Placement
+from accel.llm.pipeline.stretch import ChainedStep, Stale, Stretch, StretchGraphs, StretchLayer, StretchStep, Unchained
+from accel.llm.runtime.layer import LayerForward
+from accel.patching.relied import changed_since
+
+
+class SpreadForward(DecoderForward):
+    """Runs calls with a cache over stretches of layers. Stands, as its layers do, in place of accelerate's hook."""
+
+    layers: list[StretchLayer]  # type: ignore[assignment]
+    runner: StretchGraphs | None  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, placement: Placement) -> None:
+        super().__init__(*args)
+        self.stretches = [
+            Stretch(self.layers[one.start : one.stop], placement.devices[one.start]) for one in placement.stretches()
+        ]
+        for forward in (self, *self.layers):
+            forward.around = wrapper_of(forward.module)
+        self.chained = True  # its code hands each layer what the one before gave
+
+    def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
+        assert isinstance(layer, StretchLayer)
+        return layer.stretch.device
+
+    def eager(
+        self,
+        store: Store,
+        is_prefill: bool,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        metadata: torch.Tensor,
+        keep: int | torch.Tensor,
+        graphs: Any = None,
+        variant: tuple = (),
+        trusted: bool = False,
+    ) -> torch.Tensor:
+        """The model's own forward with fused layers. `metadata` is that of the store's first device, and not needed.
+
+        graphs: by which stretches are replayed in a step of decoding, with what else decides which kernels run.
+        trusted: the model is the one of the step before, and not looked at; then Stale is raised where it has no graph.
+        """
+        if not trusted:
+            self.ready()
+        last = keep if isinstance(keep, torch.Tensor) else None
+        stores = StoresOfOneForward(store, is_prefill, last)
+        if not is_prefill and self.chained and all(one.read is not None for one in self.stretches):
+            step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
+            try:
+                logits = self.within(step, tokens, positions, keep)
+                if step.calls:
+                    raise Unchained
+                return logits
+            except Unchained:
+                # What its layers have written lies behind what is stored, and is written again.
+                self.chained = False
+        if trusted:
+            raise Stale
+        kvs: dict[int, KV] = {}
+        for one in self.stretches:
+            kvs |= stores.kvs(one, tokens, stores.metadata(one))
+        return self.within(StretchStep(kvs), tokens, positions, keep)
+
+    def within(self, *args: Any) -> torch.Tensor:
+        """On the device of the inputs, as accelerate gives them back."""
+        return super().within(*args).to(args[1].device, non_blocking=True)
+
+    def _placed(self) -> str | None:
+        for path, module in self.module.named_modules():
+            if (reason := other_hook(module)) is not None:
+                return f"{reason}, on {path or 'the model'}"
+        for layer in self.layers:
+            if device_of(layer.module) != layer.stretch.device:
+                return changed_since(f"{layer.path}: the device of its accelerate hook")
+        return None
+
+
+class StoresOfOneForward:
+    """What a forward reads and writes. last: place of the last real token, (1,), of a prompt filled up behind it."""
+
+    def __init__(self, store: Store, is_prefill: bool, last: torch.Tensor | None):
+        self.store, self.is_prefill, self.last = store, is_prefill, last
+
+    def metadata(self, stretch: Stretch) -> torch.Tensor:
+        return self.store.kv(stretch.layers[0].spec.attention.index).metadata
+
+    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: torch.Tensor) -> dict[int, KV]:
+        indices = [layer.spec.attention.index for layer in stretch.layers]
+        found = {index: self.store.kv(index, is_prefill=self.is_prefill) for index in indices}
+        units = max(kv.keys.shape[2] for kv in found.values()) * x.shape[0] * x.shape[1]
+        counters = torch.zeros(units, device=stretch.device, dtype=torch.int32)
+        last = None if self.last is None else self.last.to(stretch.device)
+        return {
+            index: kv._replace(metadata=metadata, split_counters=counters, by_address=last is not None, last=last)
+            for index, kv in found.items()
+        }

@@ -1,0 +1,142 @@
+"""generate() of models that accelerate has spread over devices: fused, in stretches, with stock's tokens."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import accel
+from accel.llm.generation.loop import handover
+from accel.llm.generation.loop.token_loop import TokenLoop
+from accel.llm.pipeline.forward import SpreadForward
+from accel.llm.pipeline.stretch import ChainedStep, Stretch
+from support.llm.calls import counting, followed_by_numbers
+from support.llm.families import BY_NAME, available, layers, make, padded, prompt
+from support.llm.modes import MODES
+from support.llm.outputs import generate, ran_fast, same
+from support.spread import DEVICES, spread
+
+FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "falcon-one-key", "cohere2", "smollm3")
+STOCK = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that a fused model leaves to stock
+
+
+@pytest.fixture(scope="module")
+def both():
+    """(optimized, stock): four layers, two and two."""
+    stock = make("llama", num_hidden_layers=4)
+    return accel.optimize(spread(copy.deepcopy(stock))), stock
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """[steps in which a stretch computed at once, those in which its layers did]."""
+    return counting(monkeypatch, (Stretch, "run", False), (ChainedStep, "passes", False))
+
+
+def forward_of(model) -> SpreadForward:
+    found = vars(model)["forward"]
+    assert type(found) is SpreadForward
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_every_mode(both, mode):
+    ours, stock = both
+    same(mode(ours, *padded(mode.lengths)), mode(stock, *padded(mode.lengths)))
+    assert forward_of(ours).chained
+    if mode.name not in STOCK and not accel.report(ours).fallbacks:
+        ran_fast(ours)
+
+
+def test_what_steps_compute_at_once(both, ran):
+    ours, stock = both
+    ids, mask = padded((7, 4))
+    before = accel.report(ours).fallbacks
+    same(generate(ours, ids, mask, max_new_tokens=6), generate(stock, ids, mask, max_new_tokens=6))
+    assert ran == [5 * 2, 5 * 4]  # the prompt is read layer by layer
+    assert accel.report(ours).fallbacks == before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    stock = make(name)
+    ours = accel.optimize(spread(copy.deepcopy(stock), first=1))
+    ids, mask = padded((9, 5))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert forward_of(ours).chained and len(forward_of(ours).stretches) == 2
+    ran_fast(ours)
+
+
+def test_every_layer_keeps_its_keys_on_its_own_device(both):
+    ours, _ = both
+    cache = DynamicCache(config=ours.config)
+    ours(prompt(2, 5), past_key_values=cache)
+    assert [layer.device for layer in cache.layers] == [DEVICES[0]] * 2 + [DEVICES[1]] * 2
+    assert set(cache.layers[0].store.blocks.places) == set(DEVICES)
+    assert [str(row[2:]) for row in accel.report(ours).sites if row[1] == "language model"] == [
+        "('patched', 'layers 0-1 on cpu, 2-3 on cpu:0; CUDA graphs wait for CUDA; the model is on cpu')"
+    ]
+
+
+def test_the_loop_that_runs_ahead(both, monkeypatch):
+    ours, stock = both
+    monkeypatch.setattr(handover, "DEVICES", ("cuda", "cpu"))
+    loops = counting(monkeypatch, (TokenLoop, "run", False))
+    for call in ({}, {"lengths": (7, 4), "do_sample": True}):
+        same(followed_by_numbers(ours, **call), followed_by_numbers(stock, **call))
+    assert loops == [2]
+
+
+def test_where_something_is_done_between_layers_each_computes_by_itself(monkeypatch, ran):
+    stock = make("llama", num_hidden_layers=4)
+    ours = accel.optimize(spread(copy.deepcopy(stock)))
+    passes = ChainedStep.passes
+
+    def handed_another(step, layer, x, kwargs):
+        return passes(step, layer, x.clone() if layer is forward_of(ours).layers[1] else x, kwargs)
+
+    monkeypatch.setattr(ChainedStep, "passes", handed_another)
+    ran[:] = 0, 0
+    ids, mask = padded((7, 4))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not forward_of(ours).chained
+    assert ran == [0, 2] and not accel.report(ours).fallbacks
+
+
+def test_a_copy_is_fused_by_its_own_weights(both):
+    ours, stock = both
+    copied, changed = copy.deepcopy(ours), copy.deepcopy(stock)
+    for model in (copied, changed):
+        for layer in layers(model).values():
+            layer.mlp.down_proj.weight.mul_(1.5)
+    ids, mask = padded((6, 3))
+    same(generate(copied, ids, mask), generate(changed, ids, mask))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert (
+        not accel.report(copied).fallbacks
+        and forward_of(copied).stretches[0].layers[0].module is copied.model.layers[0]
+    )
+
+
+def test_keys_and_values_in_eight_bits_are_those_of_one_device():
+    stock = make("llama", num_hidden_layers=4)
+    ours = accel.optimize(spread(copy.deepcopy(stock)), kv_cache="int8")
+    one = accel.optimize(copy.deepcopy(stock), kv_cache="int8")
+    got, wanted, exact = (
+        generate(model, *padded((9, 5)), output_logits=True, return_dict_in_generate=True)
+        for model in (ours, one, stock)
+    )
+    same(got, wanted)
+    assert not torch.equal(wanted["logits.3"], exact["logits.3"])
+    cache = DynamicCache(config=ours.config)
+    ours(prompt(2, 5), past_key_values=cache)
+    assert [shape.codes for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
+
+
+def test_requests_are_batched_by_stock(both):
+    ours, _ = both
+    reason = ours.init_continuous_batching.refused()
+    assert reason is not None and "spread by accelerate" in reason
