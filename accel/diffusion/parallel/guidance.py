@@ -7,7 +7,7 @@ together on all of them. Pipeline and scheduler run unchanged on every rank, and
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ from accel.patching.site import Site
 from accel.tolerances import ROWS, bound
 
 NAME = "guidance parallel"  # of the rule
+
+
+class Make(NamedTuple):
+    """What the modules of a denoiser are. digest: the same in all processes. reason: why rows may not be divided."""
+
+    kinds: tuple
+    digest: str
+    reason: str | None
 
 
 class GuidanceForward(FastForward):
@@ -57,7 +65,7 @@ class GuidanceForward(FastForward):
         self.ranks = everybody()
         self.checks = Checks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
-        self.make: tuple[tuple, str | None] = ((), None)  # the kinds of modules inside, and why rows are not divided
+        self.make: Make | None = None
         self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,9 +95,10 @@ class GuidanceForward(FastForward):
         self._agree(call, divided, ranks)
         if isinstance(divided, str):
             return self._whole(divided, inner, args, kwargs)
-        kinds, reason = self.make
+        assert self.make is not None
+        reason = self.make.reason
         if reason is None:
-            key = (kinds, call.spec, tuple(divided), tuple(map(_kind, call.leaves)))
+            key = (self.make.digest, call.spec, tuple(divided), tuple(map(_kind, call.leaves)))
             if key not in self.verdicts:
                 self.verdicts[key] = self._try(call, divided, ranks)
             reason = self.verdicts[key]
@@ -105,17 +114,28 @@ class GuidanceForward(FastForward):
     def _agree(self, call: BatchCall, divided: list[bool] | str, ranks: Ranks) -> None:
         """Raises `errors.Refused` on all ranks where they are not about to compute the same; asked as a loop begins."""
         tensors = [(i, leaf) for i, leaf in enumerate(call.leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
+        form = [(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors], divided
+        if not self.checks.due(form):
+            return
+        if self.checks.begins or self.make is None:
+            self._look()
         told = {
-            "the shapes of its tensors": [(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors],
+            "the shapes of its tensors": form[0],
             "what else it is given": [leaf for leaf in call.leaves if isinstance(leaf, int | float | bool | str)],
             "why it is computed whole": divided if isinstance(divided, str) else None,
+            "what it is made of": self.make and self.make.digest,
+            "why it may not be divided": self.make and self.make.reason,
+            "the interval of its step cache": getattr(getattr(self.inner, "state", None), "interval", None),
         }
-        if not self.checks.due(told):
-            return
-        self.make = tuple(map(_sort, self.module.modules())), own_code(self.module)
-        told["the kinds of its modules"], told["why it may not be divided"] = _digest(self.make[0]), self.make[1]
         names = call.names(self.names)
         check_same(ranks, self._place(), told, [(repr(names[i]), one) for i, one in tensors], self._device())
+
+    def _look(self) -> None:
+        """Whether the model is still made of what it was, such as adapters and processors; quick where it is."""
+        kinds = tuple(map(_sort, self.module.modules()))
+        if self.make is None or kinds != self.make.kinds:
+            digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
+            self.make = Make(kinds, digest, own_code(self.module))
 
     def _place(self) -> str:
         return f"a call of the {type(self.module).__name__}" + (f" ({self.path})" if self.path else "")
@@ -182,13 +202,12 @@ def _kind(leaf: object) -> object:
     return leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _sort(module: nn.Module) -> tuple[type, type]:
-    return type(module), type(vars(module).get("processor"))
-
-
-def _digest(kinds: tuple) -> str:
-    """In a few letters, equal in all processes."""
-    return blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
+def _sort(module: nn.Module) -> tuple:
+    """What one module is, and what hangs on it."""
+    held = vars(module)
+    hooks = bool(held["_forward_hooks"]), bool(held["_forward_pre_hooks"]), "_hf_hook" in held
+    registry = getattr(held.get("_diffusers_hook"), "hooks", None)
+    return type(module), type(held.get("processor")), type(held.get("forward")), *hooks, bool(registry)
 
 
 def match_guidance(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:

@@ -19,22 +19,24 @@ SEEDS = "give the generators of all ranks one seed, or call torch.manual_seed wi
 class Checks:
     """Which calls of one forward are looked at: the first of a loop, and those of another form than the one before.
 
-    Outside of a loop that was announced, as where a model is called by itself, every call is looked at.
+    begins: whether the call that was asked about last is the first of its loop. Outside of a loop that was announced,
+    as where a model is called by itself, every call is.
     """
 
     def __init__(self, loop: Loop):
         self.loop = loop
-        self.number, self.left = 0, 0
-        self.told: Mapping[str, object] | None = None
+        self.number, self.left, self.begins = 0, 0, False
+        self.form: object = None
 
-    def due(self, told: Mapping[str, object]) -> bool:
-        """Whether this call is to be looked at. told: all but numbers by which ranks might differ."""
+    def due(self, form: object) -> bool:
+        """Whether this call is to be looked at. form: of its arguments, their numbers left aside."""
         number = self.loop.number
-        if number == 0 or number != self.number:
+        self.begins = number == 0 or number != self.number
+        if self.begins:
             self.number, self.left = number, CALLS
-        elif told != self.told:
+        elif form != self.form:
             self.left = max(self.left, 1)
-        self.told = dict(told)
+        self.form = form
         self.left -= 1
         return self.left >= 0
 
