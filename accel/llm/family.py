@@ -118,6 +118,8 @@ def _bind(
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
+    if forward.ranks is not None:
+        forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
     note, batches = "", None

@@ -1,11 +1,18 @@
 """The ranks that share one model: a group of processes, and the sums of what each has computed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accel_kernels.collective.symmetric_memory import SymmetricMemory
+
+from accel.errors import reason_of
+
+GROUPS = 64  # that are remembered; whoever makes more has them made anew
 
 
 class Ranks:
@@ -17,6 +24,27 @@ class Ranks:
     def __init__(self, group: "dist.ProcessGroup"):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
+        self.memory: SymmetricMemory | None = None  # of GPUs that can read each other's, once `open` has been called
+
+    @staticmethod
+    def of(group: "dist.ProcessGroup") -> "Ranks":
+        """The one object of this group."""
+        return _of(group)
+
+    def open(self, device: torch.device) -> None:
+        """Lets sums of small parts go through memory that the GPUs share, where they can; all ranks at once."""
+        if self.memory is not None or device.type != "cuda" or self.size == 1:
+            return
+        memory = None
+        try:
+            memory = SymmetricMemory(self.group, device)
+        except Exception as error:  # of another host, or without a way to its memory: NCCL finds one
+            reason_of(error)
+        self.memory = None if self.any(memory is None, device) else memory
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around each forward of the model; see `SymmetricMemory.forward`."""
+        return nullcontext() if self.memory is None else self.memory.forward()
 
     def __deepcopy__(self, memo: dict) -> "Ranks":
         return self
@@ -47,6 +75,10 @@ class Ranks:
 
         part: (..., N), this rank's, which may be overwritten. bias: (N,); residual: like part.
         """
+        if self.memory is not None and part.is_cuda and activation is None:
+            found = self.memory.sum(part, bias, residual, scale)
+            if found is not None:
+                return found
         y = self.sum(part)
         if bias is not None:
             y = y + bias
@@ -71,11 +103,21 @@ class Ranks:
             )
         return side_by_side.reshape(*part.shape[:-1], -1)
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' values, each in the place of this rank's."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so on any rank. Waits for all of them."""
         told = torch.tensor([flag], dtype=torch.int32, device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
+
+
+@lru_cache(maxsize=GROUPS)
+def _of(group: "dist.ProcessGroup") -> Ranks:
+    return Ranks(group)
 
 
 def chunk_sizes(total: int, ranks: int) -> list[int]:

@@ -56,6 +56,14 @@ def divided(tensor: torch.Tensor | None) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def division(tensor: torch.Tensor | None) -> int | None:
+    """The dimension along which ranks have divided a tensor; None for one that each has whole."""
+    if tensor is None or not divided(tensor):
+        return None
+    dims = [one.dim % tensor.dim() for one in tensor.placements if hasattr(one, "dim")]  # type: ignore[attr-defined]
+    return dims[0] if dims else None
+
+
 def sharding(module: nn.Module) -> Sharding | None:
     """How transformers has divided this linear or embedding; None for any other, or a way that is not known.
 
@@ -68,7 +76,7 @@ def sharding(module: nn.Module) -> Sharding | None:
     weight = module._parameters.get("weight")
     if how is None or (weight is not None and not _lies(weight, how[0])):
         return None
-    return Sharding(*how, Ranks(held["mesh"].get_group()), held["self"], held["mesh"])
+    return Sharding(*how, Ranks.of(held["mesh"].get_group()), held["self"], held["mesh"])
 
 
 def rests_without_gradients(module: nn.Module, forward: object) -> bool:
@@ -88,22 +96,95 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     """The ranks among which a model's weights are divided, or its layers work together; None where it is whole."""
     meshes = [parameter.device_mesh for parameter in model.parameters() if divided(parameter)]  # type: ignore[attr-defined]
     meshes += [held["mesh"] for held in map(_closure, model.modules()) if held is not None]
-    return None if not meshes else Ranks(meshes[0].get_group(0))
+    meshes += [held["ep_mesh"] for held in map(_dispatch, model.modules()) if held is not None]
+    return None if not meshes else Ranks.of(meshes[0].get_group(0))
+
+
+class ExpertSharding(NamedTuple):
+    """How a module of experts is divided: matrices, each rank having a part of each, or whole experts.
+
+    first: the number of this rank's first expert where it is given numbers of all, else 0; an expert that it does not
+    have adds nothing. What the ranks give is summed. style, mesh: as of `Sharding`; None for what no other module can
+    be divided by.
+    """
+
+    first: int
+    ranks: Ranks
+    style: Any = None
+    mesh: Any = None
+
+    def install(self, module: nn.Module) -> None:
+        """As `Sharding.install`."""
+        self.style.install_forward(module, self.mesh)
+
+
+def expert_sharding(module: nn.Module) -> ExpertSharding | None:
+    """How transformers has divided the experts of this module; None for any other, or a way that is not known."""
+    held, styles = _closure(module), sys.modules.get(STYLES)
+    if held is not None and styles is not None:
+        if type(held["self"]) is not styles.MoeExpertsParallel or held["mesh"].ndim != 1:
+            return None
+        return ExpertSharding(0, Ranks.of(held["mesh"].get_group()), held["self"], held["mesh"])
+    held = _dispatch(module)
+    if held is None or held["ep_mesh"].ndim != 1:
+        return None
+    way = held["implementation"]
+    if getattr(way, "megamoe", None) is not None:
+        return None
+    way = getattr(way, "all_reduce", None) or way  # what it takes without gradients, where all ranks have one batch
+    if not getattr(way, "needs_shared_batch", False) or not getattr(way, "shares_batch", False):
+        return None
+    ranks = Ranks.of(held["ep_mesh"].get_group())
+    return ExpertSharding(ranks.rank * way.num_local_experts, ranks)
+
+
+def local_twin(module: nn.Module) -> nn.Module:
+    """A module of the same class and settings that holds this rank's part of the weights, and is not divided."""
+    twin = type(module).__new__(type(module))
+    vars(twin).update(vars(module))
+    vars(twin).pop("forward", None)
+    own = {name: local(one) for name, one in module._parameters.items() if one is not None}
+    plain = {name: nn.Parameter(one.detach(), requires_grad=False) for name, one in own.items()}
+    vars(twin)["_parameters"] = dict.fromkeys(module._parameters) | plain
+    return twin
+
+
+def known(module: nn.Module) -> bool:
+    """Whether what stands in the place of the code of its class is what transformers divides it by, as known here."""
+    return sharding(module) is not None or expert_sharding(module) is not None
+
+
+def by_transformers(forward: object) -> bool:
+    """Whether this forward is one of the closures by which transformers divides layers; they keep no state."""
+    return inspect.isfunction(forward) and forward.__module__.startswith("transformers.distributed.")
+
+
+def _dispatch(module: nn.Module) -> dict[str, Any] | None:
+    """The same of the closure by which whole experts are divided, in 5.23."""
+    forward = vars(module).get("forward")
+    if not by_transformers(forward):
+        return None
+    held = dict(_cells(forward))
+    fits = {"implementation", "module", "ep_mesh"} <= held.keys() and held["module"] is module
+    return held if fits and not _hooked(module) else None
+
+
+def _hooked(module: nn.Module) -> bool:
+    attributes = vars(module)
+    return bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "_hf_hook" in attributes)
 
 
 def _closure(module: nn.Module) -> dict[str, Any] | None:
     """What is in the cells of the closure by which transformers divides a module, where nothing else hangs on it."""
-    attributes = vars(module)
-    forward = attributes.get("forward")
-    if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.") or STYLES not in sys.modules:
+    forward = vars(module).get("forward")
+    if not inspect.isfunction(forward) or forward.__module__ != STYLES or STYLES not in sys.modules:
         return None
     held = dict(_cells(forward))
     if not {"self", "mesh", "module", "original_forward"} <= held.keys() or held["module"] is not module:
         return None
     beneath = held["original_forward"]
     stock = getattr(beneath, "__self__", None) is module and beneath.__func__ is type(module).forward
-    hooked = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "_hf_hook" in attributes
-    return held if stock and not hooked else None
+    return held if stock and not _hooked(module) else None
 
 
 def _cells(function: Any) -> Iterator[tuple[str, Any]]:

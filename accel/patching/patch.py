@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
-from accel.parallel.sharded_layers import sharding
+from accel.parallel.sharded_layers import known
 from accel.patching.structure import own_forward, stock_method
 
 
@@ -112,7 +112,7 @@ def foreign_forward(module: nn.Module) -> str | None:
     patch = ForwardPatch(module, None)
     if "forward" not in vars(module) or patch._places(lambda value: stock_method(module, value)):
         return None
-    if sharding(module) is not None:
+    if known(module):
         return None
     return f"its forward was replaced ({own_forward(module)})"
 

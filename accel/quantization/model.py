@@ -9,6 +9,8 @@ from torch import nn
 
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
 from accel.patching.patch import Change
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
@@ -92,25 +94,41 @@ class Quantization:
         return False
 
     def _quantized(self, path: str, module: Dense) -> QuantizedLinear:
-        transposed, scheme = self.transposed(module), self.scheme_of(path)
-        weight = module.weight.t() if transposed else module.weight
-        quantized, note = self._rounded(path, weight, module.weight, scheme)
+        transposed, scheme, found = self.transposed(module), self.scheme_of(path), sharding(module)
+        stored = local(module.weight)
+        weight = stored.t() if transposed else stored
+        across = None if found is None or found.dim != INPUTS else found.ranks
+        quantized, note = self._rounded(path, weight, stored, scheme, across)
         self._tell(path, scheme, note)
-        return QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+        made = QuantizedLinear(quantized, module.bias, weight.dtype, scheme, transposed)
+        if found is not None:
+            found.install(made)
+        return made
 
     def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
         scheme, found, notes = replace(self.scheme, activations=None), {}, []
+        parts, module = expert_sharding(stacks.module), stacks.module
+        own = stacks if parts is None else stacks._replace(module=local_twin(module))
         for name in stacks.names:
-            stack = stacks.module.get_parameter(name)
-            found[name], note = self._rounded(f"{path}.{name}", stacks.matrices(name), stack, scheme)
+            stack = module.get_parameter(name)
+            across = parts.ranks if parts is not None and division(stack) == stacks.inputs_dim else None
+            found[name], note = self._rounded(f"{path}.{name}", own.matrices(name), local(stack), scheme, across)
             notes.append(note)
         self._tell(path, scheme, *notes)
-        return QuantizedExperts(stacks, found, scheme)
+        made = QuantizedExperts(own, found, scheme)
+        if parts is not None:
+            parts.install(made)
+        return made
 
-    def _rounded(self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme) -> tuple[Quantized, str]:
-        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory."""
+    def _rounded(
+        self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None
+    ) -> tuple[Quantized, str]:
+        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory.
+
+        ranks: see `round_to_nearest`.
+        """
         try:
-            quantized = round_to_nearest(weight, scheme)
+            quantized = round_to_nearest(weight, scheme, ranks)
         except ValueError as error:
             raise Refused(f"weights={self.weights!r}: {path}: {error}") from None
         other, kept = self.tied.get(id(stored)), self.options.keep_original

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.parallel.sharded_layers import known, local
 from accel.patching.fast_forward import FastForward
 from accel.patching.patch import Change, set_data
 from accel.patching.structure import stock_method
@@ -92,6 +93,7 @@ class QuantizedModulePatch:
         for _, quantized in self.pairs:
             forward = vars(quantized).get("forward")
             plain = forward is None or isinstance(forward, FastForward) or stock_method(quantized, forward)
+            plain = plain or known(quantized)
             if "_hf_hook" in vars(quantized) or not plain:
                 by = repr(vars(quantized).get("_hf_hook", forward))
                 raise PatchConflict(
@@ -116,16 +118,18 @@ class QuantizedModulePatch:
                 for weight in weights:
                     if (weight.device, weight.dtype) != (device, dtype):
                         set_data(weight, lambda data, device=device, dtype=dtype: data.to(device, dtype))
-                for bias in original.parameters(recurse=False):
+                for bias in map(local, original.parameters(recurse=False)):
                     beside = bias.untyped_storage().nbytes() != bias.nbytes  # others, see stack_rows
                     if beside and not any(bias is weight for weight in weights):
                         set_data(bias, torch.clone)
         self.there = False
 
 
-def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Those parameters of an original that are quantized: of most dimensions, as the stacks of experts."""
-    found = list(module.parameters(recurse=False))
+def matrices(module: nn.Module) -> list[torch.Tensor]:
+    """Those parameters of an original that are quantized: of most dimensions, as the stacks of experts. Of what is
+    divided among ranks, this rank's part.
+    """
+    found = list(map(local, module.parameters(recurse=False)))
     most = max(parameter.dim() for parameter in found)
     return [parameter for parameter in found if parameter.dim() == most]
 
@@ -166,7 +170,7 @@ def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, s
     """By the ids of parameters that modules other than these hold too: the path of one that does."""
     own = set(map(id, modules))
     others = ((path, module) for path, module in root.named_modules() if id(module) not in own)
-    return {id(p): path for path, module in others for p in module._parameters.values() if p is not None}
+    return {id(local(p)): path for path, module in others for p in module._parameters.values() if p is not None}
 
 
 def _parks(weight: torch.Tensor, shared: Container[int]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized, pack
 
+from accel.parallel.ranks import Ranks
 from accel.quantization.scheme import Scheme
 
 AT_ONCE = 2**22  # weights in work, in float32: the memory it takes besides the result
@@ -18,8 +19,10 @@ Grid = tuple[torch.Tensor, torch.Tensor | None]  # scales, and zeros if it has a
 SCALES = (torch.float16, torch.bfloat16)  # dtypes that scales share with the weight; float32 for all others
 
 
-def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Quantized:
+def round_to_nearest(weight: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None) -> Quantized:
     """weight: (N, K) of a floating dtype, in any strides. Every element is at most half a step of its scale away.
+
+    ranks: among which columns are divided. A scale for all columns of a row is then that of the whole row.
 
     Of a stack (E, N, K) all rows, those of one matrix behind another's: (E N, K).
     Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for float16.
@@ -29,9 +32,10 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> Quantized:
     if reason is not None:
         raise ValueError(reason)
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
-    parts = [_rounded(rows, scheme, dtype) for rows in _blocks(weight)]
+    limits = None if ranks is None or scheme.group else _limits(weight, ranks)
+    parts = [_rounded(rows, scheme, dtype, ends) for rows, ends in _with_limits(weight, limits)]
     if any(part is None for part in parts):
-        parts = [_rounded(rows, scheme, torch.float32) for rows in _blocks(weight)]
+        parts = [_rounded(rows, scheme, torch.float32, ends) for rows, ends in _with_limits(weight, limits)]
     data, scales, zeros = zip(*parts, strict=True)
     return Quantized(torch.cat(data), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros))
 
@@ -58,10 +62,33 @@ def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from matrix.split(max(1, AT_ONCE // weight.shape[-1]))
 
 
-def _rounded(rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple | None:
-    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16."""
+def _limits(weight: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """(N, 2) float32: the least and the largest value of each row, of all its columns on all ranks."""
+    least, largest = (find(weight.detach(), -1).float().flatten() for find in (torch.amin, torch.amax))
+    found = torch.stack((-least, largest), 1)
+    ranks.largest(found)
+    found[:, 0].neg_()
+    return found
+
+
+def _with_limits(
+    weight: torch.Tensor, limits: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    start = 0
+    for rows in _blocks(weight):
+        yield rows, None if limits is None else limits[start : start + len(rows)]
+        start += len(rows)
+
+
+def _rounded(
+    rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype, limits: torch.Tensor | None = None
+) -> tuple | None:
+    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16.
+
+    limits: (rows, 2), values that a scale has to reach too.
+    """
     groups = rows.float().unflatten(1, (-1, scheme.group or rows.shape[1]))
-    found = grid(groups, scheme, dtype)
+    found = grid(groups if limits is None else torch.cat((groups, limits[:, None]), -1), scheme, dtype)
     if found is None:
         return None
     scales, zeros = found

@@ -10,6 +10,7 @@ from accel_kernels.moe.weights import ExpertWeights, Gating
 from torch import nn
 
 from accel.llm.analysis.mlp import activation_name
+from accel.parallel.sharded_layers import local
 from accel.quantization.experts import ExpertStacks, QuantizedExperts, stock_parameters
 
 SEEN = 8.0  # how large gates and ups are made at least where a bend far from zero is looked for
@@ -36,8 +37,9 @@ class ExpertFormula:
         if isinstance(module, QuantizedExperts):
             gate_up, down = map(module.stack, self.stacks)
         else:
-            gate_up, down = (own[name].transpose(1, 2) if self.transposed else own[name] for name in self.stacks)
-        return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(own[name] for name in self.biases))
+            stacks = (local(own[name]) for name in self.stacks)
+            gate_up, down = (stack.transpose(1, 2) if self.transposed else stack for stack in stacks)
+        return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(local(own[name]) for name in self.biases))
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -47,10 +49,10 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that it holds, as of stacks that are quantized now, by name."""
+    """Of all that it holds, as of stacks that are quantized now, by name; of what ranks divide, of this rank's part."""
     if isinstance(module, QuantizedExperts):
         return module.shapes
-    return {name: tuple(value.shape) for name, value in module._parameters.items() if value is not None}
+    return {name: tuple(local(value).shape) for name, value in module._parameters.items() if value is not None}
 
 
 def expert_formulas(module: nn.Module) -> Iterator[ExpertFormula]:

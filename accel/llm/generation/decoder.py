@@ -3,6 +3,7 @@
 import inspect
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -297,7 +298,7 @@ class DecoderForward(FastForward):
             given["logits_to_keep"] = keep
         if self.convention.mask:
             given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
-        with self.steps.taken(Step(kvs)):
+        with self.steps.taken(Step(kvs)), nullcontext() if self.ranks is None else self.ranks.forward():
             return self.stock(**given).logits
 
     def ready(self, stack: bool = True) -> None:

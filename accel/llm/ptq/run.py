@@ -11,6 +11,7 @@ import torch
 from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
+from accel.errors import Refused
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
 from accel.llm.ptq.calibration.layer_offload import moved
@@ -22,6 +23,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
@@ -177,6 +179,11 @@ def _choices(model: PreTrainedModel, scheme: object, calibration: object, method
         raise ValueError(f"method={method!r} looks at calibration data: give calibration=, texts or batches")
     if PLAN in vars(model):
         raise ValueError("this model is optimized: call accel.restore(model), quantize it, then accel.optimize(model)")
+    if (ranks := ranks_of(model)) is not None:
+        raise Refused(
+            f"accel.quantize: the model is divided among {ranks.size} ranks; quantize it in one process to a folder, "
+            "and divide that by accel shard, or give weights= to accel.optimize"
+        )
     if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
         raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
     return Scheme.parse(scheme), method

@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.llm.analysis.experts import ExpertFormula, amplified, expert_formulas, holds_experts, ordinary
 from accel.llm.recording.implementation import foreign_experts
+from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local_twin
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -61,14 +62,43 @@ class ExpertsForward(FastForward):
         return self.formula.weights(self.module)
 
 
+class ShardedExpertsForward(ExpertsForward):
+    """The same of experts that are divided among ranks: each computes what it has of them, and the sum has all."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        formula: ExpertFormula,
+        found: ExpertSharding,
+    ) -> None:
+        super().__init__(module, path, kernels, ledger, formula)
+        self.sharding, self.closure = found, vars(module)["forward"]
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        return self.closure(*args, **kwargs)
+
+    def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x, index, shares = self._given(args, kwargs)
+        part = super().fast(x, index - self.sharding.first if self.sharding.first else index, shares)
+        return self.sharding.ranks.reduce(part)
+
+
 def match_experts(site: Site, context: Context) -> Match | Skip | None:
     """A module with two stacks of matrices that fit each other, called with tokens, choices and shares."""
     module = site.module
     if not holds_experts(module):
         return None
-    found = find_formula(module, context, (context.kernels.plain(), context.kernels))
+    divided = expert_sharding(module)
+    whole = module if divided is None else local_twin(module)
+    found = find_formula(whole, context, (context.kernels.plain(), context.kernels))
     if isinstance(found, str):
         return Skip(found)
+    if divided is not None:
+        forward = ShardedExpertsForward(module, site.path, context.kernels, context.ledger, found, divided)
+        return Match(forward)
     return Match(ExpertsForward(module, site.path, context.kernels, context.ledger, found))
 
 

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
+from accel.parallel.sharded_layers import local
 from accel.patching.structure import plain
 from accel.quantization.linears import Dense, inside, unfit
 from accel.quantization.module import QuantizedLinear
@@ -68,5 +69,6 @@ def _refuses(module: Dense, scheme: Scheme) -> str | None:
         return f"is {module.scheme} already"
     if weights(module) is None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
-    outputs, inputs = reversed(module.weight.shape) if holds_transposed(module) else module.weight.shape
+    shape = local(module.weight).shape
+    outputs, inputs = reversed(shape) if holds_transposed(module) else shape
     return unfit(outputs, inputs, scheme)

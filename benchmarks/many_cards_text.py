@@ -1,0 +1,347 @@
+"""A language model over several cards: transformers' tensor parallelism alone, with accel, and accel on one card.
+
+    torchrun --nproc-per-node N benchmarks/many_cards_text.py OUT.json [MODEL ...] [--part NAME ...]
+
+MODEL: names of `accel bench llm`; "+experts" behind one divides its experts whole (`ep_size`). Random weights, the same
+on one card and divided. Correctness first: logits of a prompt and of steps, against stock on one card where it fits.
+Then calls of generate() in turns, the time of a step told by two calls of different lengths, a prompt, seconds to
+ready, memory, the kernels of one step, and sums over the cards by each way there is. Rank 0 writes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accel
+from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.models import config_of, prompt
+from accel.bench.machine import provenance
+from accel.bench.memory import release
+from accel.errors import told
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import divided
+
+CONTEXT, PROMPT = 512, 2048
+FEW, MANY, STOCK_MANY = 8, 72, 16
+ROUNDS = 3
+ROWS = (1, 8, 32)
+SPREAD = 0.02  # of random weights
+ONE_CARD_GB = 60  # a model up to here is built whole on each card too
+SUMS = (8 * 2**10, 64 * 2**10, 256 * 2**10, 512 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)  # bytes
+
+
+def weight(name: str, shape: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random numbers that are the same wherever the weight of this name is made; ones for norms."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, dtype=dtype, device=device) * SPREAD
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype, plan: dict | None) -> nn.Module:
+    """The model with random weights: whole on this card, or its part by transformers' own division."""
+    from torch.distributed.tensor import distribute_tensor
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype).eval()
+    if plan is not None:
+        kind = type(model)
+        wanted, _, mesh = kind.prepare_distribute_model(DistributedConfig(**plan))
+        model = kind.maybe_distribute_model(model, wanted, mesh)
+    for path, module in model.named_modules():
+        for own, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            full = weight(f"{path}.{own}", tuple(parameter.shape), dtype, device)
+            if divided(parameter):
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            module._parameters[own] = nn.Parameter(full, requires_grad=False)
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            with torch.device(device):
+                made = type(module)(config=model.config)  # tables of rotations
+            module._buffers.update(made._buffers)
+            vars(module).update({k: v for k, v in vars(made).items() if isinstance(v, torch.Tensor)})
+    model.tie_weights()
+    model.generation_config.eos_token_id = model.config.get_text_config().vocab_size
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def seconds(run: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def step_ms(model: nn.Module, rows: int, many: int, rounds: int = ROUNDS, context: int = CONTEXT) -> dict:
+    """Milliseconds of a decode step: medians of the difference of calls that write few and many tokens."""
+    inputs = prompt(model, rows, context)
+
+    def call(tokens: int) -> float:
+        given = {"max_new_tokens": tokens, "do_sample": False}
+        return seconds(lambda: model.generate(**inputs, **given))
+
+    first = call(FEW)
+    call(many), call(many)
+    found = [(call(many) - call(FEW)) / (many - FEW) * 1e3 for _ in range(rounds)]
+    return {"step_ms": round(statistics.median(found), 4), "all_ms": found, "first_s": round(first, 3)}
+
+
+@torch.no_grad()
+def prompt_ms(model: nn.Module, tokens: int, rounds: int = ROUNDS) -> dict:
+    inputs = prompt(model, 1, tokens)
+    run = partial(model.generate, **inputs, max_new_tokens=1, do_sample=False)
+    first, *_ = [seconds(run) for _ in range(4)]
+    return {
+        "prompt_ms": round(statistics.median(seconds(run) for _ in range(rounds)) * 1e3, 3),
+        "first_s": round(first, 3),
+    }
+
+
+@torch.no_grad()
+def logits(model: nn.Module, steps: int = 6) -> torch.Tensor:
+    """(tokens, words) float32: of a prompt's last token and of steps behind it, over tokens that are given."""
+    ids = prompt(model, 2, 40 + steps)["input_ids"]
+    out = model(ids[:, :40], use_cache=True)
+    found, cache = [out.logits[:, -1]], out.past_key_values
+    for at in range(40, 40 + steps):
+        out = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+        found.append(out.logits[:, -1])
+    return torch.cat(found).float()
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def kernels_of_a_step(model: nn.Module, rows: int) -> dict:
+    """Microseconds by kernel of one step, of the replay of its graph."""
+    inputs = prompt(model, rows, CONTEXT)
+    given = {"max_new_tokens": 24, "do_sample": False}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model.generate(**inputs, **given)
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name[:90]].append(event.device_time_total)
+    rows_ = sorted(((sum(times), len(times), name) for name, times in found.items()), reverse=True)[:24]
+    return {"tokens": 24, "kernels": [[name, count, round(total, 1)] for total, count, name in rows_]}
+
+
+def sums(ranks: Ranks, device: torch.device) -> list[dict]:
+    """Sums over cards by each way, in a CUDA graph of 64; and how far ours is from the sum in float32."""
+    ranks.open(device)
+    memory = ranks.memory
+    rows = []
+    for size in SUMS:
+        generator = torch.Generator(device).manual_seed(ranks.rank)
+        part = torch.randn(size // 2 // 4096 or 1, min(4096, size // 2), generator=generator, device=device).bfloat16()
+        residual, bias = torch.ones_like(part), torch.full_like(part[0], 0.5)
+        wanted = part.float()
+        dist.all_reduce(wanted)
+        row: dict[str, Any] = {"bytes": size}
+        ways: dict[str, Callable] = {"nccl": lambda part=part: dist.all_reduce(part.clone())}
+        ways["copy alone"] = lambda part=part: part.clone()
+        if memory is not None:
+            found = memory.sum(part)
+            if found is not None:
+                row["off"] = off(found.float(), wanted)
+                row["off_nccl"] = off(ranks.sum(part.clone()).float(), wanted)
+                both = memory.sum(part, bias, residual, 0.25)
+                row["off_with_more"] = off(both.float(), 1 + 0.25 * (wanted + 0.5))
+                same = found.clone()
+                dist.broadcast(same, 0)
+                row["equal_on_all"] = bool(torch.equal(same, found))
+                ways["ours"] = lambda part=part: memory.sum(part)
+                ways["ours, bias and residual"] = lambda p=part, b=bias, r=residual: memory.sum(p, b, r, 0.25)
+        for name, way in ways.items():
+            row[name + "_us"] = round(_in_a_graph(way, memory), 2)
+        rows.append(row)
+    if memory is not None:  # many of all sizes one after another: a place that is taken too early would show
+        wrong = 0
+        for turn in range(300):
+            count = 1024 * (1 + turn * 7 % 60) + turn % 5
+            part = torch.full((count,), float(ranks.rank + 1 + turn % 11), device=device, dtype=torch.bfloat16)
+            part *= torch.arange(count, device=device) % 3
+            wanted = part.float()
+            got = memory.sum(part).float()
+            dist.all_reduce(wanted)
+            wrong += int(not torch.equal(got, wanted.bfloat16().float()))
+        rows.append({"one after another": 300, "wrong": wrong})
+    return rows
+
+
+def _in_a_graph(way: Callable, memory: Any, times: int = 64) -> float:
+    """Microseconds of one, of so many in a graph."""
+    way()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            way()
+    found = []
+    for _ in range(5):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) / times * 1e3)
+    return statistics.median(found)
+
+
+def measure(name: str, args: argparse.Namespace, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> dict:
+    base, _, how = name.partition("+")
+    plan = {"tp_size": ranks.size} | ({"ep_size": ranks.size} if how == "experts" else {})
+    row: dict[str, Any] = {"model": name, "plan": plan}
+    many = args.many
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config_of(base)).parameters()) * dtype.itemsize
+    row["weights_gb"] = round(size / 1e9, 2)
+    wanted = None
+    if size < ONE_CARD_GB * 1e9:
+        whole = build(base, device, dtype, None)
+        wanted = logits(whole)
+        if "one" in args.part:
+            accel.optimize(whole, cpu="fuse")
+            row["one card"] = {f"rows {rows}": step_ms(whole, rows, many) for rows in args.rows}
+            row["one card"]["prompt"] = prompt_ms(whole, args.prompt)
+            row["one card"]["off_from_stock"] = off(logits(whole), wanted)
+        del whole
+        _free(device)
+    model = build(base, device, dtype, plan)
+    if "stock" in args.part:
+        row["stock"] = {f"rows {rows}": step_ms(model, rows, FEW + STOCK_MANY, 2) for rows in args.rows}
+        row["stock"]["prompt"] = prompt_ms(model, args.prompt)
+    alone = logits(model)
+    if wanted is not None:
+        row["stock_off_from_one_card"] = off(alone, wanted)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    row["optimize_s"] = round(seconds(partial(accel.optimize, model, cpu="fuse")), 3)
+    first = partial(model.generate, **prompt(model, 1, CONTEXT), max_new_tokens=4)
+    row["ready_s"] = round(row["optimize_s"] + seconds(first), 3)
+    del first
+    got = logits(model)
+    row["off_from_stock"] = off(got, alone)
+    if wanted is not None:
+        row["off_from_one_card"] = off(got, wanted)
+    assert row["off_from_stock"] < 0.1, row
+    row["accel"] = {f"rows {rows}": step_ms(model, rows, many) for rows in args.rows}
+    row["accel"]["prompt"] = prompt_ms(model, args.prompt)
+    if torch.cuda.is_available():
+        row["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        row["share_mb"] = round(sum(_bytes(p) for p in model.parameters()) / 2**20)
+        row["profile"] = kernels_of_a_step(model, 1)
+    report = accel.report(model)
+    row["sites"] = report.summary() if hasattr(report, "summary") else str(report).splitlines()[0]
+    row["fallbacks"] = report.fallbacks[:8]
+    row["graphs"] = len(report.graphs)
+    row["symmetric memory"] = ranks.memory is not None
+    accel.restore(model)
+    again = logits(model)
+    row["restored_bit_equal"] = bool(torch.equal(again, alone))
+    del model
+    _free(device)
+    return row
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    from accel.parallel.sharded_layers import local
+
+    return local(parameter).nbytes
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        release(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("models", nargs="*", default=["llama-8b"])
+    parser.add_argument("--part", nargs="*", default=["sums", "one", "stock"])
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--many", type=int, default=MANY)
+    parser.add_argument("--tiny", action="store_true", help="two layers of small size, to try the script")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    if args.tiny:
+        small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 16}
+        small |= {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+        }
+        for name in CONFIGS:
+            kind, given = CONFIGS[name]
+            CONFIGS[name] = kind, given | {k: v for k, v in small.items() if k in given or k == "head_dim"}
+    ranks = Ranks.of(dist.group.WORLD)
+    result: dict[str, Any] = {"case": "many-cards-text", "ranks": ranks.size, **provenance(device, dtype), "models": []}
+
+    def keep() -> None:
+        if ranks.rank == 0:
+            args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+    if "sums" in args.part and cuda:
+        result["sums"] = sums(ranks, device)
+        keep()
+        if ranks.rank == 0:
+            print(*result["sums"], sep="\n", flush=True)
+    for name in args.models:
+        start = time.perf_counter()
+        try:
+            row = measure(name, args, ranks, device, dtype)
+        except Exception as error:
+            row = {"model": name, "failed": told(error)}
+            print(f"rank {ranks.rank}: {name}: {row['failed']}", flush=True)
+            import traceback
+
+            traceback.print_exc()
+        row["took_s"] = round(time.perf_counter() - start, 1)
+        result["models"].append(row)
+        keep()
+        if ranks.rank == 0:
+            brief = {key: value for key, value in row.items() if key != "profile"}
+            print(json.dumps(brief, default=str), flush=True)
+        if "failed" in row:
+            break  # the ranks may be apart
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Sums over the GPUs of one host through symmetric memory, and which of three ways takes a sum of some size.
+
+Small ones are one launch with what follows them (`symmetric_sum_triton.py`). Larger ones go through torch's
+`two_shot_all_reduce_`, in which every rank adds up its share and hands it to the others. The largest go through NCCL.
+NVLink multicast is not used.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from accel_kernels.op import FLOATS, launcher
+
+# Bytes of a part up to which every rank reads all of them: of two ranks each reads no more than it would in shares.
+ONE_SHOT, ONE_SHOT_OF_TWO = 512 * 2**10, 16 * 2**20
+TWO_SHOT = 32 * 2**20  # up to which torch's kernel adds shares; NCCL is as fast for more
+PIECE = 1024  # numbers to a program of the one-shot kernel, at the most
+LEAST = 2  # bytes of a number
+INSIDE, OUTSIDE = (2, 0, 1), (3, 4)  # places for parts: of a forward the first, then the others in turn; of other calls
+
+
+class SymmetricMemory:
+    """Memory of this rank that the others can read, and theirs. Made by all ranks at once.
+
+    group: of GPUs of one host. device: of this rank. Raises RuntimeError, or whatever torch does, where the GPUs cannot
+    read each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        places = len(INSIDE) + len(OUTSIDE)
+        self.one_shot = ONE_SHOT_OF_TWO if self.size == 2 else ONE_SHOT
+        self.parts = symmetric.empty(places * self.one_shot, dtype=torch.uint8, device=device)
+        pieces = self.one_shot // LEAST // PIECE
+        self.cells = symmetric.empty(pieces * self.size, dtype=torch.int32, device=device).zero_()
+        self.shares = symmetric.empty(TWO_SHOT, dtype=torch.uint8, device=device)
+        self.handles = [symmetric.rendezvous(one, group) for one in (self.parts, self.cells, self.shares)]
+        addresses = [[handle.buffer_ptrs[rank] for rank in range(self.size)] for handle in self.handles[:2]]
+        self.buffers, self.signals = (torch.tensor(one, dtype=torch.int64, device=device) for one in addresses)
+        self.inside, self.turn = False, 0
+        self.nothing = torch.zeros(8, device=device)
+        torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
+        dist.barrier(group, device_ids=[device.index])
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, sums take their places in an order that is the same in each forward.
+
+        No two sums after another may use one place: a rank may write its next part while others still read the last.
+        Graphs remember places; so the first of every forward is one that no other sum of it takes, and there are two.
+        """
+        before = self.inside, self.turn
+        self.inside, self.turn = True, 0
+        try:
+            yield
+            if self.turn == 1:
+                self.sum(self.nothing)
+        finally:
+            self.inside, self.turn = before
+
+    def sum(
+        self,
+        part: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor | None:
+        """residual + scale * (sum over ranks + bias), like part, equal on all ranks to the bit; None for a sum that
+        NCCL is to make.
+
+        part: (..., N), contiguous. bias: (N,); residual: like part; both absent: the sum alone.
+        """
+        size = part.numel() * part.element_size()
+        if part.dtype not in FLOATS or not part.is_contiguous():
+            return None
+        if size <= self.one_shot:
+            place = self._place() * self.one_shot // part.element_size()
+            residual = None if residual is None else residual.contiguous()
+            kernel = launcher("accel_kernels.collective.symmetric_sum_triton:symmetric_sum")
+            return kernel(part, bias, residual, float(scale), self.buffers, self.signals, place, self.rank)
+        if size > TWO_SHOT or size % (16 * self.size):
+            return None
+        shares = self.shares[:size].view(part.dtype).view(part.shape)
+        shares.copy_(part)
+        torch.ops.symm_mem.two_shot_all_reduce_(shares, "sum", self.group.group_name)
+        total = shares if bias is None else shares + bias
+        if residual is not None:
+            return torch.add(residual, total, alpha=scale)
+        return total.clone() if total is shares else total
+
+    def _place(self) -> int:
+        turn, self.turn = self.turn, self.turn + 1
+        if not self.inside:
+            return OUTSIDE[turn % 2]
+        return INSIDE[0] if turn == 0 else INSIDE[1 + turn % 2]
