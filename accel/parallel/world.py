@@ -36,4 +36,4 @@ def everybody() -> Ranks | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     group = dist.group.WORLD
-    return None if group is None else Ranks(group)
+    return None if group is None else Ranks.of(group)

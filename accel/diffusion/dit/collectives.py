@@ -49,7 +49,7 @@ def functional(func: Callable) -> Callable:
     return func if "wait_tensor" in name else Collective(func)
 
 
-def plain(tree: Any) -> Any:
+def unwrapped(tree: Any) -> Any:
     """The tensors themselves in the place of those that would wait when they are read: a step has waited already."""
     return replaced(tree, lambda one: one.elem if type(one).__name__ == "AsyncCollectiveTensor" else one)
 

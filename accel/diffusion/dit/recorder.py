@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.diffusion.dit.collectives import HiddenCollectives, functional, plain
+from accel.diffusion.dit.collectives import HiddenCollectives, functional, unwrapped
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 
 # Of a tensor, what does not depend on its numbers.
@@ -58,7 +58,7 @@ class StepRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.error:
             return func(*args, **kwargs)
-        func, (args, kwargs) = functional(func), plain((args, kwargs))
+        func, (args, kwargs) = functional(func), unwrapped((args, kwargs))
         name = name_of(func)
         self.program.strided |= name in LYING
         if name in ABOUT:

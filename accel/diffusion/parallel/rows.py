@@ -33,11 +33,9 @@ class BatchCall(NamedTuple):
 
     def names(self, names: Sequence[str]) -> list[str]:
         """Of each leaf the argument that it is of, by the names of the parameters in order."""
-        found = []
-        for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.spec))[0]:
-            key = path[1]
-            found.append(names[key.idx] if isinstance(key, pytree.SequenceKey) else str(key.key))
-        return found
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        given = [*zip(names, args, strict=False), *kwargs.items()]
+        return [name for name, value in given for _ in pytree.tree_leaves(value)]
 
     def divided(self, ranks: int) -> "list[bool] | str":
         """Which of the leaves are divided; or why none can be."""

@@ -98,7 +98,8 @@ class TiledDecode:
     def _decoded(self, tiles: list[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
         """All tiles decoded, each by one rank."""
         shares = shared_out([tile.numel() for tile in tiles], ranks.size)
-        own = [self.vae.decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
+        decoder = self.vae.get_submodule("decoder")
+        own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
         device, dtype = own[0].device, own[0].dtype
         most = max(map(len, shares))
         sizes = torch.zeros(most, DIMS, dtype=torch.int64, device=device)

@@ -2,13 +2,11 @@
 
 import pytest
 
-from support.diffusion import ranks as told_to
-from support.ranks import RankPool
+from support import diffusion_ranks as told_to
 
 
 @pytest.fixture(scope="package")
-def ranks():
-    pool = RankPool(2)
+def ranks(rank_pool):
+    pool = rank_pool(2)
     pool.run(told_to.ready, timeout=120)
-    yield pool
-    pool.close()
+    return pool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.diffusion import ranks as told_to
+from support import diffusion_ranks as told_to
 
 NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
 
