@@ -245,12 +245,14 @@ def what_is_refused() -> dict[str, str]:
 
 @torch.no_grad()
 def copies() -> dict[str, Any]:
-    """Deep copies and pickles of an optimized model divide their rows too."""
+    """Deep copies and pickles of an optimized model divide their rows too, and models that run stock on a CPU."""
     stock = tiny_models.make_unet()
     given = tiny_models.unet_inputs(stock)
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse", parallel="guidance")
     wanted, found = stock(**given)[0], {}
-    for name, made in (("copy", copy.deepcopy(ours)), ("pickle", pickle.loads(pickle.dumps(ours)))):
+    resting = accel.optimize(copy.deepcopy(stock), cpu="auto", parallel="guidance")
+    makes = {"copy": copy.deepcopy(ours), "pickle": pickle.loads(pickle.dumps(ours)), "stock": resting}
+    for name, made in makes.items():
         rows = counted(made)
         found[name] = float((made(**given)[0] - wanted).abs().max()), rows
     return found

@@ -5,9 +5,11 @@ GPU waiting is for the stream, not for the host. Every rank makes the same steps
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.diffusion.dit.program import replaced
@@ -33,6 +35,11 @@ class HiddenCollectives(TorchDispatchMode):
     """Notes whether anything inside of it writes into tensors what other ranks have sent."""
 
     found = False
+
+    def looking(self) -> AbstractContextManager:
+        """Around the code; nothing where this process is alone, as torch compiles other code inside of a mode."""
+        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return self if ranks else nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self.found |= getattr(func, "namespace", "") == IN_PLACE

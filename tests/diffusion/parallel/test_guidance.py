@@ -99,8 +99,9 @@ def test_ranks_that_do_not_do_the_same_are_refused_on_both(ranks):
         assert all(words in found[name] for name, words in wanted.items()), found
 
 
-def test_copies_divide_too(ranks):
+def test_copies_divide_too_and_what_rests_on_a_cpu(ranks):
     for found in ranks.run(told_to.copies):
+        assert found.keys() == {"copy", "pickle", "stock"}
         assert all(off <= 2e-5 and rows == [1] for off, rows in found.values()), found
 
 
