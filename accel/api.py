@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from accel.families import example_of, is_language_model, plan_for, takes_weights
-from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, choose
+from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
+from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
+from accel.parallel.world import world
 from accel.patching.context import Context
 from accel.planning import on_cpu
 from accel.planning.choices_file import choices_file
@@ -46,6 +47,7 @@ def optimize(
     keep_original: bool = True,
     kv_cache: KvCache | None = None,
     cpu: Cpu = "auto",
+    parallel: Parallel | None = None,
     strict: bool = False,
     **unknown: NoReturn,
 ) -> T:
@@ -65,12 +67,14 @@ def optimize(
         ("weights", takes_weights, "causal language models and denoisers, such as UNets"),
         ("activations", takes_weights, "causal language models and denoisers, such as UNets"),
         ("kv_cache", is_language_model, "causal language models"),
+        ("parallel", divides, "denoisers, such as UNets, and autoencoders that decode tiles"),
     ):
         value = getattr(chosen, name)
         if value is not None and not any(map(takes, parts.values())):
             raise ValueError(f"{name}={value!r}: for {kinds}; a {type(obj).__name__} holds none")
+    ranks = None if chosen.parallel is None else world(f"parallel={chosen.parallel!r}")
     for name, part in parts.items():
-        agree_to_optimize(name, part, chosen)
+        agree_to_optimize(name, part, chosen, ranks)
     before: dict[str, Any] = {name: vars(part).get(PLAN) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []
@@ -217,6 +221,7 @@ def optimized(
     keep_original: bool = True,
     kv_cache: KvCache | None = None,
     cpu: Cpu = "auto",
+    parallel: Parallel | None = None,
     strict: bool = False,
     **unknown: NoReturn,
 ) -> Iterator[T]:

@@ -49,6 +49,13 @@ def takes_weights(part: object) -> bool:
     return is_language_model(part) or denoises(part)
 
 
+def divides(part: object) -> bool:
+    """Whether `Options.parallel` says something about part."""
+    from accel.diffusion.linears import denoises
+
+    return not is_language_model(part) and (denoises(part) or hasattr(part, "tiled_decode"))
+
+
 def example_of(obj: object) -> dict:
     """Keyword arguments of a call, of a denoiser or a text-to-image pipeline. Raises ValueError or TypeError where none
     is known.

@@ -12,6 +12,7 @@ Layout = Literal["auto", "channels_last", "keep"]
 KvCache = Literal["int8", "fp8"]
 Activations = Literal["int8", "int8-outliers", "fp8", "int8-static", "int8-outliers-static", "fp8-static"]
 Cpu = Literal["auto", "fuse"]
+Parallel = Literal["guidance", "tiles"]
 
 ATTENTION: tuple[str, ...] = get_args(Attention)
 LAYOUT: tuple[str, ...] = get_args(Layout)
@@ -69,6 +70,12 @@ class Options:
     cpu: "auto" runs models stock on a CPU, but for a language model of which a token, timed for a moment when it is
         optimized there, takes less time fused; the same object runs fused once it is on a GPU. "fuse" runs fused on a
         CPU too. So do options that are lossy, and strict.
+    parallel: work is divided among the processes that torchrun has started, one a card, each of which runs the same
+        script with the same seeds. "guidance": of diffusion pipelines. Each rank computes its share of the rows of a
+        denoiser's batch, as the two halves of classifier-free guidance, and all get the result; and what "tiles" says.
+        "tiles": each rank decodes its share of the tiles of an autoencoder that has tiling on. Calls that cannot be
+        divided are computed whole on every rank, as the report says. None divides nothing by itself: models that
+        transformers or diffusers have divided are optimized as they are.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
@@ -82,6 +89,7 @@ class Options:
     keep_original: bool = True
     kv_cache: KvCache | None = None
     cpu: Cpu = "auto"
+    parallel: Parallel | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +104,7 @@ class Options:
         _one_of("keep_original", self.keep_original, (True, False))
         _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
         _one_of("cpu", self.cpu, get_args(Cpu))
+        _one_of("parallel", self.parallel, (None, *get_args(Parallel)))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:

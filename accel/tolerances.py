@@ -92,3 +92,15 @@ DRIFT = 1 + TIMES_STOCK
 PRODUCT: Bounds = {torch.int8: 2.0, torch.float8_e4m3fn: 4.0}
 # Of a step of rounding to 8 bits, beside its half: norms are summed in another order before their numbers are rounded.
 STEP = 0.01
+
+# -- Do ranks compute the same, and is it what one process computes? --
+
+# Inputs of a loop on two ranks, by the mean of their numbers: text encoders of which each rank chose its kernels by its
+# own measurements differ by rounding, as `LOGITS` of a whole model do. Noise of another seed is as far off as it is
+# large. Not by root mean squares: a few channels of text encoders are a hundred times the others.
+RANKS_INPUT: Bounds = LOGITS
+# The share of numbers that may be further apart than that. Prompts that differ in a word differ in all rows after it.
+APART = 1 / 16
+# The rows of one rank against the same rows of the whole batch, both stock, root mean square: other kernels are chosen
+# for another batch, and TF32 has 10 bits of mantissa. A row that was given another's condition is off by more.
+ROWS: Bounds = {torch.float16: 2e-2, torch.bfloat16: 1e-1, None: 5e-3}

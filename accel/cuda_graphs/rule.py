@@ -99,7 +99,7 @@ def obstacle(root: nn.Module) -> str | None:
         attributes = vars(module)
         where = name or type(root).__name__
         if "_hf_hook" in attributes or getattr(attributes.get("_diffusers_hook"), "hooks", None):
-            return f"hooks on {where} may move weights (offload)"
+            return f"hooks on {where} may move weights (offload) or divide work among ranks"
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
         forward = attributes.get("forward")

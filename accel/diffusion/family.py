@@ -18,6 +18,10 @@ from accel.diffusion.blocks.video_norm import VideoNorms, match_video_norm
 from accel.diffusion.blocks.video_resnet import match_video_resnet
 from accel.diffusion.dit.block import match_block
 from accel.diffusion.overflow_guard import match_overflow_guard
+from accel.diffusion.parallel.guidance import NAME as GUIDANCE
+from accel.diffusion.parallel.guidance import match_guidance
+from accel.diffusion.parallel.tiles import NAME as TILES
+from accel.diffusion.parallel.tiles import match_tiles
 from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
 from accel.diffusion.step_cache.rule import match_step_cache
 from accel.fusion.channels_last import ChannelsLast, over_video
@@ -77,11 +81,13 @@ FORWARDS = (
     Rule("group norm", match_group_norm),
     Rule("layer norm", match_layer_norm),
 )
+UNDIVIDED = (Rule(STEP_CACHE, partial(match_step_cache, beneath=FORWARDS)), *FORWARDS)
 RULES = (
     Rule("channels-last weights", match_layout),
+    Rule(TILES, match_tiles),
     Rule("overflow guard", match_overflow_guard),
-    Rule(STEP_CACHE, partial(match_step_cache, beneath=FORWARDS)),
-    *FORWARDS,
+    Rule(GUIDANCE, partial(match_guidance, beneath=UNDIVIDED)),
+    *UNDIVIDED,
 )
 
 

@@ -1,7 +1,7 @@
 """What a rule answers when shown a site."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel.errors import reason_of
@@ -49,3 +49,22 @@ class Rule:
         except Exception as error:
             return Skip(f"could not be examined: {reason_of(error)}")
         return answer if reason is None else Skip(reason)
+
+
+def first_of(rules: Sequence[Rule], site: Site, context: Context) -> Match | Skip:
+    """What the first of these rules that replaces the site's forward would do, for a forward that goes around it; its
+    note says which rule that is.
+    """
+    told, patches = [], ()
+    for rule in rules:
+        answer = rule.answer(site, context)
+        if isinstance(answer, Skip):
+            if context.options.strict:
+                return Skip(f"{rule.name}: {answer.reason}")
+            told.append(f"{rule.name} skipped: {answer.reason}")
+        elif isinstance(answer, Match):
+            patches += answer.patches
+            told.append(f"with {rule.name}" + (f" ({answer.note})" if answer.note else ""))
+            if answer.forward is not None:
+                return replace(answer, patches=patches, note="; ".join(told))
+    return Match(None, patches, covers=(), note="; ".join(told))

@@ -33,7 +33,7 @@ def decide(plan: Plan) -> None:
     if placement(plan.root)[0].type != "cpu":
         return
     reason = _reason(plan)
-    stays = plan.ledger.stock_on_cpu and not gpu_here() and not plan.prequantized
+    stays = plan.ledger.stock_on_cpu and not gpu_here() and not plan.prequantized and options.parallel is None
     if plan.ledger.stock_on_cpu:
         reason += "; fused where there is a GPU" if stays else "; fused once it is on a GPU"
     plan.rows.append(Row("", RULE, "skipped" if plan.ledger.stock_on_cpu else "patched", reason))

@@ -8,18 +8,20 @@ from torch import nn
 
 from accel.options import Options
 from accel.parallel.agreement import agree
+from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 
 LIBRARIES = ("torch", "transformers")
 
 
-def agree_to_optimize(name: str, part: object, options: Options) -> None:
+def agree_to_optimize(name: str, part: object, options: Options, world: Ranks | None = None) -> None:
     """Raises `errors.Refused` on all ranks where one has other options, another model, another version of a library, or
     does not come. Does nothing for a model that is whole in this process.
 
-    name: of the part in what the user handed over, empty for a model alone.
+    name: of the part in what the user handed over, empty for a model alone. world: all ranks, where they are to divide
+    the work of models that each of them has whole.
     """
-    ranks = ranks_of(part) if isinstance(part, nn.Module) else None
+    ranks = (ranks_of(part) or world) if isinstance(part, nn.Module) else None
     if ranks is None or not isinstance(part, nn.Module):
         return
     told: dict[str, object] = {"the model": _made_of(part)}

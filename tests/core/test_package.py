@@ -17,7 +17,8 @@ TRITON = "_triton"  # what the names of files end in that import triton with the
 ROOMS = """
     errors tolerances options saved progress parallel
     patching quantization fusion cuda_graphs planning verification
-    diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache diffusion
+    diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache
+    diffusion.sensitive_linears diffusion.linears diffusion.parallel diffusion
     llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
     llm.runtime.linear llm.analysis llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from accel.diffusion.dit.collectives import HiddenCollectives, functional, unwrapped
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 
 # Of a tensor, what does not depend on its numbers.
@@ -57,6 +58,7 @@ class StepRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.error:
             return func(*args, **kwargs)
+        func, (args, kwargs) = functional(func), unwrapped((args, kwargs))
         name = name_of(func)
         self.program.strided |= name in LYING
         if name in ABOUT:
@@ -177,9 +179,12 @@ def recorded(
         recorder.input(tensor, place)
     counted = [tensor for tensor in (*given, *weights.values()) if not tensor.is_inference()]
     versions, drawn = [tensor._version for tensor in counted], _random_state(given)
+    hidden = HiddenCollectives()
     try:
-        with recorder:
+        with recorder, hidden.looking():
             output = forward(*args, **kwargs)
+        if hidden.found:
+            raise NotRecordable("ranks write into tensors of each other")
         program = recorder.finish(output)
     except NotRecordable as error:
         return output, str(error)

@@ -6,9 +6,11 @@ these write next to each other. Where something else takes it, the passes that m
 
 from contextlib import suppress
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
+from accel.diffusion.dit.collectives import Collective
 from accel.diffusion.dit.heads import HeadLowering
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
@@ -216,6 +218,11 @@ class Schedule:
                     if value.base in before and before[value.base] != places[place]:
                         takes[places[place]].add(before[value.base])
                     before[value.base] = places[place]
+        together = [
+            places[place] for place in sorted(places) if isinstance(self.program.steps[place].function, Collective)
+        ]
+        for former, latter in pairwise(together):  # in one order on all ranks, whatever else each of them does
+            takes[latter].add(former)
         users: list[list[int]] = [[] for _ in units]
         waiting = [len(sources) for sources in takes]
         for index, sources in enumerate(takes):

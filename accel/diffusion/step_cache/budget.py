@@ -92,7 +92,8 @@ def _images(output: Any) -> Drawn:
 
 
 def _forward(plan: Plan) -> StepCacheForward | None:
-    values = (getattr(patch, "value", None) for patch in plan.patches)
+    values = [getattr(patch, "value", None) for patch in plan.patches]
+    values += [getattr(value, "inner", None) for value in values]  # one that divides the call among ranks is around it
     return next((value for value in values if isinstance(value, StepCacheForward)), None)
 
 

@@ -1,7 +1,6 @@
 """Where the step cache fits: UNets whose up blocks take one skip connection a layer, transformers, and their blocks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from accel.fusion.loop import Loop
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
 from accel.patching.probe import Probe, example
-from accel.patching.rule import Match, Rule, Skip
+from accel.patching.rule import Match, Rule, Skip, first_of
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, untouched
 
@@ -88,7 +87,7 @@ def _root(
     # For a quality the interval is found once everything is patched.
     state = StepCacheState(context.of(Loop), wanted if isinstance(wanted, int) else 1, arguments)
     root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, state, paths, stacks)
-    inner = _inner(site, context, beneath)
+    inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
     root.inner, root.told = inner.forward, inner.note
@@ -99,7 +98,7 @@ def _root(
 
 
 def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: StepCacheForward) -> Match | Skip:
-    inner = _inner(site, context, beneath)
+    inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
     given = site.module, site.path, context.kernels, context.ledger, root.state, inner.forward
@@ -115,23 +114,6 @@ def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: St
     root.blocks[site.path] = ForwardPatch(site.module, block)
     told = "; ".join(filter(None, (note, inner.note)))
     return Match(block, inner.patches, covers=inner.covers, note=told, inside=inner.inside)
-
-
-def _inner(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip:
-    """What the first of the rules that replaces this site's forward would do; its note says which rule that is."""
-    told, patches = [], ()
-    for rule in beneath:
-        answer = rule.answer(site, context)
-        if isinstance(answer, Skip):
-            if context.options.strict:
-                return Skip(f"{rule.name}: {answer.reason}")
-            told.append(f"{rule.name} skipped: {answer.reason}")
-        elif isinstance(answer, Match):
-            patches += answer.patches
-            told.append(f"with {rule.name}" + (f" ({answer.note})" if answer.note else ""))
-            if answer.forward is not None:
-                return replace(answer, patches=patches, note="; ".join(told))
-    return Match(None, patches, covers=(), note="; ".join(told))
 
 
 def _blocks(m: Any) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,87 @@
+"""Whether all ranks compute the same image: asked where a loop begins, before their rows are put together."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from accel.errors import Refused
+from accel.fusion.loop import Loop
+from accel.parallel.agreement import agree
+from accel.parallel.ranks import Ranks
+from accel.tolerances import APART, RANKS_INPUT, bound
+
+CALLS = 2  # of a loop that are looked at: noise that a scheduler draws between steps shows in the second
+SAMPLES = 256  # numbers of each tensor that are compared
+SEEDS = "give the generators of all ranks one seed, or call torch.manual_seed with one number on all of them"
+
+
+class Checks:
+    """Which calls of one forward are looked at: the first of a loop, and those of another form than the one before.
+
+    begins: whether the call that was asked about last is the first of its loop. Outside of a loop that was announced,
+    as where a model is called by itself, every call is.
+    """
+
+    def __init__(self, loop: Loop):
+        self.loop = loop
+        self.number, self.left, self.begins = 0, 0, False
+        self.form: object = None
+
+    def due(self, form: object) -> bool:
+        """Whether this call is to be looked at. form: of its arguments, their numbers left aside."""
+        number = self.loop.number
+        self.begins = number == 0 or number != self.number
+        if self.begins:
+            self.number, self.left = number, CALLS
+        elif form != self.form:
+            self.left = max(self.left, 1)
+        self.form = form
+        self.left -= 1
+        return self.left >= 0
+
+
+def check_same(
+    ranks: Ranks,
+    place: str,
+    told: Mapping[str, object],
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    device: torch.device,
+    advice: str = SEEDS,
+) -> None:
+    """Raises `errors.Refused` on all ranks where they are not at the same place and have told the same, or where their
+    tensors differ by more than rounding. tensors: by name. device: for which the group has a backend. Waits for it.
+    """
+    agree(ranks, place, told)
+    if not tensors:
+        return
+    own = torch.stack([sampled(tensor, device) for _, tensor in tensors])
+    of_all = own.new_empty(ranks.size * len(own), own.shape[1])
+    dist.all_gather_into_tensor(of_all, own, group=ranks.group)
+    first, *others = of_all.cpu().chunk(ranks.size)
+    for rank, other in zip(ranks.members[1:], others, strict=True):
+        for (name, tensor), a, b in zip(tensors, first, other, strict=True):
+            if _apart(a, b, tensor):
+                raise Refused(
+                    f"{place}: the numbers of {name} are not the same on ranks {ranks.members[0]} and {rank}, which "
+                    f"are to compute an image together; {advice}"
+                )
+
+
+def sampled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """(SAMPLES + 1,) float32 on the device: numbers of the tensor, evenly apart, and the mean of all."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+    picked = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].float()
+    mean = flat.float().mean(0, keepdim=True) if len(flat) else picked.new_zeros(1)
+    return torch.cat([picked, picked.new_zeros(SAMPLES - len(picked)), mean]).to(device)
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether more numbers are apart than rounding explains; whole numbers may not be apart at all."""
+    count = min(SAMPLES, tensor.numel())
+    a, b = (torch.cat([one[:count], one[-1:]]) for one in (a, b))
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return not torch.equal(a, b)
+    typical = a.nan_to_num().abs().mean()
+    same = torch.isclose(a, b, rtol=0.0, atol=float(bound(RANKS_INPUT, tensor.dtype) * typical), equal_nan=True)
+    return bool((~same).float().mean() > APART)

@@ -1,0 +1,178 @@
+"""Tiles of a decoder divided among ranks, for autoencoders with tiling on.
+
+Stock decodes tile after tile and blends them. Here its own code runs twice: first to see which tiles it hands to the
+decoder, then with the tiles that the ranks have decoded. So cutting and blending are stock's.
+"""
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel.cuda_graphs.rule import own_code
+from accel.diffusion.parallel.same_numbers import check_same
+from accel.errors import reason_of
+from accel.parallel.ranks import Ranks
+from accel.parallel.world import everybody
+from accel.patching.context import Context
+from accel.patching.fast_forward import AS_WRITTEN
+from accel.patching.ledger import Ledger
+from accel.patching.patch import Patch
+from accel.patching.rule import Match, Skip
+from accel.patching.site import Site
+from accel.patching.structure import holds, stock_method
+from accel.patching.transformation import transformation
+
+NAME, METHOD = "tiles on ranks", "tiled_decode"
+DIMS = 6  # of a tile, at most, whose sizes ranks tell each other
+
+
+class AllCut(Exception):
+    """Every tile has been handed to the decoder: the first of them is about to be blended."""
+
+
+class Uncut:
+    """Stands for a decoded tile while tiles are collected."""
+
+    def __getitem__(self, index: object) -> Any:
+        raise AllCut
+
+
+class TiledDecode:
+    """Stands in `vars(vae)["tiled_decode"]`; takes and gives what the class's own does."""
+
+    def __init__(self, vae: nn.Module, ledger: Ledger):
+        self.vae, self.ledger = vae, ledger
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"vae": self.vae, "ledger": self.ledger}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.ranks = everybody()
+
+    def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        stock = getattr(type(self.vae), METHOD)
+        if torch.compiler.is_compiling() or AS_WRITTEN.get():
+            return stock(self.vae, z, *args, **kwargs)
+        reason = self._unfit(z)
+        tiles = reason if reason is not None else self._tiles(z)
+        if isinstance(tiles, str) or self.ranks is None:
+            self.ledger.fell_back("", f"{NAME}: decoded whole: {tiles}")
+            return stock(self.vae, z, *args, **kwargs)
+        with_tiles = _twin(self.vae, Decoded(self._decoded(tiles, self.ranks)))
+        return stock(with_tiles, z, *args, **kwargs)
+
+    def _unfit(self, z: object) -> str | None:
+        if self.ranks is None:
+            return "this process is alone"
+        if type(z) is not torch.Tensor:
+            return f"it is given a {type(z).__name__}"
+        if torch.is_grad_enabled() or self.vae.training:
+            return "gradients are on, or training mode"
+        return transformation() or own_code(self.vae)
+
+    def _tiles(self, z: torch.Tensor) -> "list[torch.Tensor] | str":
+        """What stock hands to the decoder, in order; or why tiles cannot be told apart. All ranks say the same."""
+        assert self.ranks is not None
+        collector = Collector()
+        try:
+            getattr(type(self.vae), METHOD)(_twin(self.vae, collector), z)
+            reason: str | None = "it does not cut tiles before it blends them"
+        except AllCut:
+            reason = collector.reason
+        except Exception as error:
+            reason = f"it does not cut tiles before it blends them: {reason_of(error)}"
+        if reason is None and len(collector.tiles) < self.ranks.size:
+            reason = f"{len(collector.tiles)} tiles for {self.ranks.size} ranks"
+        told = {"the shape of the latents": (tuple(z.shape), str(z.dtype)), "why it is decoded whole": reason}
+        place = f"{METHOD} of the {type(self.vae).__name__}"
+        check_same(self.ranks, place, told, [("the latents", z)], z.device)
+        return collector.tiles if reason is None else reason
+
+    def _decoded(self, tiles: list[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
+        """All tiles decoded, each by one rank."""
+        shares = shared_out([tile.numel() for tile in tiles], ranks.size)
+        decoder = self.vae.get_submodule("decoder")
+        own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
+        device, dtype = own[0].device, own[0].dtype
+        most = max(map(len, shares))
+        sizes = torch.zeros(most, DIMS, dtype=torch.int64, device=device)
+        for at, tile in enumerate(own):
+            sizes[at, : tile.dim()] = torch.tensor(tile.shape, device=device)
+        all_sizes = sizes.new_empty(ranks.size * most, DIMS)
+        dist.all_gather_into_tensor(all_sizes, sizes, group=ranks.group)
+        shapes = [
+            [[n for n in one if n] for one in of_rank] for of_rank in all_sizes.view(ranks.size, most, -1).tolist()
+        ]
+        lengths = [[torch.Size(shape).numel() if shape else 0 for shape in of_rank] for of_rank in shapes]
+        longest = max(map(sum, lengths))
+        flat = torch.empty(longest, dtype=dtype, device=device)
+        torch.cat([tile.flatten() for tile in own], out=flat[: sum(lengths[ranks.rank])])
+        everything = torch.empty(ranks.size * longest, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(everything.view(torch.uint8), flat.view(torch.uint8), group=ranks.group)
+        found: list[torch.Tensor | None] = [None] * len(tiles)
+        for rank, share in enumerate(shares):
+            ends = [rank * longest]
+            for length in lengths[rank]:
+                ends.append(ends[-1] + length)
+            for place, shape, (start, end) in zip(share, shapes[rank], pairwise(ends), strict=False):
+                found[place] = everything[start:end].view(shape).clone()  # blending writes into it
+        return [tile for tile in found if tile is not None]
+
+
+class Collector:
+    """Called in the place of the decoder: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tiles: list[torch.Tensor] = []
+        self.reason: str | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Uncut:
+        if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor:
+            self.reason = "its decoder is given more than a tile"
+        self.tiles += args[:1]
+        return Uncut()
+
+
+class Decoded:
+    """Called in the place of the decoder: gives what was decoded, in order."""
+
+    def __init__(self, tiles: list[torch.Tensor]):
+        self.tiles: Iterator[torch.Tensor] = iter(tiles)
+
+    def __call__(self, tile: torch.Tensor) -> torch.Tensor:
+        return next(self.tiles)
+
+
+def shared_out(work: list[int], ranks: int) -> list[list[int]]:
+    """Places of the tiles of each rank: the largest first, each to the rank that has the least to do; in order."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for place in sorted(range(len(work)), key=lambda place: -work[place]):
+        least = min(range(ranks), key=lambda rank: sum(work[other] for other in shares[rank]))
+        shares[least].append(place)
+    return [sorted(share) for share in shares]
+
+
+def _twin(vae: nn.Module, decoder: object) -> nn.Module:
+    """The same autoencoder, its weights and settings, but for its decoder."""
+    twin = copy.copy(vae)
+    vars(twin)["_modules"] = vae._modules | {"decoder": decoder}
+    return twin
+
+
+def match_tiles(site: Site, context: Context) -> Match | Skip | None:
+    """The root of an autoencoder that can decode by tiles."""
+    module = site.module
+    if context.options.parallel is None or site.path or not (holds(module, "decoder") and hasattr(module, METHOD)):
+        return None
+    own = vars(module).get(METHOD)
+    if own is not None and not stock_method(module, own, METHOD):
+        return Skip(f"its {METHOD} was replaced")
+    patch = Patch(module, METHOD, TiledDecode(module, context.ledger))
+    return Match(patches=(patch,), note="where tiling is on, each rank decodes its share of the tiles")
