@@ -129,14 +129,23 @@ def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
 def mentioned(kinds: Iterable[type]) -> set[str]:
     """Names that calling objects of these classes may read: those in the code that runs, and in what it names in turn.
 
-    Followed are methods of any of the classes, and functions that lie beside them.
+    Followed are methods of any of the classes, what `super()` finds of them, and functions that lie beside them.
     """
+    kinds = tuple(kinds)
     found = [methods(kind) for kind in kinds]
+    written = [vars(base) for kind in kinds for base in own_classes(kind)]
     names: set[str] = set()
+    followed = set()
     waiting = [function for of_one in found for name in CALLED for function in _functions(of_one.get(name))]
     while waiting:
         function = waiting.pop()
-        for name in _names(function.__code__) - names:
+        if function in followed:
+            continue
+        followed.add(function)
+        used = _names(function.__code__)
+        if "super" in used:
+            waiting += chain.from_iterable(_functions(one[name]) for one in written for name in used & one.keys())
+        for name in used - names:
             names.add(name)
             values = [of_one[name] for of_one in found if name in of_one] + [function.__globals__.get(name)]
             waiting += chain.from_iterable(map(_functions, values))

@@ -105,7 +105,8 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
     m: Any = site.module
     if type(m) is not nn.Sequential or len(m) != 2 or not isinstance(m[0], nn.Upsample):
         return None
-    upsample, conv = m
+    upsample: Any = m[0]
+    conv: Any = m[1]
     doubles = upsample.size is None and upsample.scale_factor in (2.0, (2.0, 2.0))
     if upsample.mode not in ("nearest", "nearest-exact") or not doubles:
         return None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accel_kernels import op as kernels_op
 from accel_kernels.gemm.linear import torch_linear
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpsample
 from torch import nn
 
 import accel
@@ -97,7 +98,7 @@ def test_in_channels_last_weights(pair):
 
 
 @pytest.mark.parametrize("family", ["wan", "ltx", "hunyuan"], indirect=True)
-def test_with_the_kernels_as_on_a_gpu(pair, monkeypatch):
+def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     """Tensors that claim to be on a GPU, and kernels in Triton's interpreter: channels-last, biases added by passes."""
     pytest.importorskip("triton")
     model, stock = pair
@@ -112,12 +113,14 @@ def test_with_the_kernels_as_on_a_gpu(pair, monkeypatch):
         return supports(self, x, *args, **kwargs)
 
     monkeypatch.setattr(kernels_op.Op, "__call__", noted)
-    accel.optimize(model)
+    accel.optimize(model, layout="channels_last")  # it is a CPU after all
     assert blocks(model)
+    launched.clear()  # of trials, with weights as they were
     got = decode(model, z)
     monkeypatch.undo()
     assert off(got, wanted) < CLOSE
-    assert {name for name, _ in launched} >= {"convolution_frames", "image_sum"}
+    wanted = {"convolution_frames", "image_sum"} | ({"upsample_convolve"} if family == "wan" else set())
+    assert {name for name, _ in launched} >= wanted
     assert {reason for _, reason in launched} == {None}
     assert not accel.report(model).fallbacks
 
@@ -233,3 +236,52 @@ def test_convolutions_that_return_their_last_frames(cached):
         for got, wanted in zip(fast(x, before), stock(x, conv_cache=before), strict=True):
             assert off(got, wanted) < CLOSE
     assert not ledger.rows()
+
+
+def upsampled(kind, dtype=torch.float32, **settings):
+    """A Wan whose decoder's first upsampling is this one, and an untouched copy of what takes it."""
+    model = make_video("wan").to(dtype)
+    pair = model.decoder.up_blocks[0].upsamplers[0].resample
+    pair[0] = kind(**settings)
+    return model, pair, copy.deepcopy(pair)
+
+
+PLACE = "decoder.up_blocks.0.upsamplers.0.resample"
+
+
+@pytest.mark.parametrize("kind, mode", [(nn.Upsample, "nearest"), (WanUpsample, "nearest-exact")])
+def test_upsampling_and_the_convolution_after_it_are_one(kind, mode):
+    model, pair, stock = upsampled(kind, torch.bfloat16, scale_factor=(2.0, 2.0), mode=mode)
+    accel.optimize(model)
+    assert sites(model, "resampling")[PLACE] == ("patched", "")
+    x = torch.randn(3, pair[1].in_channels, 4, 7).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(pair(x), stock(x))
+        assert not accel.report(model).fallbacks
+        pair[0].mode = stock[0].mode = "bilinear"
+        assert torch.equal(pair(x), stock(x))
+    (fallback,) = accel.report(model).fallbacks
+    assert "changed after accel.optimize" in str(fallback)
+
+
+class Shifted(nn.Upsample):
+    def forward(self, x):
+        return super().forward(x.roll(1, -1))
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        (Shifted, {"scale_factor": 2.0}),
+        (nn.Upsample, {"scale_factor": 3.0}),
+        (nn.Upsample, {"scale_factor": 2.0, "mode": "bilinear"}),
+        (nn.Upsample, {"size": (8, 14)}),
+    ],
+)
+def test_other_upsampling_runs_as_it_is(kind, settings):
+    model, pair, stock = upsampled(kind, **settings)
+    accel.optimize(model)
+    assert sites(model, "resampling").get(PLACE, ("skipped", ""))[0] == "skipped"
+    x = torch.randn(1, pair[1].in_channels, 4, 7)
+    with torch.no_grad():
+        assert torch.equal(pair(x), stock(x))
