@@ -222,13 +222,10 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            placed = sorted(
-                ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers),
-                key=lambda one: one[0].index,
-            )
+            placed = ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers)
             shapes = tuple(
                 attention_kind_of(spec).cache_layout(spec, weight.dtype, device, codes)
-                for (spec, device), codes in zip(placed, self.codes, strict=True)
+                for (spec, device), codes in zip(sorted(placed, key=lambda one: one[0].index), self.codes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
