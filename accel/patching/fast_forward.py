@@ -103,9 +103,9 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
-    around: Callable | None = (
-        None  # accelerate's wrapper of the module, in whose place this stands; stock is called by it
-    )
+    # What another library put in the place of the module's forward, and this stands in for: accelerate's wrapper, or the
+    # closure by which transformers divides a layer. Stock is called by it.
+    around: Callable | None = None
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 

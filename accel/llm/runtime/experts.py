@@ -75,10 +75,7 @@ class ShardedExpertsForward(ExpertsForward):
         found: ExpertSharding,
     ) -> None:
         super().__init__(module, path, kernels, ledger, formula)
-        self.sharding, self.closure = found, vars(module)["forward"]
-
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        return self.closure(*args, **kwargs)
+        self.sharding, self.around = found, vars(module)["forward"]
 
     def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         x, index, shares = self._given(args, kwargs)

@@ -18,10 +18,7 @@ class ShardedForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, found: Sharding) -> None:
         super().__init__(module, path, kernels, ledger)
-        self.sharding, self.closure = found, vars(module)["forward"]
-
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        return self.closure(*args, **kwargs)
+        self.sharding, self.around = found, vars(module)["forward"]
 
     def unfit(self, input: Any) -> str | None:
         if type(input) is not torch.Tensor:

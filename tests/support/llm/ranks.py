@@ -11,6 +11,7 @@ from torch import nn
 import accel
 from accel.errors import told
 from accel.parallel.sharded_layers import ranks_of
+from support.llm import families
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 
@@ -77,3 +78,17 @@ def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict)
         after = model(calls[0]["input_ids"]).logits
     found["restored"] = torch.equal(before, after)
     return found
+
+
+def padded_call(device: str, steps: int) -> dict:
+    """Keywords of a greedy generate() of two rows, the second padded."""
+    ids, mask = families.padded((9, 5))
+    return {
+        "input_ids": ids.to(device), "attention_mask": mask.to(device), "max_new_tokens": steps, "do_sample": False,
+    }  # fmt: skip
+
+
+def write_on_gpus(folder: str, calls: int, steps: int, plan: dict) -> dict:
+    """As `write`, of so many equal calls; sums in a graph are not asked for."""
+    found = write(folder, [padded_call("cuda", steps) for _ in range(calls)], {}, plan, {})
+    return {name: value for name, value in found.items() if name != "collectives"}
