@@ -103,8 +103,8 @@ class FastForward(ABC):
     kind: type[nn.Module]
     relied: Relied | None
     stale: str | None
-    # What another library put in the place of the module's forward, and this stands in for: accelerate's wrapper, or the
-    # closure by which transformers divides a layer. Stock is called by it.
+    # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
+    # the closure by which transformers divides a layer.
     around: Callable | None = None
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on

@@ -33,6 +33,6 @@ def agree_to_optimize(name: str, part: object, options: Options, world: Ranks | 
 def _made_of(model: nn.Module) -> str:
     """Class, and names, whole shapes and dtypes of all weights, in short."""
     weights = ";".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters())
-    config = getattr(model, "config", None)
-    told = f"{weights} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"
+    config = getattr(getattr(model, "config", None), "to_json_string", str)()
+    told = f"{weights} {config}"
     return f"{type(model).__name__} {blake2b(told.encode(), digest_size=8).hexdigest()}"

@@ -25,9 +25,9 @@ class ExpertStacks(NamedTuple):
 
     def matrices(self, name: str) -> torch.Tensor:
         """A stack as (E, outputs, inputs), a view where it is transposed."""
-        stack = self.module._parameters[name]
-        assert stack is not None
-        stack = local(stack)
+        held = self.module._parameters[name]
+        assert held is not None
+        stack = local(held)
         return stack.transpose(1, 2) if self.transposed else stack
 
     @property

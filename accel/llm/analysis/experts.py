@@ -37,8 +37,8 @@ class ExpertFormula:
         if isinstance(module, QuantizedExperts):
             gate_up, down = map(module.stack, self.stacks)
         else:
-            stacks = (local(own[name]) for name in self.stacks)
-            gate_up, down = (stack.transpose(1, 2) if self.transposed else stack for stack in stacks)
+            parts = (local(own[name]) for name in self.stacks)
+            gate_up, down = (part.transpose(1, 2) if self.transposed else part for part in parts)
         return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(local(own[name]) for name in self.biases))
 
 

@@ -100,7 +100,8 @@ def part_product(
     weight, bias = weights.now()
     if weights.ranks is not None:
         part = _product(kernels, weights, before, weight, None)
-        return weights.ranks.reduce(part, bias, ACTIVATIONS.get(activation), residual, scale)
+        act = None if activation is None else ACTIVATIONS[activation]
+        return weights.ranks.reduce(part, bias, act, residual, scale)
     given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
         given["up"], given["up_bias"] = up.now()
