@@ -17,9 +17,9 @@ from accel.patching.context import Context
 from accel.planning import on_cpu
 from accel.planning.choices_file import choices_file
 from accel.planning.objects import models_in, parts_in
-from accel.planning.ranks import agree_to_optimize
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
 from accel.planning.plan import PLAN, Plan, create_context
+from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.report import Report
 from accel.verification.metrics import Quality

@@ -66,7 +66,13 @@ class ShardedExpertsForward(ExpertsForward):
     """The same of experts that are divided among ranks: each computes what it has of them, and the sum has all."""
 
     def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, formula: ExpertFormula, found: ExpertSharding
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        formula: ExpertFormula,
+        found: ExpertSharding,
     ) -> None:
         super().__init__(module, path, kernels, ledger, formula)
         self.sharding, self.closure = found, vars(module)["forward"]

@@ -10,8 +10,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
-from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.agreement import agree_to_generate, digest
+from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
 from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
 from accel.llm.generation.loop.token_loop import GenerateRequest
