@@ -20,7 +20,7 @@ ROOMS = """
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache diffusion
     llm.kv_cache llm.recording llm.runtime.linear llm.analysis llm.runtime
     llm.generation llm.generation.loop llm.batching
-    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
+    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm.shards llm
     report families api
     bench demo commands __main__
 """.split()

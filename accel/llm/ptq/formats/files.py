@@ -2,8 +2,8 @@
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from accel.errors import reason_of
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import NAMES, SAID
+from accel.parallel.division import Described
 from accel.quantization.activations import SCALE
 from accel.saved import read_json
 
+PARTS = (*compressed.NAMES, SCALE)  # of a quantized linear
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -81,29 +83,63 @@ def placed(*places: object) -> Iterator[None]:
 
 def quantized_linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """By path, the parts of every quantized linear, as the files' headers tell: tensors without memory, but shapes."""
-    linears: dict[str, dict[str, torch.Tensor]] = {}
-    for file, expected in weight_files(folder).items():
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names = set(opened.keys())
-                for name in sorted(names):
-                    path, _, part = name.rpartition(".")
-                    if part in (*compressed.NAMES, SCALE):
-                        linears.setdefault(path, {})[part] = _described(opened, name, part)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}") from None
+    with ExitStack() as files:
+        return linears_among(opened(folder, files))
+
+
+def opened(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """The files of weights, each by the names of the tensors that it holds, closed with files.
+
+    Raises ValueError, naming it, for one that is missing, damaged, or lacks what the index says it holds.
+    """
+    found: dict[str, Any] = {}
+    for path, expected in weight_files(folder).items():
+        with whole_file(path):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            names = set(file.keys())
+        found |= dict.fromkeys(sorted(names), file)
         if lacking := expected - names:
-            raise ValueError(f"{file} lacks {min(lacking)}, which the index says it holds")
+            raise ValueError(f"{path} lacks {min(lacking)}, which the index says it holds")
+    return found
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[None]:
+    """Inside, an error of safetensors is a ValueError that names the file."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+
+
+def linears_among(files: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same of files that are open, by the names of their tensors."""
+    linears: dict[str, dict[str, torch.Tensor]] = {}
+    for name, file in files.items():
+        path, _, part = name.rpartition(".")
+        if part in PARTS:
+            linears.setdefault(path, {})[part] = _without_memory(file, name)
+    return only_quantized(linears)
+
+
+def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Those with more parts than a weight that is none of a quantized linear."""
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
-def _described(opened: Any, name: str, part: str) -> torch.Tensor:
-    if part == "weight_shape":
-        return opened.get_tensor(name)
-    header = opened.get_slice(name)
+def described(file: Any, name: str) -> Described:
+    """Shape and dtype of a tensor in an open file. Raises ValueError for a dtype that is not read."""
+    header = file.get_slice(name)
     if header.get_dtype() not in DTYPES:
         raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
-    return torch.empty(header.get_shape(), dtype=DTYPES[header.get_dtype()], device="meta")
+    return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+
+
+def _without_memory(file: Any, name: str) -> torch.Tensor:
+    if name.endswith(".weight_shape"):
+        return file.get_tensor(name)
+    shape, dtype = described(file, name)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def weight_files(folder: Path) -> dict[Path, set[str]]:
