@@ -156,3 +156,22 @@ def change(request):
 def between_steps(request):
     """Everything done between two steps in turn: a function of (pipe, adapter) that gives the keywords of a call."""
     return live_calls.BETWEEN_STEPS[request.param]
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """Maker of a pool of so many processes of one group, one for each number for the whole session; a new one where
+    the last has ended.
+    """
+    from support.ranks import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for one in pools.values():
+        one.close()

@@ -14,6 +14,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
+from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Match, Skip
@@ -102,7 +103,8 @@ def obstacle(root: nn.Module) -> str | None:
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
         forward = attributes.get("forward")
-        if forward is not None and not isinstance(forward, FastForward) and not stock_method(module, forward):
+        ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
+        if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"
         reason = foreign_processor(module)
         if reason is not None:

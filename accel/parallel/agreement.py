@@ -35,8 +35,8 @@ def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
     except RuntimeError as error:
         absent = [member for member, key in keys.items() if not store.check([key])]
         raise Refused(
-            f"{what}: rank {', '.join(map(str, absent))} did not call it within {limit.total_seconds():.0f} s; all ranks "
-            "that share a model must, in the same order"
+            f"{what}: rank {', '.join(map(str, absent))} did not call it within {limit.total_seconds():.0f} s; all "
+            "ranks that share a model must, in the same order"
         ) from error
     said = {member: json.loads(store.get(key)) for member, key in keys.items()}
     store.delete_key(f"{place}/{turn - 1}/{own}")  # which all have read, as they have come here since

@@ -56,6 +56,14 @@ def divided(tensor: torch.Tensor | None) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def division(tensor: torch.Tensor | None) -> int | None:
+    """The dimension along which ranks have divided a tensor; None for one that each has whole."""
+    if tensor is None or not divided(tensor):
+        return None
+    dims = [one.dim % tensor.dim() for one in tensor.placements if hasattr(one, "dim")]  # type: ignore[attr-defined]
+    return dims[0] if dims else None
+
+
 def sharding(module: nn.Module) -> Sharding | None:
     """How transformers has divided this linear or embedding; None for any other, or a way that is not known.
 
@@ -105,6 +113,10 @@ class ExpertSharding(NamedTuple):
     style: Any = None
     mesh: Any = None
 
+    def install(self, module: nn.Module) -> None:
+        """As `Sharding.install`."""
+        self.style.install_forward(module, self.mesh)
+
 
 def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     """How transformers has divided the experts of this module; None for any other, or a way that is not known."""
@@ -152,10 +164,15 @@ def known(module: nn.Module) -> bool:
     return sharding(module) is not None or expert_sharding(module) is not None
 
 
+def by_transformers(forward: object) -> bool:
+    """Whether this forward is one of the closures by which transformers divides layers; they keep no state."""
+    return inspect.isfunction(forward) and forward.__module__.startswith("transformers.distributed.")
+
+
 def _dispatch(module: nn.Module) -> dict[str, Any] | None:
     """The same of the closure by which whole experts are divided, in 5.23."""
     forward = vars(module).get("forward")
-    if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.distributed."):
+    if not by_transformers(forward):
         return None
     held = dict(_cells(forward))
     fits = {"implementation", "module", "ep_mesh"} <= held.keys() and held["module"] is module

@@ -8,6 +8,7 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 
+from accel.parallel.sharded_layers import local
 from accel.quantization.module import QuantizedLinear, stored, uncast
 from accel.quantization.scheme import Scheme
 
@@ -26,7 +27,13 @@ class ExpertStacks(NamedTuple):
         """A stack as (E, outputs, inputs), a view where it is transposed."""
         stack = self.module._parameters[name]
         assert stack is not None
+        stack = local(stack)
         return stack.transpose(1, 2) if self.transposed else stack
+
+    @property
+    def inputs_dim(self) -> int:
+        """Along which the inputs of a stack lie."""
+        return 1 if self.transposed else 2
 
     def inputs(self, name: str) -> int:
         """Of each matrix of a stack."""

@@ -10,7 +10,7 @@ from torch import nn
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import INPUTS, local, sharding
+from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
 from accel.patching.patch import Change
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
@@ -107,12 +107,18 @@ class Quantization:
 
     def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
         scheme, found, notes = replace(self.scheme, activations=None), {}, []
+        parts, module = expert_sharding(stacks.module), stacks.module
+        own = stacks if parts is None else stacks._replace(module=local_twin(module))
         for name in stacks.names:
-            stack = stacks.module.get_parameter(name)
-            found[name], note = self._rounded(f"{path}.{name}", stacks.matrices(name), stack, scheme)
+            stack = module.get_parameter(name)
+            across = parts.ranks if parts is not None and division(stack) == stacks.inputs_dim else None
+            found[name], note = self._rounded(f"{path}.{name}", own.matrices(name), local(stack), scheme, across)
             notes.append(note)
         self._tell(path, scheme, *notes)
-        return QuantizedExperts(stacks, found, scheme)
+        made = QuantizedExperts(own, found, scheme)
+        if parts is not None:
+            parts.install(made)
+        return made
 
     def _rounded(
         self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None

@@ -64,7 +64,7 @@ def _blocks(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _limits(weight: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """(N, 2) float32: the least and the largest value of each row, of all its columns on all ranks."""
-    least, largest = (found(weight.detach().float(), 1) for found in (torch.amin, torch.amax))
+    least, largest = (find(weight.detach(), -1).float().flatten() for find in (torch.amin, torch.amax))
     found = torch.stack((-least, largest), 1)
     ranks.largest(found)
     found[:, 0].neg_()

@@ -43,7 +43,9 @@ class RankPool:
 
     def __init__(self, size: int):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"]
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.parallel.sharded_layers import divided
+from accel.parallel.sharded_layers import expert_sharding, local_twin
 from accel.patching.structure import meta_weights, tampered
 from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
 from accel.quantization.linears import BASE, inside
@@ -36,7 +36,7 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
     for where, module in inside(model.get_submodule(path), path, set()):
         if not holds_experts(module):
             continue
-        found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(module)
+        found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(_whole(module))
         if isinstance(found, ExpertFormula):
             stacks = expert_stacks(module, found)
             refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]
@@ -46,6 +46,11 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
             found = refused[0]
         skipped[where] = found
     return chosen, skipped
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    """The module, or one of what this rank has of it."""
+    return module if expert_sharding(module) is None else local_twin(module)
 
 
 def _unread(device: torch.device, scheme: Scheme) -> str | None:
@@ -61,11 +66,13 @@ def _refuses(path: str, module: nn.Module) -> str | None:
         return f"is {module.scheme} already"
     if path.rpartition(".")[2] == BASE:
         return ADAPTED
-    if any(map(divided, module._parameters.values())):
-        return "divided among ranks: its stacks keep their dtype"
-    if reason := tampered(module):
+    parts = expert_sharding(module)
+    if parts is not None and parts.style is None:
+        return "whole experts are divided among ranks: their stacks keep their dtype"
+    if parts is None and (reason := tampered(module)):
         return reason
-    held = [parameter for parameter in module._parameters.values() if parameter is not None]
+    own = module if parts is None else local_twin(module)
+    held = [parameter for parameter in own._parameters.values() if parameter is not None]
     if meta_weights(module) or not all(type(one) is nn.Parameter and one.is_floating_point() for one in held):
         return "its stacks are not loaded, or of a type of their own"
     taken = [name for name in OWN if hasattr(module, name)]

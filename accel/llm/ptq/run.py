@@ -181,8 +181,8 @@ def _choices(model: PreTrainedModel, scheme: object, calibration: object, method
         raise ValueError("this model is optimized: call accel.restore(model), quantize it, then accel.optimize(model)")
     if (ranks := ranks_of(model)) is not None:
         raise Refused(
-            f"accel.quantize: the model is divided among {ranks.size} ranks; quantize it in one process to a folder, and "
-            "divide that by accel shard, or give weights= to accel.optimize"
+            f"accel.quantize: the model is divided among {ranks.size} ranks; quantize it in one process to a folder, "
+            "and divide that by accel shard, or give weights= to accel.optimize"
         )
     if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
         raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")

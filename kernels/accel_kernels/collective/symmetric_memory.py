@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from accel_kernels.op import FLOATS, launcher
 
-ONE_SHOT = 512 * 2**10  # bytes of a part up to which every rank reads all of them
+# Bytes of a part up to which every rank reads all of them: of two ranks each reads no more than it would in shares.
+ONE_SHOT, ONE_SHOT_OF_TWO = 512 * 2**10, 16 * 2**20
 TWO_SHOT = 32 * 2**20  # up to which torch's kernel adds shares; NCCL is as fast for more
 PIECE = 1024  # numbers to a program of the one-shot kernel, at the most
 LEAST = 2  # bytes of a number
@@ -32,13 +33,16 @@ class SymmetricMemory:
 
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         places = len(INSIDE) + len(OUTSIDE)
-        self.parts = symmetric.empty(places * ONE_SHOT, dtype=torch.uint8, device=device)
-        self.cells = symmetric.empty(ONE_SHOT // LEAST // PIECE * self.size, dtype=torch.int32, device=device).zero_()
+        self.one_shot = ONE_SHOT_OF_TWO if self.size == 2 else ONE_SHOT
+        self.parts = symmetric.empty(places * self.one_shot, dtype=torch.uint8, device=device)
+        pieces = self.one_shot // LEAST // PIECE
+        self.cells = symmetric.empty(pieces * self.size, dtype=torch.int32, device=device).zero_()
         self.shares = symmetric.empty(TWO_SHOT, dtype=torch.uint8, device=device)
         self.handles = [symmetric.rendezvous(one, group) for one in (self.parts, self.cells, self.shares)]
         addresses = [[handle.buffer_ptrs[rank] for rank in range(self.size)] for handle in self.handles[:2]]
         self.buffers, self.signals = (torch.tensor(one, dtype=torch.int64, device=device) for one in addresses)
         self.inside, self.turn = False, 0
+        self.nothing = torch.zeros(8, device=device)
         torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
         dist.barrier(group, device_ids=[device.index])
 
@@ -47,12 +51,14 @@ class SymmetricMemory:
         """Inside, sums take their places in an order that is the same in each forward.
 
         No two sums after another may use one place: a rank may write its next part while others still read the last.
-        Graphs remember places; so the first of every forward is one that no other sum of it takes.
+        Graphs remember places; so the first of every forward is one that no other sum of it takes, and there are two.
         """
         before = self.inside, self.turn
         self.inside, self.turn = True, 0
         try:
             yield
+            if self.turn == 1:
+                self.sum(self.nothing)
         finally:
             self.inside, self.turn = before
 
@@ -71,8 +77,8 @@ class SymmetricMemory:
         size = part.numel() * part.element_size()
         if part.dtype not in FLOATS or not part.is_contiguous():
             return None
-        if size <= ONE_SHOT:
-            place = self._place() * ONE_SHOT // part.element_size()
+        if size <= self.one_shot:
+            place = self._place() * self.one_shot // part.element_size()
             residual = None if residual is None else residual.contiguous()
             kernel = launcher("accel_kernels.collective.symmetric_sum_triton:symmetric_sum")
             return kernel(part, bias, residual, float(scale), self.buffers, self.signals, place, self.rank)

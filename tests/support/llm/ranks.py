@@ -14,16 +14,15 @@ from accel.errors import told
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 
 
-def load(folder: str, plan: Any = "auto", **given: Any) -> nn.Module:
-    """A model divided among all ranks. plan: of `DistributedConfig`, by keywords, or "auto" for a tensor plan."""
+def load(folder: str, plan: dict, **given: Any) -> nn.Module:
+    """A model divided among all ranks. plan: of `DistributedConfig`, by keywords."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config = DistributedConfig(tp_plan="auto") if plan == "auto" else DistributedConfig(**plan)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **given).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**plan), **given).eval()
 
 
 @contextmanager
@@ -48,10 +47,10 @@ def counted():
             setattr(dist, name, function)
 
 
-def write(folder: str, calls: list[dict], options: dict, plan: Any = "auto", **given: Any) -> dict:
+def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict) -> dict:
     """The tokens of each generate() call, stock and optimized, with what the report says; then restored.
 
-    calls: keywords of generate(); "seed" among them seeds the draws before.
+    calls: keywords of generate(); "seed" among them seeds the draws before. given: of from_pretrained.
     """
     model = load(folder, plan, **given)
     found: dict = {"stock": [], "optimized": []}
