@@ -24,13 +24,13 @@ def shard(
     """
     parse_folder(folder)
     quiet()
-    from accel.llm.shards.split import split
+    from accel.llm.shards.divide import divide
     from accel.progress import bar
 
     start = time.perf_counter()
     try:
         with bar(f"dividing among {tp} ranks") as at:
-            manifest = split(folder, out, tp, at)
+            manifest = divide(folder, out, tp, at)
     except (ValueError, OSError) as error:
         raise wrong_folder(error) from None
     seconds = time.perf_counter() - start

@@ -101,7 +101,7 @@ def _asked(model: PreTrainedModel, tensors: Mapping[str, Described]) -> dict[str
     mapping = get_model_conversion_mapping(model)
     config = LoadStateDictConfig(device_map={"": "meta"}, dtype=model.dtype, weight_mapping=mapping)
     found, _ = convert_and_load_state_dict_in_model(model, stand_ins, config)
-    for name, file, own in found.mismatched_keys:
+    for name, file, own in sorted(found.mismatched_keys):
         raise ValueError(f"{name} is {tuple(file)} in the files and {tuple(own)} in the model, of this rank's part")
     for name, told in found.conversion_errors.items():
         raise ValueError(f"{name} cannot be made of what the files hold: {told.strip().splitlines()[-1]}")

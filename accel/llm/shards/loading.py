@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import PARTS, only_quantized, placed, read_config
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, readable, replaced
-from accel.llm.ptq.formats.quantization_config import SAID, Said
+from accel.llm.ptq.formats.files import PARTS, only_quantized, located, read_config
+from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, put_in_place, readable
+from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
 from accel.llm.shards.rank_files import RankFiles
@@ -38,7 +38,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     manifest = read_manifest(folder)
     rank = _own_rank(folder, manifest.ranks)
     if device is not None:
-        raise ValueError(f"device={device!r}: {folder} is divided among ranks, each of which has the device of its number")
+        raise ValueError(f"device={device!r}: {folder} is divided among ranks; each has the device of its number")
     model, wrong = None, None
     with ExitStack() as files:
         try:
@@ -68,14 +68,14 @@ def _own_rank(folder: Path, ranks: int) -> int:
         )
     if size != ranks:
         raise ValueError(
-            f"{folder} is divided among {ranks} ranks, and there are {size}: start {ranks}, or divide the weights among "
-            f"{size} by accel shard --tp {size}"
+            f"{folder} is divided among {ranks} ranks, and there are {size}: start {ranks}, or divide the weights "
+            f"among {size} by accel shard --tp {size}"
         )
     return rank
 
 
 def _agree(folder: Path, manifest: Manifest, wrong: ValueError | None) -> None:
-    """Raises this rank's error, and on others that of the rank that has one; before there is a group, only the first."""
+    """Raises this rank's error, and where there is a group that of the rank that has one on all others."""
     if dist.is_initialized():
         told = {"what is wrong": None if wrong is None else str(wrong), MANIFEST: manifest.digest}
         try:
@@ -107,7 +107,7 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
         if linears:
             said = compared(folder, told or {}, linears)
             finish = partial(_finish, said=said, linears=linears, opened=opened)
-            method = stack.enter_context(entered(partial(replaced, linears=linears, make=Awaited), finish))
+            method = stack.enter_context(entered(partial(put_in_place, linears=linears, make=Awaited), finish))
             config.quantization_config = {"quant_method": method}
         elif told is not None:
             del config.quantization_config
@@ -150,7 +150,7 @@ def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], op
         module = model.get_submodule(path)
         held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
         bias = module._parameters.pop("bias")
-        with placed(path):
+        with located(path):
             made = as_said(model, path, module, said, checked(held), bias, held, compressed.read(parts))
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features

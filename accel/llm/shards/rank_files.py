@@ -1,4 +1,4 @@
-"""The files of one rank, opened: what they hold is checked by their headers, and each tensor's bytes when it is read."""
+"""The files of one rank, opened: they are checked by their headers, and each tensor's bytes when it is read."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from accel.llm.ptq.formats.files import DTYPES, whole_file
 from accel.llm.shards.manifest import MANIFEST, Manifest, checksum
-from accel.parallel.division import Described, Division, Span, spans_of
+from accel.parallel.division import Span, spans_of
 
 
 class RankFiles:
@@ -86,6 +86,6 @@ class PartOfTensor:
             return 0, 0
         versions = ", ".join(f"{name} {number}" for name, number in self.files.manifest.versions.items())
         raise ValueError(
-            f"{self.name}: rank {self.files.rank} holds {list(map(list, held))} of dimension {self.division.dim}, and is "
-            f"asked for {[start, stop]}: it was divided by {versions}; divide the weights again by those of here"
+            f"{self.name}: rank {self.files.rank} holds {list(map(list, held))} of dimension {self.division.dim}, and "
+            f"is asked for {[start, stop]}: it was divided by {versions}; divide the weights again by those of here"
         )

@@ -73,7 +73,7 @@ def first_line(error: Exception) -> str:
 
 
 @contextmanager
-def placed(*places: object) -> Iterator[None]:
+def located(*places: object) -> Iterator[None]:
     """Inside, a ValueError says where."""
     try:
         yield
@@ -127,7 +127,7 @@ def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, 
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
-def described(file: Any, name: str) -> Described:
+def header_of(file: Any, name: str) -> Described:
     """Shape and dtype of a tensor in an open file. Raises ValueError for a dtype that is not read."""
     header = file.get_slice(name)
     if header.get_dtype() not in DTYPES:
@@ -138,7 +138,7 @@ def described(file: Any, name: str) -> Described:
 def _without_memory(file: Any, name: str) -> torch.Tensor:
     if name.endswith(".weight_shape"):
         return file.get_tensor(name)
-    shape, dtype = described(file, name)
+    shape, dtype = header_of(file, name)
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accel.llm.ptq.calibration.linears import head_path
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import first_line, placed, quantized_linears, read_config, weight_files
+from accel.llm.ptq.formats.files import first_line, located, quantized_linears, read_config, weight_files
 from accel.llm.ptq.formats.quantization_config import SAID, Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride, untie
 from accel.quantization.activations import is_static
@@ -43,7 +43,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
         with readable(folder):
             return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     said = compared(folder, told, linears)
-    replace, finish = partial(replaced, linears=linears, make=Held), partial(_finish, said=said)
+    replace, finish = partial(put_in_place, linears=linears, make=Held), partial(_finish, said=said)
     with entered(replace, finish) as method, readable(folder):
         config.quantization_config = {"quant_method": method}
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
@@ -65,10 +65,10 @@ def readable(folder: Path) -> Iterator[None]:
 
 def compared(folder: Path, told: Mapping, linears: Mapping[str, Parts]) -> Said:
     """What a `quantization_config` says. Raises ValueError where the parts do not fit it, or one another."""
-    with placed(folder / "config.json"):
+    with located(folder / "config.json"):
         said = Said(told)
     for path, parts in linears.items():
-        with placed(folder, path):
+        with located(folder, path):
             _compare(said, path, parts)
     return said
 
@@ -132,7 +132,7 @@ def entered(before: Callable[[PreTrainedModel], None], after: Callable[[PreTrain
         del AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name]
 
 
-def replaced(
+def put_in_place(
     model: PreTrainedModel, linears: Mapping[str, Parts], make: Callable[[Parts, nn.Parameter | None], nn.Module]
 ) -> None:
     """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
@@ -165,7 +165,7 @@ def _finish(model: PreTrainedModel, said: Said) -> None:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
             bias = module.bias
             module._parameters.clear()  # what became another tensor is gone before the next does
-            with placed(path):
+            with located(path):
                 quantized = checked(held)
                 if compressed.ORDER in held:
                     ordered.append(path)

@@ -50,8 +50,8 @@ class SaveOverride:
             return
         if (ranks := ranks_of(model)) is not None and (held or mixtures):
             raise ValueError(
-                f"this process holds its part of the quantized weights alone, of {ranks.size}: save the model where it is "
-                "whole, and divide the folder by accel shard"
+                f"this process holds its part of the quantized weights alone, of {ranks.size}: save the model where "
+                "it is whole, and divide the folder by accel shard"
             )
         if inside := [path for path in (*held, *mixtures) if BASE in path.split(".")]:
             raise ValueError(

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import described, linears_among, opened, placed, read_config
+from accel.llm.ptq.formats.files import header_of, linears_among, opened, located, read_config
 from accel.llm.ptq.formats.loading import compared, in_layout
 from accel.llm.ptq.formats.quantization_config import SAID
 from accel.llm.shards import quantized_parts
@@ -38,7 +38,7 @@ LAYER = re.compile(r".*?\.\d+(?=\.)")  # up to the first number, which is that o
 Weights = Mapping[str, Any]  # by the name of a tensor the file that holds it
 
 
-def split(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] = lambda done, whole: None) -> Manifest:
+def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] = lambda done, whole: None) -> Manifest:
     """Writes each rank's part of the weights in folder to files in out, with the other files of the folder.
 
     at: told how many files are done, and of how many. A tensor is read when it is written, and a rank's part of one
@@ -59,11 +59,11 @@ def split(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] = 
         raise ValueError(f"{folder} is quantized by {told.get('quant_method')}; {compressed.METHOD} is divided")
     with ExitStack() as files:
         weights = opened(folder, files)
-        tensors = {name: described(file, name) for name, file in weights.items()}
+        tensors = {name: header_of(file, name) for name, file in weights.items()}
         linears = linears_among(weights) if told is not None else {}
         if told is not None:
             compared(folder, told, linears)
-        with placed(folder):
+        with located(folder):
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
         shards = _written(weights, linears, found, out, ranks, at)

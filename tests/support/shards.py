@@ -1,35 +1,40 @@
 """What ranks are told to do with a folder of divided weights. Run by `support.ranks.RankPool`."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import accel
 from accel.errors import told
 from accel.parallel.sharded_layers import divided, local
 from accel.quantization.module import QuantizedLinear
-
 from support.llm.ranks import load
 
-
-def quietly() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+PLACE = {"_name_or_path": None}  # the folder it was loaded from
 
 
-def differing(whole: str, parts: str) -> list[str]:
+def differing(whole: str, parts: str, size: int) -> list[str]:
     """What is not the same in a model loaded from parts as in one that transformers divided: weights and their places,
-    buffers, closures, settings.
+    buffers, closures, settings. parts: a folder, or one for each rank, whose number stands in it as {}.
     """
-    stock, ours = load(whole), accel.load(parts)
+    stock, ours = load(whole, {"tp_size": size}), accel.load(parts.format(dist.get_rank()))
     found = [name for name, one in stock.named_parameters() if not _same(one, ours.get_parameter(name))]
     found += [name for name, one in stock.named_buffers() if not torch.equal(one, ours.get_buffer(name))]
     found += [path for path, module in stock.named_modules() if _closed(module) != _closed(ours.get_submodule(path))]
     kinds = [{path: type(module) for path, module in model.named_modules()} for model in (stock, ours)]
     tied = [len(list(model.parameters())) for model in (stock, ours)]
-    settings = [(model.generation_config.to_dict(), model.dtype, model.training, model._tp_size) for model in (stock, ours)]
+    settings = [_settings(model) for model in (stock, ours)]
     return found + [str(pair) for pair in (kinds, tied, settings) if pair[0] != pair[1]]
+
+
+def _settings(model: nn.Module) -> tuple:
+    return (
+        model.generation_config.to_dict(),
+        model.config.to_dict() | PLACE,
+        model.dtype,
+        model.training,
+        model._tp_size,
+    )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -47,7 +52,6 @@ def _closed(module: nn.Module) -> str | None:
 
 def write(parts: str, calls: list[dict], options: dict | None = None) -> dict:
     """The tokens of each generate() call of a model loaded from parts, stock and optimized; then restored."""
-    quietly()
     model = accel.load(parts)
     found: dict = {"stock": [], "optimized": [], "quantized": 0}
     found["quantized"] = sum(type(module) is QuantizedLinear for module in model.modules())
@@ -66,11 +70,10 @@ def write(parts: str, calls: list[dict], options: dict | None = None) -> dict:
     return found
 
 
-def refused(parts: str, call: str = "", **given) -> str:
+def refused(parts: str, call: str = "", device: str | None = None) -> str:
     """What accel.load, or a method of the model that it loaded, says as it raises ValueError."""
-    quietly()
     try:
-        model = accel.load(parts, **given)
+        model = accel.load(parts, device=device)
         if call:
             getattr(model, call)(f"{parts}-again")
     except ValueError as error:
