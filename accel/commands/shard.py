@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from accel.commands.options import JSON_HELP, parse_folder, quiet, wrong_folder
+from accel.commands.options import JSON_HELP, parse_folder, quiet
 
 
 def shard(
@@ -32,7 +32,7 @@ def shard(
         with bar(f"dividing among {tp} ranks") as at:
             manifest = divide(folder, out, tp, at)
     except (ValueError, OSError) as error:
-        raise wrong_folder(error) from None
+        raise typer.BadParameter(str(error).split("\n")[0]) from None
     seconds = time.perf_counter() - start
     by_rank = [sum(file.bytes for file in files) for files in manifest.files]
     divided = sum(division is not None for _, division in manifest.tensors.values())

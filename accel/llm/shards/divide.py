@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import header_of, linears_among, opened, located, read_config
+from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, read_config
 from accel.llm.ptq.formats.loading import compared, in_layout
 from accel.llm.ptq.formats.quantization_config import SAID
 from accel.llm.shards import quantized_parts

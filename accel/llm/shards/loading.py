@@ -1,11 +1,11 @@
 """Divided weights loaded: each rank reads its own files, and gets what transformers' own loading would give it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import PARTS, only_quantized, located, read_config
+from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
 from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, put_in_place, readable
 from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
@@ -26,6 +26,7 @@ from accel.parallel.sharded_layers import installed_anew
 from accel.quantization.patch import exchange
 from accel.saved import check_keys
 
+T = TypeVar("T")
 STEP = "accel.load"
 
 
@@ -39,20 +40,8 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     rank = _own_rank(folder, manifest.ranks)
     if device is not None:
         raise ValueError(f"device={device!r}: {folder} is divided among ranks; each has the device of its number")
-    model, wrong = None, None
-    with ExitStack() as files:
-        try:
-            opened = RankFiles(folder, manifest, rank, files)
-        except ValueError as error:
-            wrong = error
-        _agree(folder, manifest, wrong)  # before collectives of the loading, in which others would wait
-        try:
-            model = _loaded(folder, manifest, opened, dtype)
-        except ValueError as error:
-            wrong = error
-    _agree(folder, manifest, wrong)
-    assert model is not None
-    return model
+    opened = _together(manifest, lambda: RankFiles(folder, manifest, rank))
+    return _together(manifest, lambda: _loaded(folder, manifest, opened, dtype))
 
 
 def _own_rank(folder: Path, ranks: int) -> int:
@@ -74,8 +63,14 @@ def _own_rank(folder: Path, ranks: int) -> int:
     return rank
 
 
-def _agree(folder: Path, manifest: Manifest, wrong: ValueError | None) -> None:
-    """Raises this rank's error, and where there is a group that of the rank that has one on all others."""
+def _together(manifest: Manifest, do: Callable[[], T]) -> T:
+    """What it gives. Raises this rank's error, and in a group that of the rank that has one on the others."""
+    found: list[T] = []
+    wrong = None
+    try:
+        found.append(do())
+    except ValueError as error:
+        wrong = error
     if dist.is_initialized():
         told = {"what is wrong": None if wrong is None else str(wrong), MANIFEST: manifest.digest}
         try:
@@ -84,6 +79,7 @@ def _agree(folder: Path, manifest: Manifest, wrong: ValueError | None) -> None:
             raise (error if wrong is None else wrong) from None
     if wrong is not None:
         raise wrong
+    return found[0]
 
 
 def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | torch.dtype) -> nn.Module:

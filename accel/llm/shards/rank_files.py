@@ -1,6 +1,5 @@
 """The files of one rank, opened: they are checked by their headers, and each tensor's bytes when it is read."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,12 @@ from accel.parallel.division import Span, spans_of
 
 
 class RankFiles:
-    """Of a rank, while files is open. Raises ValueError, naming it, for a file that is missing or damaged."""
+    """Of a rank. Raises ValueError, naming it, for a file that is missing or damaged.
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int, files: ExitStack):
+    They are closed with the object: threads of a loading that failed may read on for a moment.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int):
         self.manifest, self.rank = manifest, rank
         self.places: dict[str, tuple[Path, Any, int]] = {}  # by name of a tensor: file, opened, checksum
         for told in manifest.files[rank]:
@@ -25,7 +27,7 @@ class RankFiles:
             if (size := path.stat().st_size) != told.bytes:
                 raise ValueError(f"{path} is damaged: it has {size} bytes, and {told.bytes} in {MANIFEST}")
             with whole_file(path):
-                opened = files.enter_context(safe_open(path, framework="pt"))
+                opened = safe_open(path, framework="pt")
                 names = set(opened.keys())
             if names != told.checksums.keys():
                 name = min(names ^ told.checksums.keys())
