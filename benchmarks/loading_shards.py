@@ -5,13 +5,16 @@
 A model of llama's kind with random weights in bfloat16, saved, and divided by `accel shard`. Both are loaded in turns,
 after the kernel was asked to forget the files, and every weight is read once, as a file that is mapped is read when it
 is touched. Seconds are those of the slowest rank. Bytes from the disk are those that the kernel counts for each process
-(/proc/self/io): of what one rank has read another finds a part in the cache. Before, both models' weights are compared.
-Rank 0 writes.
+(/proc/self/io). Ranks of one host read the same files: what one has read another finds in the cache. "a host each" are
+ranks with a copy of their own, which share no cache, as on several hosts; still they share one disk here. Before, the
+weights of both models are compared. Rank 0 writes.
 """
 
 import argparse
+import gc
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -70,15 +73,30 @@ def read_from_disk() -> int:
 
 def measured(load: Callable[[], nn.Module], folder: Path) -> tuple[float, int]:
     """Seconds until every weight was read, and bytes that this process had from the disk."""
+    gc.collect()  # a model that is divided is held by its own closures; what is mapped is not forgotten
     dist.barrier()
-    if dist.get_rank() == 0:
-        forget(folder)
+    forget(folder)
     dist.barrier()
     before, start = read_from_disk(), time.perf_counter()
     model = load()
     for parameter in model.parameters():
         local(parameter).clone()
     return time.perf_counter() - start, read_from_disk() - before
+
+
+def summary(rounds: list[list[tuple[float, int]]]) -> dict:
+    """rounds: of each, seconds and bytes by rank."""
+    slowest = [max(seconds for seconds, _ in every) for every in rounds]
+    return {
+        "median_seconds": round(statistics.median(slowest), 3),
+        "seconds": [round(seconds, 3) for seconds in slowest],
+        "median_bytes_by_rank": [int(statistics.median(counts)) for counts in zip(*_counts(rounds), strict=True)],
+        "bytes_all_ranks": [sum(counts) for counts in _counts(rounds)],
+    }
+
+
+def _counts(rounds: list[list[tuple[float, int]]]) -> list[list[int]]:
+    return [[count for _, count in every] for every in rounds]
 
 
 def main() -> None:
@@ -103,24 +121,22 @@ def main() -> None:
         same = all(torch.equal(local(one), local(ours.get_parameter(name))) for name, one in stock.named_parameters())
         device = next(ours.parameters()).device
         del stock, ours
-        found: dict[str, list] = {kind: [] for kind in kinds}
+        own_copy = folder / f"host-{rank}"
+        for name in ("whole", "parts"):
+            shutil.copytree(folder / name, own_copy / name)
+        places = {"one host": folder, "a host each": own_copy}
+        found: dict[str, dict[str, list]] = {place: {kind: [] for kind in kinds} for place in places}
         for _ in range(given.rounds):
-            for kind, load in kinds.items():
-                every: list = [None] * ranks
-                dist.all_gather_object(every, measured(load, folder))
-                found[kind].append(every)
+            for place, where in places.items():
+                for kind, load in ways(where, ranks).items():
+                    every: list = [None] * ranks
+                    dist.all_gather_object(every, measured(load, where))
+                    found[place][kind].append(every)
         agreed: list = [None] * ranks
         dist.all_gather_object(agreed, same)
         dist.barrier()
     if rank == 0:
-        rounds = {
-            kind: {
-                "seconds": [round(max(seconds for seconds, _ in every), 3) for every in one],
-                "median_seconds": round(statistics.median(max(seconds for seconds, _ in every) for every in one), 3),
-                "bytes_from_disk": [sum(count for _, count in every) for every in one],
-            }
-            for kind, one in found.items()
-        }
+        rounds = {place: {kind: summary(one) for kind, one in kinds.items()} for place, kinds in found.items()}
         told = {"case": "loading-shards", "ranks": ranks, "layers": given.layers, "hidden": given.hidden}
         told |= {"device": device.type, "same_weights": all(agreed)} | built
         told |= provenance(device, torch.bfloat16) | {"loading": rounds}
