@@ -31,6 +31,7 @@ from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
+from accel.parallel.agreement import alike
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Match, Rule, Skip
@@ -119,6 +120,9 @@ def _bind(
     forward = DecoderForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
     if forward.ranks is not None:
+        inside = [one.path for one in (*forward.experts, *forward.routers)]
+        if not alike(forward.ranks, "what experts and routers compute", inside):
+            raise NotUnderstood("ranks that share the model do not understand their experts and routers alike")
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
@@ -169,7 +173,8 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    codes, told = choose_codes(kind, device, ((layer, spec.attention) for layer, spec in specs))
+    layers = ((layer, spec.attention) for layer, spec in specs)
+    codes, told = choose_codes(kind, device, layers, forward.ranks)
     forward.round(codes)
     note = described(kind, forward.shapes(), told)
     if told and strict:

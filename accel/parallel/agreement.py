@@ -24,6 +24,23 @@ def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
     what: the place, such as "accel.optimize". told: by name what must be equal; values are compared by their `repr`.
     Raises `errors.Refused` on every rank where they are not, or where a rank has not come within the group's timeout.
     """
+    said = said_by_all(ranks, what, told)
+    for name in next(iter(said.values())):
+        by_value: dict[str, list[int]] = {}
+        for member, values in said.items():
+            by_value.setdefault(values.get(name, "nothing"), []).append(member)
+        if len(by_value) > 1:
+            parts = (f"{value} on rank {', '.join(map(str, who))}" for value, who in by_value.items())
+            raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {'; '.join(parts)}")
+
+
+def alike(ranks: Ranks, what: str, told: object) -> bool:
+    """Whether all ranks have found the same; the answer is the same on all of them. As `agree` otherwise."""
+    return len({values["found"] for values in said_by_all(ranks, what, {"found": told}).values()}) == 1
+
+
+def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
+    """What each rank tells at this place, by its number; see `agree`."""
     store, own = c10d._get_default_store(), dist.get_rank()
     place = f"accel/{what}/{'-'.join(map(str, ranks.members))}"
     turn = store.add(f"{place}/{own}", 1)  # how often this rank has been here
@@ -40,13 +57,7 @@ def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
         ) from error
     said = {member: json.loads(store.get(key)) for member, key in keys.items()}
     store.delete_key(f"{place}/{turn - 1}/{own}")  # which all have read, as they have come here since
-    for name in said[own]:
-        by_value: dict[str, list[int]] = {}
-        for member, values in said.items():
-            by_value.setdefault(values.get(name, "nothing"), []).append(member)
-        if len(by_value) > 1:
-            parts = (f"{value} on rank {', '.join(map(str, who))}" for value, who in by_value.items())
-            raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {'; '.join(parts)}")
+    return said
 
 
 def patience(ranks: Ranks) -> timedelta:

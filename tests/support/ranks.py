@@ -10,21 +10,26 @@ from datetime import timedelta
 from typing import Any
 
 TIMEOUT = 30.0  # seconds after which a rank is thought to hang
-COLLECTIVE = timedelta(seconds=10)  # after which a collective without its partners fails
+# After which a collective without its partners fails; of GPUs, where the others may be compiling kernels, later.
+COLLECTIVE, COLLECTIVE_OF_GPUS = timedelta(seconds=10), timedelta(seconds=120)
 
 
 class RankFailed(AssertionError):
     """What a rank raised, with its traceback."""
 
 
-def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any) -> None:
+def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=COLLECTIVE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
+    limit = COLLECTIVE
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        limit = COLLECTIVE_OF_GPUS
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while (task := tasks.get()) is not None:
         number, function, args = task
         try:
@@ -36,12 +41,13 @@ def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any) -> None:
 
 
 class RankPool:
-    """`size` processes of one gloo group. `run` calls a function of a module on all of them at once.
+    """`size` processes of one group, of gloo on the CPU or of nccl, a GPU each. `run` calls a function of a module on
+    all of them at once.
 
     They are forked from a process that has imported the libraries once, so that starting them costs little.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, backend: str = "gloo"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"]
@@ -53,7 +59,9 @@ class RankPool:
         self.tasks = [context.Queue() for _ in range(size)]
         self.answers = context.Queue()
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, port, self.tasks[rank], self.answers), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, size, port, self.tasks[rank], self.answers, backend), daemon=True
+            )
             for rank in range(size)
         ]
         for process in self.processes:

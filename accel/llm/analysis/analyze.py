@@ -27,6 +27,11 @@ class Analysis:
     specs: list[tuple[LayerRecord, LayerSpec]] = field(default_factory=list)
     reason: str | None = "not analyzed"
 
+    def outline(self) -> tuple:
+        """Which layers are understood, and why all are not: without numbers, which other ranks have others of."""
+        known = tuple(path for path, found in self.layers.items() if not isinstance(found, str))
+        return known, self.reason is None
+
     def unknown(self) -> str | None:
         """The first layer that is not understood, and why."""
         return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)

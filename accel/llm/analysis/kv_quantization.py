@@ -16,6 +16,7 @@ from accel_kernels.op import capability
 from accel.errors import Refused
 from accel.llm.analysis.softmax_attention import SoftmaxSpec
 from accel.llm.recording.record import LayerRecord
+from accel.parallel.ranks import Ranks
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Decibels of the scores. Keys without outliers keep 42 in int8 and 31 in fp8. At 18 a score is off by an eighth of what
@@ -58,16 +59,19 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, codes: t
 
 
 def choose_codes(
-    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]]
+    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]], ranks: Ranks | None = None
 ) -> tuple[tuple[torch.dtype | None, ...], list[str]]:
     """The codes of every layer, by its place in the cache, None for one that is to stay as it is; and why those are.
 
-    layers: as a stock run on random tokens was recorded.
+    layers: as a stock run on random tokens was recorded. ranks: that hold other heads of them; the worst head of all
+    counts.
     """
     codes, chosen, told = codes_for(kind, device), {}, []
     for layer, spec in layers:
         query, scale = _queries(layer, spec)
         found = key_decibels(query, layer.cached.keys, scale, codes)
+        if ranks is not None:
+            found = -float(ranks.largest(torch.tensor(-found, dtype=torch.float64, device=device)))
         chosen[spec.index] = codes if found >= LEAST else None
         if chosen[spec.index] is None:
             told.append(f"{layer.path}: {found:.0f} dB")

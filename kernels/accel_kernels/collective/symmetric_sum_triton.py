@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # numbers to a program
@@ -31,7 +32,11 @@ def symmetric_sum_kernel(
     rank,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:  # the next product may load its weights while the ranks wait for each other
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     i_idx = block * BLOCK + tl.arange(0, BLOCK)
     mask = i_idx < count
@@ -68,10 +73,10 @@ def symmetric_sum(part, bias, residual, scale, buffers, signals, place, rank):
     buffers, signals: (ranks,) int64, the addresses of each rank's memory for parts and for cells. place: where in the
     former, counted in numbers of this dtype, a multiple of 16 bytes.
     """
-    y = torch.empty_like(part)
+    y, pdl = torch.empty_like(part), programmatic(part.device)
     grid = (triton.cdiv(part.numel(), BLOCK),)
     launch(
         symmetric_sum_kernel, grid, part, bias, residual, y, buffers, signals, place, part.numel(), part.shape[-1],
-        scale, rank, len(buffers), BLOCK, num_warps=WARPS,
+        scale, rank, len(buffers), BLOCK, PDL=bool(pdl), num_warps=WARPS, **pdl,
     )  # fmt: skip
     return y

@@ -103,3 +103,11 @@ def test_rounded_weights_are_those_of_one_process(name, scheme, rank_pool, saved
     rounded = [row[0] for row in found[0]["sites"] if row[1] == "weights" and row[2] == "patched"]
     matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
     assert len(rounded) == matrices - 1  # all but the head
+
+
+def test_rounded_keys_and_values(rank_pool, saved):
+    model, folder, given = saved("llama")
+    one = accel.optimize(copy.deepcopy(model), kv_cache="int8")
+    found = rank_pool(2).run(ranks.write, folder, [call()], {"kv_cache": "int8"}, {"tp_size": 2}, given)
+    expect(found, one.generate(**call()).tolist(), model.generate(**call()).tolist())
+    assert "keys and values in int8" in found[0]["sites"][0][3]

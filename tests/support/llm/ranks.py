@@ -10,6 +10,7 @@ from torch import nn
 
 import accel
 from accel.errors import told
+from accel.parallel.sharded_layers import ranks_of
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 
@@ -69,7 +70,8 @@ def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict)
                     found[kind].append(told(error))
                 found.setdefault("collectives", []).append(dict(collectives))
         report = accel.report(model)
-        found["sites"] = report.sites
+        found["sites"], found["graphs"] = report.sites, report.graphs
+        found["shared_memory"] = ranks_of(model).memory is not None
         found["fallbacks"] = report.fallbacks
         accel.restore(model)
         after = model(calls[0]["input_ids"]).logits
