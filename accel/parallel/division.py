@@ -25,10 +25,12 @@ def taken(tensor: torch.Tensor, division: Division | None, rank: int) -> torch.T
     """The rank's part of a whole tensor, or of what safetensors gives for one in a file."""
     if division is None:
         return tensor[...]
-    before = (slice(None),) * division.dim
-    parts = [tensor[(*before, slice(*span))] for span in division.spans[rank]]
-    if not parts:
-        return tensor[(*before, slice(0, 0))]
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        index = (slice(None),) * division.dim + (slice(start, stop),)
+        return tensor[index]
+
+    parts = [rows(*span) for span in division.spans[rank]] or [rows(0, 0)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, division.dim)
 
 

@@ -74,7 +74,7 @@ def _together(manifest: Manifest, do: Callable[[], T]) -> T:
     if dist.is_initialized():
         told = {"what is wrong": None if wrong is None else str(wrong), MANIFEST: manifest.digest}
         try:
-            agree(Ranks.of(dist.group.WORLD), STEP, told)
+            agree(Ranks.of(dist.group.WORLD), STEP, told)  # type: ignore[arg-type]
         except ValueError as error:
             raise (error if wrong is None else wrong) from None
     if wrong is not None:

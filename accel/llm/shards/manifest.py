@@ -104,4 +104,4 @@ def _tensor(told: dict[str, Any]) -> tuple[Described, Division | None]:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a tensor's bytes, as they lie in a file."""
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]

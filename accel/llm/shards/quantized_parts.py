@@ -40,15 +40,17 @@ def part_of(held: Mapping[str, torch.Tensor], division: Division | None, rank: i
     if division is None:
         return dict(held)
     data, scales, zeros = compressed.read(held)
+    by_scale: Division | None
     if division.dim == OUTPUTS:
-        mine = Quantized(*(None if one is None else taken(one, division, rank) for one in (data, scales, zeros)))
+        by_number, by_scale = division, division
     else:
+        by_number = _counted(division, _per(data))
         by_scale = _counted(division, data.shape[1] * _per(data) // scales.shape[1]) if scales.shape[1] > 1 else None
-        mine = Quantized(
-            taken(data, _counted(division, _per(data)), rank),
-            taken(scales, by_scale, rank),
-            None if zeros is None else taken(zeros, by_scale, rank),
-        )
+    mine = Quantized(
+        taken(data, by_number, rank),
+        taken(scales, by_scale, rank),
+        None if zeros is None else taken(zeros, by_scale, rank),
+    )
     packed = "weight_packed" in held
     found = compressed.parts(mine, compressed.PACKED if packed else compressed.BYTEWISE)
     if not packed and mine.zeros is not None:

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from accel.llm.ptq.formats.files import DTYPES, whole_file
 from accel.llm.shards.manifest import MANIFEST, Manifest, checksum
-from accel.parallel.division import Span, spans_of
+from accel.parallel.division import Division, Span, spans_of
 
 
 class RankFiles:
@@ -71,14 +71,15 @@ class PartOfTensor:
         asked = spans_of(index, self.whole.shape)
         spans = list(asked)
         if self.division is not None:
-            dim, held = self.division.dim, self.division.spans[self.files.rank]
-            spans[dim] = self._found(spans[dim], held)
+            dim = self.division.dim
+            spans[dim] = self._found(spans[dim], self.division)
         part = self.files.read(self.name)
         return part[tuple(slice(*span) for span in spans)].contiguous()
 
-    def _found(self, asked: Span, held: tuple[Span, ...]) -> Span:
+    def _found(self, asked: Span, division: Division) -> Span:
         """Where what is asked for lies in what this rank holds."""
         start, stop = asked
+        held = division.spans[self.files.rank]
         before = 0
         for first, last in held:
             if first <= start and stop <= last:
@@ -88,6 +89,6 @@ class PartOfTensor:
             return 0, 0
         versions = ", ".join(f"{name} {number}" for name, number in self.files.manifest.versions.items())
         raise ValueError(
-            f"{self.name}: rank {self.files.rank} holds {list(map(list, held))} of dimension {self.division.dim}, and "
+            f"{self.name}: rank {self.files.rank} holds {list(map(list, held))} of dimension {division.dim}, and "
             f"is asked for {[start, stop]}: it was divided by {versions}; divide the weights again by those of here"
         )

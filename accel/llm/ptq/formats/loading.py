@@ -38,10 +38,10 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     config, told = read_config(folder)
     weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
-    linears = quantized_linears(folder) if in_layout(told) else {}
-    if not in_layout(told):
+    if told is None or not in_layout(told):
         with readable(folder):
             return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
+    linears = quantized_linears(folder)
     said = compared(folder, told, linears)
     replace, finish = partial(put_in_place, linears=linears, make=Held), partial(_finish, said=said)
     with entered(replace, finish) as method, readable(folder):
@@ -49,9 +49,9 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
 
 
-def in_layout(told: Mapping | None) -> bool:
+def in_layout(told: Mapping) -> bool:
     """Whether a `quantization_config` is of the layout that is read here."""
-    return told is not None and told.get("quant_method") == compressed.METHOD
+    return told.get("quant_method") == compressed.METHOD
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def compared(folder: Path, told: Mapping, linears: Mapping[str, Parts]) -> Said:
     return said
 
 
-def _compare(said: Said, path: str, parts: dict[str, torch.Tensor]) -> None:
+def _compare(said: Said, path: str, parts: Parts) -> None:
     """Raises ValueError for parts that do not fit one another, or what the configuration says of them."""
     weight = compressed.read(parts)
     if said.leaves(path):
@@ -93,7 +93,7 @@ class Held(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, parts: dict[str, torch.Tensor], bias: nn.Parameter | None):
+    def __init__(self, parts: Parts, bias: nn.Parameter | None):
         super().__init__()
         for name, tensor in parts.items():
             self.register_parameter(name, nn.Parameter(tensor.to("meta"), requires_grad=False))
