@@ -159,10 +159,18 @@ def load(
     folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
     compressed-tensors, which need not be installed; of an unquantized model too. dtype: of what is not quantized,
     "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
-    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another.
+    A folder that `accel shard --tp N` wrote is loaded by N processes that torchrun starts: each reads its own files
+    alone, has what transformers' own tensor parallelism would give it, and takes the device of its number.
+    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another, for another
+    number of processes than N, and for a device where each has its own.
     """
     from accel.llm.ptq.formats.loading import load as loaded
+    from accel.llm.shards.manifest import is_divided
 
+    if is_divided(Path(folder)):
+        from accel.llm.shards.loading import load as loaded_part
+
+        return loaded_part(Path(folder), dtype, device)
     return loaded(Path(folder), dtype, device)
 
 

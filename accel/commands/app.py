@@ -13,6 +13,7 @@ from accel.commands.profile import profile
 from accel.commands.quantize import quantize
 from accel.commands.report import report
 from accel.commands.serve import PASSED_ON, serve
+from accel.commands.shard import shard
 from accel.commands.verify import verify
 
 
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-for command in (demo, report, verify, profile, quantize, bench):
+for command in (demo, report, verify, profile, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)

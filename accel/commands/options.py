@@ -71,11 +71,13 @@ def load_folder(folder: Path, dtype: "str | torch.dtype", device: "torch.device"
     """What was saved there, on the device, its own progress bars off; a wrong folder is the user's mistake."""
     import accel
     from accel import saved
+    from accel.llm.shards.manifest import is_divided
 
     parse_folder(folder)
     quiet()
+    ours = quantized(folder) or is_divided(folder)
     try:
-        loaded = accel.load(folder, dtype, device) if quantized(folder) else saved.load_saved(folder, dtype, device)
+        loaded = accel.load(folder, dtype, device) if ours else saved.load_saved(folder, dtype, device)
     except (TypeError, ValueError, OSError) as error:
         raise wrong_folder(error) from None
     if hasattr(loaded, "set_progress_bar_config"):

@@ -149,6 +149,16 @@ def local_twin(module: nn.Module) -> nn.Module:
     return twin
 
 
+def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
+    """Lets a quantized linear in the place of a module do before and after what transformers' closure has that one do,
+    whatever it is. Nothing where the module is not divided.
+    """
+    held = _closure(module)
+    if held is not None:
+        quantized._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # with gradients too
+        held["self"].install_forward(quantized, held["mesh"])
+
+
 def known(module: nn.Module) -> bool:
     """Whether what stands in the place of the code of its class is what transformers divides it by, as known here."""
     return sharding(module) is not None or expert_sharding(module) is not None

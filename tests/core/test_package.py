@@ -22,7 +22,7 @@ ROOMS = """
     llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
     llm.runtime.linear llm.analysis llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching
-    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm
+    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm.shards llm
     report families api
     bench demo commands replicas __main__
 """.split()

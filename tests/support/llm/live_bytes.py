@@ -31,6 +31,8 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _count(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:  # of some size, and no memory
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata  # free for another as soon as this one dies
         if key not in self.sizes:

@@ -1,45 +1,33 @@
 """A folder in the layout of compressed-tensors, loaded straight into quantized linears: no weight is ever whole."""
 
-import copy
-import json
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    AutoQuantizationConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from accel.errors import reason_of
 from accel.llm.ptq.calibration.linears import head_path
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.quantization_config import NAMES, SAID, Said
+from accel.llm.ptq.formats.files import first_line, located, quantized_linears, read_config, weight_files
+from accel.llm.ptq.formats.quantization_config import SAID, Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride, untie
-from accel.quantization.activations import SCALE, is_static
+from accel.quantization.activations import is_static
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange
-from accel.saved import read_json, refuse_pickles, whole
+from accel.saved import refuse_pickles, whole
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
-# What `quantization_config` holds in the layouts of other libraries, and of what kind it is.
-FIELDS: dict[str, type] = dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), int)
-FIELDS |= dict.fromkeys(("desc_act", "sym", "zero_point"), bool)
+Parts = Mapping[str, torch.Tensor]  # of a quantized linear, by the last part of their names in a file
 
 
 def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | None) -> nn.Module:
@@ -47,81 +35,45 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json")
     refuse_pickles(folder)
-    config, told = _config(folder)
-    _files(folder)
+    config, told = read_config(folder)
+    weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
-    if told is None or told.get("quant_method") != compressed.METHOD:
-        return _loaded(folder, config=config, **given)
-    with _of(folder / "config.json"):
-        said = Said(told)
-    linears = _linears(folder)
-    for path, parts in linears.items():
-        with _of(folder, path):
-            _compare(said, path, parts)
-    with _entered(linears, said) as method:
+    if told is None or not in_layout(told):
+        with readable(folder):
+            return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
+    linears = quantized_linears(folder)
+    said = compared(folder, told, linears)
+    replace, finish = partial(put_in_place, linears=linears, make=Held), partial(_finish, said=said)
+    with entered(replace, finish) as method, readable(folder):
         config.quantization_config = {"quant_method": method}
-        return _loaded(folder, config=config, **given)
+        return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
 
 
-def _config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
-    """The configuration and its `quantization_config`. Raises ValueError for what no library could read."""
-    file = folder / "config.json"
-    _check_said(file, read_json(file).get(SAID))
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # whatever classes of configurations raise for values of other kinds
-        reason_of(error)
-        raise ValueError(f"{file}: {_line(error)}") from error
-    said = getattr(config, SAID, None)
-    if said is None:
-        return config, None
-    _check_said(file, said)
-    if said.get("quant_method") != compressed.METHOD:
-        try:
-            AutoQuantizationConfig.from_dict(copy.deepcopy(said))
-        except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
-            raise ValueError(f"{file}: {SAID} of {said.get('quant_method')}: {_line(error)}") from error
-    return config, said
-
-
-def _check_said(file: Path, said: Any) -> None:
-    if said is None:
-        return
-    # bitsandbytes once wrote no method.
-    named = isinstance(said, dict) and (
-        said.get("load_in_8bit") or said.get("load_in_4bit") or said.get("quant_method")
-    )
-    if not named or not isinstance(said.get("quant_method", ""), str):
-        raise ValueError(f"{file}: {SAID} is {said!r}, not an object with a text as quant_method")
-    for name, kind in FIELDS.items():
-        value = said.get(name)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
-
-
-def _loaded(folder: Path, **given: Any) -> nn.Module:
-    try:
-        return whole(AutoModelForCausalLM, folder, **given).eval()
-    except (RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder}: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    """The first line of what it says, with its kind where that says nothing by itself."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, ValueError | RuntimeError) and line else f"{type(error).__name__}: {line}"
+def in_layout(told: Mapping) -> bool:
+    """Whether a `quantization_config` is of the layout that is read here."""
+    return told.get("quant_method") == compressed.METHOD
 
 
 @contextmanager
-def _of(*places: object) -> Iterator[None]:
-    """Inside, a ValueError says where."""
+def readable(folder: Path) -> Iterator[None]:
+    """Inside, what transformers raises of files that it cannot read is a ValueError."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(": ".join(map(str, (*places, error)))) from None
+    except (RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder}: {first_line(error)}") from error
 
 
-def _compare(said: Said, path: str, parts: dict[str, torch.Tensor]) -> None:
+def compared(folder: Path, told: Mapping, linears: Mapping[str, Parts]) -> Said:
+    """What a `quantization_config` says. Raises ValueError where the parts do not fit it, or one another."""
+    with located(folder / "config.json"):
+        said = Said(told)
+    for path, parts in linears.items():
+        with located(folder, path):
+            _compare(said, path, parts)
+    return said
+
+
+def _compare(said: Said, path: str, parts: Parts) -> None:
     """Raises ValueError for parts that do not fit one another, or what the configuration says of them."""
     weight = compressed.read(parts)
     if said.leaves(path):
@@ -136,57 +88,12 @@ def _compare(said: Said, path: str, parts: dict[str, torch.Tensor]) -> None:
         raise ValueError("its columns are in an order of their own, and its inputs rounded: not read together")
 
 
-def _linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """By path, the parts of every quantized linear, as the files' headers tell: tensors without memory, but shapes."""
-    linears: dict[str, dict[str, torch.Tensor]] = {}
-    for file, expected in _files(folder).items():
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names = set(opened.keys())
-                for name in sorted(names):
-                    path, _, part = name.rpartition(".")
-                    if part in (*compressed.NAMES, SCALE):
-                        linears.setdefault(path, {})[part] = _described(opened, name, part)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged: {str(error).splitlines()[0]}") from None
-        if lacking := expected - names:
-            raise ValueError(f"{file} lacks {min(lacking)}, which the index says it holds")
-    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
-
-
-def _described(opened: Any, name: str, part: str) -> torch.Tensor:
-    if part == "weight_shape":
-        return opened.get_tensor(name)
-    header = opened.get_slice(name)
-    if header.get_dtype() not in DTYPES:
-        raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
-    return torch.empty(header.get_shape(), dtype=DTYPES[header.get_dtype()], device="meta")
-
-
-def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of weights, with the names that the index says they hold."""
-    if (folder / INDEX).is_file():
-        try:
-            places = json.loads((folder / INDEX).read_text())["weight_map"]
-            files: dict[Path, set[str]] = {}
-            for name, file in places.items():
-                files.setdefault(folder / file, set()).add(name)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{folder / INDEX} is damaged") from None
-    else:
-        files = {folder / WEIGHTS: set()}
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-    return files
-
-
 class Held(nn.Module):
     """Takes the parts of a linear as they are in the file."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, parts: dict[str, torch.Tensor], bias: nn.Parameter | None):
+    def __init__(self, parts: Parts, bias: nn.Parameter | None):
         super().__init__()
         for name, tensor in parts.items():
             self.register_parameter(name, nn.Parameter(tensor.to("meta"), requires_grad=False))
@@ -194,8 +101,10 @@ class Held(nn.Module):
 
 
 @contextmanager
-def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterator[str]:
-    """Inside, transformers knows a way of loading under the name it gives, and calls it for these linears."""
+def entered(before: Callable[[PreTrainedModel], None], after: Callable[[PreTrainedModel], None]) -> Iterator[str]:
+    """Inside, transformers knows a way of loading under the name it gives: it calls before with the model that has no
+    weights yet, and after with the one that has.
+    """
     name = f"accel-{uuid.uuid4().hex}"
 
     class Method(QuantizationConfigMixin):
@@ -209,16 +118,11 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
             return True
 
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-            head = head_path(model)
-            for path, parts in linears.items():
-                _replace(model, path, parts)
-            if head in linears:
-                untie(model.config)
-                model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+            before(model)
 
         def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> nn.Module:
             self.remove_quantization_config(model)
-            _finish(model, said)
+            after(model)
             return model
 
     AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name] = Method, Loader
@@ -228,7 +132,19 @@ def _entered(linears: dict[str, dict[str, torch.Tensor]], said: Said) -> Iterato
         del AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name]
 
 
-def _replace(model: PreTrainedModel, path: str, parts: dict[str, torch.Tensor]) -> None:
+def put_in_place(
+    model: PreTrainedModel, linears: Mapping[str, Parts], make: Callable[[Parts, nn.Parameter | None], nn.Module]
+) -> None:
+    """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
+    head = head_path(model)
+    for path, parts in linears.items():
+        model.set_submodule(path, make(parts, _replaceable(model, path, parts).bias))
+    if head in linears:
+        untie(model.config)
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -238,27 +154,24 @@ def _replace(model: PreTrainedModel, path: str, parts: dict[str, torch.Tensor]) 
     shape = compressed.read(parts).shape
     if shape != tuple(module.weight.shape):
         raise ValueError(f"{path} is {shape} in the file and {tuple(module.weight.shape)} in the model")
-    model.set_submodule(path, Held(parts, module.bias))
+    return module
 
 
 def _finish(model: PreTrainedModel, said: Said) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
-    head, ordered = model.get_output_embeddings(), []
+    ordered = []
     for path, module in model.named_modules():
         if type(module) is Held:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
-            quantized, bias = compressed.read(held, taken=True), module.bias
+            bias = module.bias
             module._parameters.clear()  # what became another tensor is gone before the next does
-            if not bool(quantized.scales.isfinite().all()):
-                raise ValueError(f"{path}: NaN or Inf among its scales")
-            with _of(path):
+            with located(path):
+                quantized = checked(held)
                 if compressed.ORDER in held:
                     ordered.append(path)
                     made = _plain(compressed.by_order(quantized, held[compressed.ORDER], model.dtype), bias)
                 else:
-                    group = None if module is head else said.group(path)
-                    said_of = None if group is None else group.activations
-                    made = _quantized(quantized, bias, model.dtype, held, compressed.rounding_of(said_of or {}))
+                    made = as_said(model, path, module, said, quantized, bias, held)
             pairs.append((module, made))
     exchange(model, pairs)
     if len(pairs) > len(ordered):
@@ -271,6 +184,14 @@ def _finish(model: PreTrainedModel, said: Said) -> None:
         )
 
 
+def checked(held: Parts) -> Quantized:
+    """The weight of the parts of a file, in their memory. Raises ValueError for one without a value."""
+    quantized = compressed.read(held, taken=True)
+    if not bool(quantized.scales.isfinite().all()):
+        raise ValueError("NaN or Inf among its scales")
+    return quantized
+
+
 def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -278,12 +199,24 @@ def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
     return linear
 
 
-def _quantized(
-    quantized: Quantized, bias: nn.Parameter | None, dtype: torch.dtype, held: dict, activations: str | None
+def as_said(
+    model: PreTrainedModel,
+    path: str,
+    module: nn.Module,
+    said: Said,
+    quantized: Quantized,
+    bias: nn.Parameter | None,
+    held: Parts,
+    whole: Quantized | None = None,
 ) -> QuantizedLinear:
-    """held: the parts of the file. activations: as it says; they stay as they are where the numbers are no match."""
-    scheme = compressed.scheme_of(quantized)
+    """A quantized linear in the place of a module. held: the parts of the file. whole: of which quantized is a part.
+
+    Its inputs are rounded as is said, and stay as they are where the numbers are no match.
+    """
+    group = None if module is model.get_output_embeddings() else said.group(path)
+    activations = compressed.rounding_of(group.activations or {}) if group is not None else None
+    scheme = compressed.scheme_of(quantized if whole is None else whole)
     scale = compressed.input_scale(held) if is_static(activations) else None
     rounding = scheme if activations is None else scheme.rounding(activations, scale is not None)
     scheme = scheme if isinstance(rounding, str) else rounding
-    return QuantizedLinear(quantized, bias, dtype, scheme, input_scale=scale)
+    return QuantizedLinear(quantized, bias, model.dtype, scheme, input_scale=scale)

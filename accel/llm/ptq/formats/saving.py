@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
@@ -47,6 +48,11 @@ class SaveOverride:
         if getattr(model, "_hf_peft_config_loaded", False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
             return
+        if (ranks := ranks_of(model)) is not None and (held or mixtures):
+            raise ValueError(
+                f"this process holds its part of the quantized weights alone, of {ranks.size}: save the model where "
+                "it is whole, and divide the folder by accel shard"
+            )
         if inside := [path for path in (*held, *mixtures) if BASE in path.split(".")]:
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"

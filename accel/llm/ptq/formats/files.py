@@ -1,0 +1,160 @@
+"""What the files of a folder say before any weight is read: config.json, the index, the headers of safetensors."""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from accel.errors import reason_of
+from accel.llm.ptq.formats import compressed_tensors as compressed
+from accel.llm.ptq.formats.quantization_config import NAMES, SAID
+from accel.parallel.division import Described
+from accel.quantization.activations import SCALE
+from accel.saved import read_json
+
+PARTS = (*compressed.NAMES, SCALE)  # of a quantized linear
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+# What `quantization_config` holds in the layouts of other libraries, and of what kind it is.
+FIELDS: dict[str, type] = dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), int)
+FIELDS |= dict.fromkeys(("desc_act", "sym", "zero_point"), bool)
+
+
+def read_config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
+    """The configuration and its `quantization_config`. Raises ValueError for what no library could read."""
+    file = folder / "config.json"
+    _check_said(file, read_json(file).get(SAID))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever classes of configurations raise for values of other kinds
+        reason_of(error)
+        raise ValueError(f"{file}: {first_line(error)}") from error
+    said = getattr(config, SAID, None)
+    if said is None:
+        return config, None
+    _check_said(file, said)
+    if said.get("quant_method") != compressed.METHOD:
+        try:
+            AutoQuantizationConfig.from_dict(copy.deepcopy(said))
+        except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            raise ValueError(f"{file}: {SAID} of {said.get('quant_method')}: {first_line(error)}") from error
+    return config, said
+
+
+def _check_said(file: Path, said: Any) -> None:
+    if said is None:
+        return
+    # bitsandbytes once wrote no method.
+    named = isinstance(said, dict) and (
+        said.get("load_in_8bit") or said.get("load_in_4bit") or said.get("quant_method")
+    )
+    if not named or not isinstance(said.get("quant_method", ""), str):
+        raise ValueError(f"{file}: {SAID} is {said!r}, not an object with a text as quant_method")
+    for name, kind in FIELDS.items():
+        value = said.get(name)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what it says, with its kind where that says nothing by itself."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ValueError | RuntimeError) and line else f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def located(*places: object) -> Iterator[None]:
+    """Inside, a ValueError says where."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(": ".join(map(str, (*places, error)))) from None
+
+
+def quantized_linears(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """By path, the parts of every quantized linear, as the files' headers tell: tensors without memory, but shapes."""
+    with ExitStack() as files:
+        return linears_among(opened(folder, files))
+
+
+def opened(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """The files of weights, each by the names of the tensors that it holds, closed with files.
+
+    Raises ValueError, naming it, for one that is missing, damaged, or lacks what the index says it holds.
+    """
+    found: dict[str, Any] = {}
+    for path, expected in weight_files(folder).items():
+        with whole_file(path):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            names = set(file.keys())
+        found |= dict.fromkeys(sorted(names), file)
+        if lacking := expected - names:
+            raise ValueError(f"{path} lacks {min(lacking)}, which the index says it holds")
+    return found
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[None]:
+    """Inside, an error of safetensors is a ValueError that names the file."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+
+
+def linears_among(files: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same of files that are open, by the names of their tensors."""
+    linears: dict[str, dict[str, torch.Tensor]] = {}
+    for name, file in files.items():
+        path, _, part = name.rpartition(".")
+        if part in PARTS:
+            linears.setdefault(path, {})[part] = _without_memory(file, name)
+    return only_quantized(linears)
+
+
+def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Those with more parts than a weight that is none of a quantized linear."""
+    return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
+
+
+def header_of(file: Any, name: str) -> Described:
+    """Shape and dtype of a tensor in an open file. Raises ValueError for a dtype that is not read."""
+    header = file.get_slice(name)
+    if header.get_dtype() not in DTYPES:
+        raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
+    return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+
+
+def _without_memory(file: Any, name: str) -> torch.Tensor:
+    if name.endswith(".weight_shape"):
+        return file.get_tensor(name)
+    shape, dtype = header_of(file, name)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weight_files(folder: Path) -> dict[Path, set[str]]:
+    """The files of weights, with the names that the index says they hold."""
+    if (folder / INDEX).is_file():
+        try:
+            places = json.loads((folder / INDEX).read_text())["weight_map"]
+            files: dict[Path, set[str]] = {}
+            for name, file in places.items():
+                files.setdefault(folder / file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{folder / INDEX} is damaged") from None
+    else:
+        files = {folder / WEIGHTS: set()}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
+    return files

@@ -1,0 +1,158 @@
+"""A saved language model divided into files for ranks, a layer at a time: the whole of it is never in memory."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+
+from accel.llm.ptq.formats import compressed_tensors as compressed
+from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, read_config
+from accel.llm.ptq.formats.loading import compared, in_layout
+from accel.llm.ptq.formats.quantization_config import SAID
+from accel.llm.shards import quantized_parts
+from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
+from accel.parallel.division import Described, Division, taken
+from accel.parallel.planned import Divided, divided_among
+from accel.saved import refuse_pickles
+
+LIBRARIES = ("torch", "transformers")
+ENDS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+)
+LAYER = re.compile(r".*?\.\d+(?=\.)")  # up to the first number, which is that of a layer
+Weights = Mapping[str, Any]  # by the name of a tensor the file that holds it
+
+
+def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] = lambda done, whole: None) -> Manifest:
+    """Writes each rank's part of the weights in folder to files in out, with the other files of the folder.
+
+    at: told how many files are done, and of how many. A tensor is read when it is written, and a rank's part of one
+    layer is in memory at a time. Raises ValueError, before anything is written, where out is not empty, the weights are
+    damaged or not those of the model, or cannot be divided so.
+    """
+    if ranks < 2:
+        raise ValueError(f"weights are divided among 2 ranks or more, not {ranks}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json")
+    if is_divided(folder):
+        raise ValueError(f"{folder} holds weights that are divided already; divide the folder they come from")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not an empty folder")
+    refuse_pickles(folder)
+    config, told = read_config(folder)
+    if told is not None and not in_layout(told):
+        raise ValueError(f"{folder} is quantized by {told.get('quant_method')}; {compressed.METHOD} is divided")
+    with ExitStack() as files:
+        weights = opened(folder, files)
+        tensors = {name: header_of(file, name) for name, file in weights.items()}
+        linears = linears_among(weights) if told is not None else {}
+        if told is not None:
+            compared(folder, told, linears)
+        with located(folder):
+            found = _divided(config, tensors, linears, ranks)
+        out.mkdir(parents=True, exist_ok=True)
+        shards = _written(weights, linears, found, out, ranks, at)
+    _copy_others(folder, out)
+    entries = {name: (one, found.tensors[name]) for name, one in tensors.items()}
+    manifest = Manifest(ranks, found.plan, {name: version(name) for name in LIBRARIES}, entries, shards)
+    manifest.write(out)
+    return manifest
+
+
+def _divided(
+    config: PretrainedConfig, tensors: Mapping[str, Described], linears: Mapping[str, Mapping], ranks: int
+) -> Divided:
+    """How every tensor is divided: parts of a quantized weight as the weight would be."""
+    if SAID in vars(config):
+        del config.quantization_config
+    parts = {f"{path}.{part}": path for path, held in linears.items() for part in held}
+    asked = {name: one for name, one in tensors.items() if name not in parts}
+    for path, held in linears.items():
+        asked[f"{path}.weight"] = Described(compressed.read(held).shape, torch.float32)
+    found = divided_among(config, asked, ranks)
+    for path, held in linears.items():
+        division = found.tensors.pop(f"{path}.weight")
+        if division is not None:
+            quantized_parts.check(path, held, division)
+        found.tensors.update({f"{path}.{part}": division for part in held})
+    return found
+
+
+def _written(
+    weights: Weights,
+    linears: Mapping[str, Mapping],
+    found: Divided,
+    out: Path,
+    ranks: int,
+    at: Callable[[int, int], None],
+) -> tuple[tuple[ShardFile, ...], ...]:
+    """For each rank and layer a file, whose name tells both."""
+    groups = list(_groups(weights))
+    shards: list[list[ShardFile]] = [[] for _ in range(ranks)]
+    for number, names in enumerate(groups):
+        for rank, files in enumerate(shards):
+            name = f"rank-{rank:03d}-of-{ranks:03d}-{number:05d}.safetensors"
+            tensors = dict(_part(weights, linears, found.tensors, names, rank))
+            save_file(tensors, out / name, metadata={"format": "pt"})
+            checksums = {one: checksum(tensor) for one, tensor in tensors.items()}
+            files.append(ShardFile(name, (out / name).stat().st_size, checksums))
+            del tensors
+            at(number * ranks + rank + 1, len(groups) * ranks)
+    return tuple(map(tuple, shards))
+
+
+def _groups(names: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The names of each layer's tensors; of what is outside the layers, those of each module."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = LAYER.match(name)
+        groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
+    yield from groups.values()
+
+
+def _part(
+    weights: Weights,
+    linears: Mapping[str, Mapping],
+    divisions: Mapping[str, Division | None],
+    names: list[str],
+    rank: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    quantized = {
+        path: linears[path] for path in dict.fromkeys(name.rpartition(".")[0] for name in names) if path in linears
+    }
+    apart = {f"{path}.{part}" for path, held in quantized.items() for part in held}
+    for name in names:
+        if name not in apart:
+            yield name, _alone(taken(weights[name].get_slice(name), divisions[name], rank))
+    for path, held in quantized.items():
+        whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
+        for part, tensor in quantized_parts.part_of(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
+            yield f"{path}.{part}", _alone(tensor)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Files hold no part of another's memory."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _copy_others(folder: Path, out: Path) -> None:
+    """Configurations and the tokenizer: all files that hold no weights."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.endswith(ENDS):
+            shutil.copyfile(path, out / path.name)

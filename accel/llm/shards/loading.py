@@ -1,0 +1,156 @@
+"""Divided weights loaded: each rank reads its own files, and gets what transformers' own loading would give it."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from accel.llm.ptq.formats import compressed_tensors as compressed
+from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
+from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, put_in_place, readable
+from accel.llm.ptq.formats.quantization_config import Said
+from accel.llm.ptq.formats.saving import SAVE, SaveOverride
+from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
+from accel.llm.shards.rank_files import RankFiles
+from accel.parallel.agreement import agree
+from accel.parallel.ranks import Ranks
+from accel.parallel.sharded_layers import installed_anew
+from accel.quantization.patch import exchange
+from accel.saved import check_keys
+
+T = TypeVar("T")
+STEP = "accel.load"
+
+
+def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | None) -> nn.Module:
+    """As `accel.load`, of a folder that `accel shard` wrote; called by every rank.
+
+    Raises ValueError where there are more ranks or fewer than it is divided among, and on all ranks where files of one
+    are missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    rank = _own_rank(folder, manifest.ranks)
+    if device is not None:
+        raise ValueError(f"device={device!r}: {folder} is divided among ranks; each has the device of its number")
+    opened = _together(manifest, lambda: RankFiles(folder, manifest, rank))
+    return _together(manifest, lambda: _loaded(folder, manifest, opened, dtype))
+
+
+def _own_rank(folder: Path, ranks: int) -> int:
+    """This process's number. Raises ValueError where there are not so many."""
+    if dist.is_available() and dist.is_initialized():
+        size, rank = dist.get_world_size(), dist.get_rank()
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    else:
+        raise ValueError(
+            f"{folder} is divided among {ranks} ranks, and this is one process: start it by "
+            f"torchrun --nproc-per-node {ranks}"
+        )
+    if size != ranks:
+        raise ValueError(
+            f"{folder} is divided among {ranks} ranks, and there are {size}: start {ranks}, or divide the weights "
+            f"among {size} by accel shard --tp {size}"
+        )
+    return rank
+
+
+def _together(manifest: Manifest, do: Callable[[], T]) -> T:
+    """What it gives. Raises this rank's error, and in a group that of the rank that has one on the others."""
+    found: list[T] = []
+    wrong = None
+    try:
+        found.append(do())
+    except ValueError as error:
+        wrong = error
+    if dist.is_initialized():
+        told = {"what is wrong": None if wrong is None else str(wrong), MANIFEST: manifest.digest}
+        try:
+            agree(Ranks.of(dist.group.WORLD), STEP, told)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise (error if wrong is None else wrong) from None
+    if wrong is not None:
+        raise wrong
+    return found[0]
+
+
+def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | torch.dtype) -> nn.Module:
+    config, told = read_config(folder)
+    if dtype == "auto":
+        floating = (one.dtype for one, _ in manifest.tensors.values() if one.dtype.is_floating_point)
+        dtype = config.dtype or next(floating)
+    linears = _linears(opened) if told is not None else {}
+    apart = {f"{path}.{part}" for path, parts in linears.items() for part in parts}
+    given: dict[str, Any] = {
+        "state_dict": {name: opened.tensor(name) for name in manifest.tensors if name not in apart},
+        "distributed_config": DistributedConfig(tp_size=manifest.ranks, tp_plan="auto"),
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+        "dtype": dtype,
+    }
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    with ExitStack() as stack:
+        stack.enter_context(readable(folder))
+        if linears:
+            said = compared(folder, told or {}, linears)
+            finish = partial(_finish, said=said, linears=linears, opened=opened)
+            method = stack.enter_context(entered(partial(put_in_place, linears=linears, make=Awaited), finish))
+            config.quantization_config = {"quant_method": method}
+        elif told is not None:
+            del config.quantization_config
+        model, found = kind.from_pretrained(None, config=config, **given)
+    check_keys(folder, model, found)
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
+    """By path the parts of every quantized linear in whole: tensors without memory, but shapes."""
+    linears: dict[str, dict[str, torch.Tensor]] = {}
+    for name, (whole, _) in opened.manifest.tensors.items():
+        path, _, part = name.rpartition(".")
+        if part in PARTS:
+            linears.setdefault(path, {})[part] = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    for path, parts in linears.items():
+        if "weight_shape" in parts:
+            rows, words = parts["weight_packed"].shape
+            mine = opened.shape(f"{path}.weight_packed")[1]
+            columns = int(opened.read(f"{path}.weight_shape")[-1])
+            parts["weight_shape"] = torch.tensor((rows, words * columns // mine))
+    return only_quantized(linears)
+
+
+class Awaited(nn.Module):
+    """Stands where a quantized linear will, while transformers divides and loads all else of a model."""
+
+    def __init__(self, parts: Parts, bias: nn.Parameter | None):
+        super().__init__()
+        self.out_features, self.in_features = compressed.read(parts).shape
+        self.register_parameter("bias", bias)
+
+
+def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], opened: RankFiles) -> None:
+    pairs: list[tuple[nn.Module, nn.Linear]] = []
+    for path, parts in linears.items():
+        module = model.get_submodule(path)
+        held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
+        bias = module._parameters.pop("bias")
+        with located(path):
+            made = as_said(model, path, module, said, checked(held), bias, held, compressed.read(parts))
+        # Of the whole, as a linear that is divided says; transformers divides and joins by them.
+        made.out_features, made.in_features = module.out_features, module.in_features
+        installed_anew(module, made)
+        pairs.append((module, made))
+    exchange(model, pairs)
+    vars(model)[SAVE] = SaveOverride(model)

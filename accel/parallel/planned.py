@@ -1,0 +1,121 @@
+"""What transformers gives each rank of a model's weights, asked of its own loading: tensors are what it takes of them.
+
+Which dimension is divided and into which rows is for the plan of the model, the styles behind it, the conversions
+between a file and a model, and DTensor to say, and all of them change. So the loading is run on a model without memory,
+once for each rank, and what it asks of each tensor in the files is written down.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.modeling_utils import LoadStateDictConfig
+
+from accel.parallel.division import Described, Division, Span, spans_of
+
+
+class Divided(NamedTuple):
+    """Of a model: by the names in its files how each tensor is divided, None where every rank holds all of it; and the
+    plan by which it is, styles by the names of layers.
+    """
+
+    tensors: dict[str, Division | None]
+    plan: dict[str, str]
+
+
+def divided_among(config: PretrainedConfig, tensors: Mapping[str, Described], ranks: int) -> Divided:
+    """How transformers divides a causal language model among so many ranks when it loads files with these tensors.
+
+    Makes process groups without other processes, one after another. Raises ValueError where the process is in a group,
+    where the class has no plan, or the plan does not fit, and for tensors that are not those of the model.
+    """
+    if dist.is_initialized():
+        raise ValueError("this process is one of a group of torch.distributed: divide weights in a process by itself")
+    asked: list[dict[str, list[tuple[Span, ...]]]] = []
+    plan: dict[str, str] = {}
+    for rank in range(ranks):
+        with _alone(rank, ranks) as mesh:
+            model = _without_memory(config)
+            plan = _distribute(model, mesh)
+            asked.append(_asked(model, tensors))
+    return Divided({name: _division(name, one.shape, asked) for name, one in tensors.items()}, plan)
+
+
+@contextmanager
+def _alone(rank: int, ranks: int) -> Iterator[DeviceMesh]:
+    """Inside, this process is the rank of a group whose other processes are not there."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    # Tied weights are two until a model is loaded, as plans name both.
+    with torch.device("meta"), initialization.no_tie_weights():
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _distribute(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, str]:
+    """Makes the weights DTensors, as transformers does before it loads any."""
+    if not model.tp_plan:
+        raise ValueError(f"transformers has no plan to divide a {type(model).__name__} among ranks")
+    if hasattr(model, "_resolve_parallel_plans"):
+        told = DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
+        apply_tensor_parallelism(model, mesh, model._resolve_parallel_plans(told)[0])
+    else:  # 5.17
+        apply_tensor_parallelism(model, mesh)
+    return dict(model.tp_plan)
+
+
+class _Asked:
+    """Stands for a tensor in a file: of the kind that safetensors gives, and notes what is taken of it."""
+
+    def __init__(self, described: Described):
+        self.described = described
+        self.taken: list[tuple[Span, ...]] = []
+
+    def get_shape(self) -> list[int]:
+        return list(self.described.shape)
+
+    def get_dtype(self) -> str:
+        return "F32" if self.described.dtype.is_floating_point else "I64"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.taken.append(spans_of(index, self.described.shape))
+        return torch.empty(self.described.shape, dtype=self.described.dtype, device="meta")[index]
+
+
+def _asked(model: PreTrainedModel, tensors: Mapping[str, Described]) -> dict[str, list[tuple[Span, ...]]]:
+    stand_ins = {name: _Asked(one) for name, one in tensors.items()}
+    mapping = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(device_map={"": "meta"}, dtype=model.dtype, weight_mapping=mapping)
+    found, _ = convert_and_load_state_dict_in_model(model, stand_ins, config)
+    for name, file, own in sorted(found.mismatched_keys):
+        raise ValueError(f"{name} is {tuple(file)} in the files and {tuple(own)} in the model, of this rank's part")
+    for name, told in found.conversion_errors.items():
+        raise ValueError(f"{name} cannot be made of what the files hold: {told.strip().splitlines()[-1]}")
+    return {name: one.taken for name, one in stand_ins.items()}
+
+
+def _division(name: str, shape: tuple[int, ...], asked: list[dict[str, list[tuple[Span, ...]]]]) -> Division | None:
+    """asked: by rank, what was taken of each tensor."""
+    whole = tuple((0, size) for size in shape)
+    taken = [one[name] for one in asked]
+    if not any(taken) or all(one == [whole] for one in taken):
+        return None
+    apart = {dim for one in taken for spans in one for dim in range(len(shape)) if spans[dim] != whole[dim]}
+    if len(apart) > 1:
+        raise ValueError(f"{name} is divided along {len(apart)} dimensions at once")
+    (dim,) = apart or {0}
+    return Division(dim, tuple(tuple(spans[dim] for spans in one) for one in taken))
