@@ -20,7 +20,7 @@ def pool():
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gpt-neox", "mixtral"])
 def test_tokens_of_one_gpu(name, pool, tmp_path):
-    model = families.make(name)
+    model = families.make(name, vocab_size=100)  # which transformers 5.17 wants to be even
     model.save_pretrained(tmp_path)
     tokens = model.cuda().generate(**ranks.padded_call("cuda", STEPS)).tolist()
     for found in pool.run(ranks.write_on_gpus, str(tmp_path), CALLS, STEPS, {"tp_size": 2}, timeout=240.0):
