@@ -6,7 +6,6 @@ What cannot be captured, or gains nothing, runs eagerly and says why.
 """
 
 import gc
-import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed,
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import captured
 from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.wall_time import milliseconds
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
 from accel.patching.ledger import Ledger
@@ -285,13 +285,13 @@ class GraphRunner:
 
         timed = self.ranks is None  # else it would run more often than elsewhere
         if timed:
-            entry.eager_ms, launching = _milliseconds(run, device)
+            entry.eager_ms, launching = milliseconds(run, device)
         if timed and instead is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
                 return
             # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
-            entry.eager_ms = min(entry.eager_ms, *(_milliseconds(instead, device)[0] for _ in range(2)))
+            entry.eager_ms = min(entry.eager_ms, *(milliseconds(instead, device)[0] for _ in range(2)))
 
         if crowded:
             self.pool.clear()
@@ -303,7 +303,7 @@ class GraphRunner:
         entry.graph = Captured(graph, device, inputs, outputs, structure, copies)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
         if timed:
-            entry.graph_ms = min(_milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
+            entry.graph_ms = min(milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
         if entry.memory_mb > self.pool.limit_mb(device):
             entry.reason = f"its graph takes {entry.memory_mb:.0f} MB, more than graph_memory_gb allows"
         elif timed and entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
@@ -347,17 +347,3 @@ class GraphRunner:
             }
             for key, entry in self.entries.items()
         ]
-
-
-def _milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
-    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it.
-
-    Of this stream: waiting for the whole device fails while another thread captures.
-    """
-    stream = torch.cuda.current_stream(device)
-    stream.synchronize()
-    start = time.perf_counter()
-    run()
-    launched = time.perf_counter()
-    stream.synchronize()
-    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

@@ -1,6 +1,7 @@
 """Whether a graph is kept, by times as they are told; what is captured is tested on GPUs."""
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def runner_of(monkeypatch):
 
     def make(keep=False, **ways):
         times = Times(**ways)
-        monkeypatch.setattr(graphs, "_milliseconds", times)
+        monkeypatch.setattr(graphs, "milliseconds", times)
         runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, keep)
 
         def way(name):
@@ -187,7 +188,7 @@ class Kernels:
 
     def __init__(self, runner, monkeypatch, warms_up=False):
         self.runner, self.now, self.left = runner, 0.0, {}
-        monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
         monkeypatch.setattr(GraphRunner, "_warm_up", lambda *args: warms_up)
 
@@ -203,7 +204,7 @@ class Kernels:
         before = self.now
 
         def eager(x):
-            graphs._milliseconds.run.append("eager")
+            graphs.milliseconds.run.append("eager")
             if self.left[size] > 0:
                 put_off(size, lambda: self.trial(size))
             return "eager"
