@@ -106,7 +106,7 @@ class InitContinuousBatching(MethodHook):
         ranks = self.forward.ranks
         assert ranks is not None
         unfit, taken = self._unfit(), ranks.taken
-        told = {"the model": unfit or "fit", "a trial of it": "past" if self.tried[0] is self.forward.seen else "due"}
+        told: dict[str, object] = {"the model": unfit or "fit", "a trial of it": "past" if self.tried[0] is self.forward.seen else "due"}
         told |= {"what computes with these ranks already": taken, "a manager that was kept": cached is not None}
         config = given.get("generation_config") or self.module.generation_config
         for name, one in (given | {"generation_config": config}).items():

@@ -34,6 +34,7 @@ class BatchEngine(Protocol):
     comes out of the next step, failed. cancel: the request is not heard of again; ids it does not know are ignored.
     step: requests with news: more tokens where they stream, or their end. fail: ends those that run, or all there are,
     and returns them. resumed: a pause is over, in which the model may have been changed. close: gives the memory back.
+    survey, forget: asked for only where ranks run together, see `parallel.together.Together.meet`.
     """
 
     @property
@@ -43,6 +44,8 @@ class BatchEngine(Protocol):
     def step(self) -> list[Request]: ...
     def fail(self, error: Exception) -> list[Request]: ...
     def resumed(self) -> None: ...
+    def survey(self) -> tuple[str, bool]: ...
+    def forget(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -289,7 +292,7 @@ class EngineLoop:
         self._failures = 0
         return news
 
-    def _deliver(self, requests: list[Request]) -> None:
+    def _deliver(self, requests: Sequence[Request]) -> None:
         if requests:
             for request_id in self.results.put(requests):
                 self.cancel(request_id)  # nobody is there to hear of it

@@ -247,7 +247,7 @@ class BatchManager(ContinuousBatchingManager):
         if denied is None and wrong is not None:
             self._loop.refuse(failed(every, str(wrong)))
         elif denied is not None or not self._loop.add(every):
-            denied = denied or self._loop.refusal()
+            denied = denied or self._loop.refusal() or "The background thread has ended."
             begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
             logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
             self._results.refuse(failed(every, denied))

@@ -6,7 +6,7 @@ import pytest
 
 import accel
 from support.llm.batching.engines import alone
-from support.llm.families import VOCAB, every
+from support.llm.families import BY_NAME, VOCAB, every
 from support.llm.parallel import batches
 
 PROMPTS = [[5, 6, 7], [9] * 9, [3, 4], [8] * 20, [5, 6, 7, 8]]
@@ -41,7 +41,7 @@ def both(found, number):
 @pytest.mark.parametrize("name", [name for (name,) in every(2, FAMILIES)])
 def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
     folder, stock = saved_model(name)
-    found = ranks.run(batches.several, folder, [(PROMPTS, {}, {})])
+    found = ranks.run(batches.several, folder, [(PROMPTS, {}, {})], BY_NAME[name].attention)
     assert both(found, 0) == {f"req_{n}": (alone(stock, prompt, 6), None) for n, prompt in enumerate(PROMPTS)}
     for rank in found:
         [(_, collectives)], [pool] = rank["calls"], rank["batching"]
@@ -56,7 +56,7 @@ def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, sav
         (PROMPTS, DRAWN, {}),
         (LONG + LONG, {"max_new_tokens": 30}, TIGHT),
         (LONG, DRAWN | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, TIGHT),
-        ([PROMPTS[0], [], [VOCAB]], {}, {}),
+        ([PROMPTS[0], [], [10**6]], {}, {}),
         (PROMPTS, {"eos_token_id": [60, 13, 42], "max_new_tokens": 20}, {"return_logprobs": True}),
     ]
     found = ranks.run(batches.several, folder, calls)
@@ -70,7 +70,8 @@ def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, sav
 
 def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     folder, stock = saved_model("llama")
-    leader, other = ranks.run(batches.live, folder, "own settings")
+    words = alone(stock, [3, 4], 40)
+    leader, other = ranks.run(batches.live, folder, "own settings", words[10])
     one = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     manager = one.init_continuous_batching(
         generation_config=batches.config(), continuous_batching_config=batches.batching()
@@ -83,8 +84,7 @@ def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     assert leader["plain"] == leader["late"] == (alone(stock, [5, 6, 7], 6), None)
     assert leader["penalized"] == (alone(stock, [8] * 20, 6, repetition_penalty=1.5), None)
     assert leader["streamed"][-1] == alone(stock, [6, 5], 6) and len(leader["streamed"]) == 6
-    words = alone(stock, [3, 4], 40)
-    assert leader["words"] == (words[: words.index(45) + 1], None) and words[-1] != 45
+    assert leader["words"] == (words[: words.index(words[10]) + 1], None)
     assert "not one of the model's" in leader["wrong"][1] and "cancelled" in leader["endless"][1]
     assert other == {key: leader[key] for key in ("running", "steps", "fatal")}
     assert not other["running"] and other["fatal"] is None and other["steps"] > 6
@@ -92,7 +92,7 @@ def test_the_first_rank_alone_gets_requests(ranks, saved_model):
 
 def test_a_pause_of_the_first_rank_holds_all(ranks, saved_model):
     folder, stock = saved_model("llama")
-    leader, _ = ranks.run(batches.live, folder, "paused")
+    leader, _ = ranks.run(batches.live, folder, "paused", None)
     assert leader["still"]
     assert leader["before"] == (alone(stock, [5, 6, 7], 60), None)
     assert leader["behind"] == (alone(stock, [5, 6, 7], 6), None)

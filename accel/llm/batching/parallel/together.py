@@ -7,6 +7,7 @@ told, by the first rank, before the step in which all take it in. Where nothing 
 
 import io
 import pickle
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -166,6 +167,7 @@ class Together:
             given = request.settings | {"seed": request.sampling.seed}
             found = self.settings.request(request.prompt, request.max_new_tokens, sorted(request.eos), **given)
             request.sampling = request.sampling._replace(host=found.host)
+        request.created = time.perf_counter()  # by this process's clock, as all other times of it
         return request
 
 

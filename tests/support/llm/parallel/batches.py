@@ -26,8 +26,9 @@ def batching(**given: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**({"num_blocks": 16, "max_batch_tokens": 64} | given))
 
 
-def optimized(folder: str) -> torch.nn.Module:
-    return accel.optimize(load(folder, {"tp_size": dist.get_world_size()}), cpu="fuse")
+def optimized(folder: str, attention: str | None = None) -> torch.nn.Module:
+    given = {"attn_implementation": attention} if attention else {}
+    return accel.optimize(load(folder, {"tp_size": dist.get_world_size()}, **given), cpu="fuse")
 
 
 def outcome(outputs: dict) -> dict:
@@ -42,9 +43,9 @@ def batch(model: torch.nn.Module, prompts: list, given: dict, limits: dict, seed
     )
 
 
-def several(folder: str, calls: list[tuple]) -> dict:
+def several(folder: str, calls: list[tuple], attention: str | None = None) -> dict:
     """What `batch` gives for each of the calls, one model for all, and what the report says then."""
-    model, found = optimized(folder), []
+    model, found = optimized(folder, attention), []
     for prompts, given, limits in calls:
         with counted() as collectives:
             found.append((batch(model, prompts, given, limits), dict(collectives)))
@@ -74,12 +75,14 @@ def refused(folder: str, which: str) -> list[str]:
     return found
 
 
-def live(folder: str, steps: str) -> dict:
-    """A manager that the first rank alone gives requests to, while the others follow. steps: one of LIVE."""
+def live(folder: str, steps: str, last: int | None) -> dict:
+    """A manager that the first rank alone gives requests to, while the others follow. steps: one of LIVE. last: a token
+    that ends a request.
+    """
     model = optimized(folder)
     manager = model.init_continuous_batching(generation_config=config(), continuous_batching_config=batching())
     manager.start()
-    found = LIVE[steps](model, manager) if leading() else {}
+    found = LIVE[steps](manager, last) if leading() else {}
     manager.stop()  # on a rank that follows, once the first one has
     found |= {
         "running": manager.is_running(),
@@ -89,11 +92,11 @@ def live(folder: str, steps: str) -> dict:
     return found
 
 
-def _own_settings(model: torch.nn.Module, manager: Any) -> dict:
+def _own_settings(manager: Any, last: int | None) -> dict:
     """Requests of different kinds at different times, one of them streaming, one wrong, one cancelled."""
     manager.add_request([5, 6, 7], "plain")
     manager.add_request([9] * 9, "drawn", do_sample=True, temperature=0.8, top_k=20, seed=5)
-    manager.add_request([3, 4], "words", stop_strings=["<45>"], tokenizer=Words(), max_new_tokens=40)
+    manager.add_request([3, 4], "words", stop_strings=[f"<{last}>"], tokenizer=Words(), max_new_tokens=40)
     manager.add_request([8] * 20, "penalized", repetition_penalty=1.5)
     manager.add_request([10**6], "wrong")
     manager.add_request([4, 4], "endless", max_new_tokens=100)
@@ -107,7 +110,7 @@ def _own_settings(model: torch.nn.Module, manager: Any) -> dict:
     return outcome(found) | {"streamed": streamed}
 
 
-def _paused(model: torch.nn.Module, manager: Any) -> dict:
+def _paused(manager: Any, last: int | None) -> dict:
     manager.add_request([5, 6, 7], "before", max_new_tokens=60)
     with manager.pause():
         steps = manager.current_batch
