@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.llm.parallel.modes import STOCK, all_modes
+from support.llm.parallel.modes import STOCK, ahead, all_modes
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,16 @@ def test_the_first_rank_reports_for_all(found):
     assert first["told"]["sites"] == second["told"]["sites"]
     assert "rank" not in one["told"] and one["report"].startswith("accel: ")
     assert first["nothing"] == second["nothing"] == one["nothing"]
+
+
+def test_the_loop_that_runs_ahead_takes_as_many_steps_on_all_ranks(rank_pool, saved_model):
+    """Steps that turn out to come after the end too, with a streamer on one rank alone."""
+    folder, _ = saved_model("llama")
+    first, second = rank_pool(2).run(ahead, folder)
+    one = ahead(folder)
+    assert first["loops"] == second["loops"] == one["loops"] == 4
+    assert first["given"] == one["given"] and second["given"] == []
+    for name in ("greedy", "ends", "drawn", "streamed"):
+        assert first[name] == second[name] and first[name][0] == one[name][0], name
+        assert first[name][1] >= 2 * 2 * 2
+    assert len(one["ends"][0][0]) < 34  # rows ended before the limit

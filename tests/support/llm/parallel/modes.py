@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessorList
 
 import accel
 from accel.errors import told
+from accel.llm.generation.loop import handover
+from accel.llm.generation.loop.token_loop import TokenLoop
 from support.llm.ranks import counted, load
 
 PLAIN = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
@@ -116,6 +118,34 @@ def all_modes(folder: str, draft: str) -> dict[str, dict]:
     accel.restore(model)
     found |= {"restored": model.generate(ids, **PLAIN).tolist(), "nothing": str(accel.report(model))}
     return found
+
+
+@torch.no_grad()
+def ahead(folder: str) -> dict[str, tuple]:
+    """Tokens, and how often the loop ran that is ahead of its tokens, which otherwise runs on GPUs alone."""
+    ranks, loops, run = dist.is_initialized(), [], TokenLoop.run
+    given = {"tp_size": dist.get_world_size()} if ranks else None
+    model = load(folder, given) if ranks else AutoModelForCausalLM.from_pretrained(folder).eval()
+    accel.optimize(model, cpu="fuse")
+    streamer, two = Streamer(), torch.tensor([[5, 6, 7, 8], [9, 9, 3, 11]])
+    ends = {"input_ids": two, "eos_token_id": [5, 9, 11, 30, 41, 52, 63], "max_new_tokens": 30}
+    calls = {"greedy": {"input_ids": two}, "ends": ends, "drawn": ends | {"do_sample": True}}
+    if not ranks or dist.get_rank() == 0:
+        streamed = {"input_ids": two[:1], "streamer": streamer}
+    else:
+        streamed = {"input_ids": two[:1]}
+    calls |= {"streamed": streamed | {"do_sample": True, "eos_token_id": list(range(3, 20)), "max_new_tokens": 30}}
+    before, found = handover.DEVICES, {}
+    handover.DEVICES = ("cpu", "cuda")
+    TokenLoop.run = lambda self: loops.append(self) or run(self)  # type: ignore[method-assign, func-returns-value]
+    try:
+        for name, call in calls.items():
+            torch.manual_seed(SEED)
+            with counted() as collectives:
+                found[name] = (model.generate(**(PLAIN | call)).tolist(), collectives["all_reduce"])
+    finally:
+        handover.DEVICES, TokenLoop.run = before, run  # type: ignore[method-assign]
+    return found | {"loops": len(loops), "given": streamer.given}
 
 
 def clock() -> StoppingCriteriaList:
