@@ -68,6 +68,24 @@ def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, sav
     assert failed[0] is None and all(failed[1:]) and len(failed) == 3
 
 
+def test_four_ranks(rank_pool, saved_model):
+    folder, stock = saved_model("llama-mha")
+    found = rank_pool(4).run(batches.several, folder, [(PROMPTS, DRAWN, TIGHT)])
+    wanted = batches.batch(accel.optimize(copy.deepcopy(stock), cpu="fuse"), PROMPTS, DRAWN, TIGHT)
+    assert [rank["calls"][0][0] for rank in found] == [wanted] * 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": "int8"}, {"kv_cache": "int8"}], ids=lambda options: next(iter(options))
+)
+def test_fewer_bits_are_those_of_one_process(options, ranks, saved_model):
+    folder, stock = saved_model("llama", hidden_size=128, intermediate_size=128)
+    found = ranks.run(batches.several, folder, [(PROMPTS, {}, {})], None, options)
+    one = accel.optimize(copy.deepcopy(stock), cpu="fuse", **options)
+    assert both(found, 0) == batches.batch(one, PROMPTS, {}, {})
+    assert not found[0]["fallbacks"]
+
+
 def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     folder, stock = saved_model("llama")
     words = alone(stock, [3, 4], 40)

@@ -26,9 +26,9 @@ def batching(**given: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**({"num_blocks": 16, "max_batch_tokens": 64} | given))
 
 
-def optimized(folder: str, attention: str | None = None) -> torch.nn.Module:
+def optimized(folder: str, attention: str | None = None, **options: Any) -> torch.nn.Module:
     given = {"attn_implementation": attention} if attention else {}
-    return accel.optimize(load(folder, {"tp_size": dist.get_world_size()}, **given), cpu="fuse")
+    return accel.optimize(load(folder, {"tp_size": dist.get_world_size()}, **given), cpu="fuse", **options)
 
 
 def outcome(outputs: dict) -> dict:
@@ -43,9 +43,9 @@ def batch(model: torch.nn.Module, prompts: list, given: dict, limits: dict, seed
     )
 
 
-def several(folder: str, calls: list[tuple], attention: str | None = None) -> dict:
+def several(folder: str, calls: list[tuple], attention: str | None = None, options: dict | None = None) -> dict:
     """What `batch` gives for each of the calls, one model for all, and what the report says then."""
-    model, found = optimized(folder, attention), []
+    model, found = optimized(folder, attention, **(options or {})), []
     for prompts, given, limits in calls:
         with counted() as collectives:
             found.append((batch(model, prompts, given, limits), dict(collectives)))
