@@ -50,7 +50,7 @@ def several(folder: str, calls: list[tuple], attention: str | None = None, optio
         with counted() as collectives:
             found.append((batch(model, prompts, given, limits), dict(collectives)))
     report = accel.report(model)
-    return {"calls": found, "fallbacks": report.fallbacks, "batching": report.batching}
+    return {"calls": found, "fallbacks": report.fallbacks, "batching": report.batching, "graphs": report.graphs}
 
 
 def refused(folder: str, which: str) -> list[str]:
