@@ -106,8 +106,15 @@ class InitContinuousBatching(MethodHook):
         ranks = self.forward.ranks
         assert ranks is not None
         unfit, taken = self._unfit(), ranks.taken
-        told: dict[str, object] = {"the model": unfit or "fit", "a trial of it": "past" if self.tried[0] is self.forward.seen else "due"}
-        told |= {"what computes with these ranks already": taken, "a manager that was kept": cached is not None}
+        lockstep = self.lockstep
+        meets = lockstep is not None and lockstep.ways.whole
+        told: dict[str, object] = {
+            "the model": unfit or "fit",
+            "a trial of it": "past" if self.tried[0] is self.forward.seen else "due",
+            "whether they have met before": meets,
+            "what computes with these ranks already": taken,
+            "a manager that was kept": cached is not None,
+        }
         config = given.get("generation_config") or self.module.generation_config
         for name, one in (given | {"generation_config": config}).items():
             plain = {} if one is None else {key: value for key, value in vars(one).items() if isinstance(value, PLAIN)}
@@ -117,12 +124,11 @@ class InitContinuousBatching(MethodHook):
             raise Refused(f"{PLACE}: {taken} computes with all ranks; stop it before another one")
         if unfit is not None:
             return unfit
-        if self.lockstep is None or not self.lockstep.ways.whole:
-            self.lockstep = Lockstep(ranks)
+        if lockstep is None or not meets:
+            self.close()
+            self.lockstep = lockstep = Lockstep(ranks)
         reason = self.refused()
-        if self.lockstep.most([reason is not None])[0]:
-            return self.lockstep.reasons(reason or "")
-        return None
+        return lockstep.reasons(reason or "") if lockstep.most([reason is not None])[0] else None
 
     def manager(
         self,
@@ -205,6 +211,10 @@ class InitContinuousBatching(MethodHook):
             manager.end(ENDED)
         if isinstance(vars(self.module).get(CACHED), BatchManager):
             delattr(self.module, CACHED)
+        self.close()
+
+    def close(self) -> None:
+        """Gives back the connections to other ranks."""
         if self.lockstep is not None:
             self.lockstep.close()
             self.lockstep = None
