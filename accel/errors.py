@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-__all__ = ["PatchConflict", "Refused", "SkippedSite"]
+__all__ = ["PatchConflict", "RanksApart", "Refused", "SkippedSite"]
 
 LOG = logging.getLogger("accel")
 CUDA = ("CUDA error", "CUDA driver error", "CUDA out of memory", "[CUDA]", "CUBLAS_STATUS", "device-side assert")
@@ -15,6 +15,13 @@ MEMORY = ("out of memory", "ALLOC_FAILED")  # among those of CUDA
 
 class Refused(ValueError):
     """What the call asks for cannot be done with this model. It is as it was before the call."""
+
+
+class RanksApart(RuntimeError):
+    """A rank that shares a model has failed, ended or was interrupted, and the others cannot go on without it.
+
+    The message says which one and why, as far as it is known. Start all ranks anew.
+    """
 
 
 class SkippedSite(Refused):
@@ -34,7 +41,7 @@ def fatal(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
         return True
-    if isinstance(error, Refused | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+    if isinstance(error, Refused | RanksApart | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in CUDA)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from accel.parallel.sharded_layers import ranks_of
 from accel.planning.on_cpu import RULE as ON_CPU
 from accel.planning.plan import Plan
 
@@ -24,7 +25,8 @@ class Report:
     signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original; `batching`:
     one dict a model whose requests were batched, with how many run at a time, tokens of each, pages and memory_mb of
     the pool of keys and values that was made last.
-    optimized: False for an object that is not."""
+    optimized: False for an object that is not. rank, ranks: which of the processes this is that share a model, and how
+    many there are; the first prints the table for all, the others a line. None where the process has it for itself."""
 
     sites: list[tuple[str, str, str, str]]
     graphs: list[dict]
@@ -32,6 +34,8 @@ class Report:
     weights: list[dict] = field(default_factory=list)
     optimized: bool = True
     batching: list[dict] = field(default_factory=list)
+    rank: int | None = None
+    ranks: int | None = None
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
@@ -56,14 +60,18 @@ class Report:
             for runner in plan.pool.runners:
                 if id(runner.module) in own:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans), batching)
+        shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
+        ranks = next(filter(None, shared), None)
+        which = (None, None) if ranks is None else (ranks.rank, ranks.size)
+        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans), batching, *which)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
         sites = [dict(zip(("path", "rule", "status", "reason"), site, strict=True)) for site in self.sites]
         fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
         lists = {"graphs": list(self.graphs), "weights": list(self.weights), "batching": list(self.batching)}
-        return {"sites": sites, "fallbacks": fallbacks} | lists
+        shared = {} if self.rank is None else {"rank": self.rank, "ranks": self.ranks}
+        return {"sites": sites, "fallbacks": fallbacks} | lists | shared
 
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
@@ -83,10 +91,11 @@ class Report:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.table import Table
 
-        if not self.optimized:
-            yield f"accel: {self.summary()}"
+        who = "accel" if self.rank is None else f"accel, rank {self.rank} of {self.ranks}"
+        if not self.optimized or self.rank:
+            yield f"{who}: {self.summary()}"
             return
-        table = Table(title=f"accel: {self.summary()}", title_justify="left")
+        table = Table(title=f"{who}: {self.summary()}", title_justify="left")
         for heading in ("where", "rule", "sites", "status", "reason"):
             table.add_column(heading, overflow="fold")
         for (where, rule, status, reason), count in _grouped(self.sites).items():

@@ -7,6 +7,7 @@ What cannot be captured, or gains nothing, runs eagerly and says why.
 
 import gc
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -321,7 +322,8 @@ class GraphRunner:
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
             held.inputs.fill(leaves, constant)
-            held.graph.replay()
+            with nullcontext() if self.ranks is None else self.ranks.exchange():
+                held.graph.replay()
             outputs = [o.clone() if isinstance(o, torch.Tensor) else o for o in held.outputs]
             done.record(stream)
         return pytree.tree_unflatten(outputs, held.spec)

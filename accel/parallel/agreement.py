@@ -16,13 +16,15 @@ from accel.errors import Refused
 from accel.parallel.ranks import Ranks
 
 LONGEST = timedelta(minutes=10)  # to wait for others, where the group does not say
+EXCHANGES = "the number of exchanges so far"
 
 
 def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
     """Waits until every rank has come to the same place and told the same.
 
     what: the place, such as "accel.optimize". told: by name what must be equal; values are compared by their `repr`.
-    Raises `errors.Refused` on every rank where they are not, or where a rank has not come within the group's timeout.
+    Raises `errors.Refused` on every rank where they are not, where a rank has not come within the group's timeout, or
+    where one was interrupted within a call before, so that it would take what others send now for what they sent then.
     """
     said = said_by_all(ranks, what, told)
     for name in next(iter(said.values())):
@@ -32,6 +34,8 @@ def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
         if len(by_value) > 1:
             parts = (f"{value} on rank {', '.join(map(str, who))}" for value, who in by_value.items())
             raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {'; '.join(parts)}")
+    if not ranks.whole:
+        raise Refused(f"{what}: {ranks.in_step}, on all ranks that share a model; start them anew")
 
 
 def alike(ranks: Ranks, what: str, told: object) -> bool:
@@ -40,17 +44,31 @@ def alike(ranks: Ranks, what: str, told: object) -> bool:
 
 
 def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
-    """What each rank tells at this place, by its number; see `agree`."""
+    """What each rank tells at this place, by its number, and its exchanges so far; see `agree`."""
+    values = {name: repr(value) for name, value in told.items()} | {EXCHANGES: ranks.in_step}
+    try:
+        return _said_by_all(ranks, what, values)
+    except dist.DistError as error:  # the process that keeps the store has ended
+        raise Refused(f"{what}: the ranks that share a model cannot be asked any more: {error}") from error
+
+
+def _said_by_all(ranks: Ranks, what: str, values: dict[str, str]) -> dict[int, dict[str, str]]:
     store, own = c10d._get_default_store(), dist.get_rank()
     place = f"accel/{what}/{'-'.join(map(str, ranks.members))}"
     turn = store.add(f"{place}/{own}", 1)  # how often this rank has been here
     keys = {member: f"{place}/{turn}/{member}" for member in ranks.members}
-    store.set(keys[own], json.dumps({name: repr(value) for name, value in told.items()}))
+    store.set(keys[own], json.dumps(values))
+    if ranks.lost:
+        raise Refused(f"{what}: {ranks.lost}; start all ranks anew")
     limit = patience(ranks)
     try:
         store.wait(list(keys.values()), limit)
-    except RuntimeError as error:
+    except BaseException as error:
         absent = [member for member, key in keys.items() if not store.check([key])]
+        store.delete_key(keys[own])  # whoever comes yet is not to take it for an answer
+        store.add(f"{place}/{own}", -1)
+        if not absent or not isinstance(error, RuntimeError):
+            raise
         raise Refused(
             f"{what}: rank {', '.join(map(str, absent))} did not call it within {limit.total_seconds():.0f} s; all "
             "ranks that share a model must, in the same order"

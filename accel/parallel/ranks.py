@@ -1,7 +1,7 @@
 """The ranks that share one model: a group of processes, and the sums of what each has computed."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -10,20 +10,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accel_kernels.collective.symmetric_memory import SymmetricMemory
 
-from accel.errors import reason_of
+from accel.errors import RanksApart, reason_of
 
 GROUPS = 64  # that are remembered; whoever makes more has them made anew
 
 
 class Ranks:
-    """A group of processes, and which of them this is. One object a group; copies of a model share it.
+    """A group of processes, and which of them this is. One object a group, see `of`; copies of a model share it.
 
-    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and how many there are.
+    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and how many there are. begun, ended:
+    how often this rank has come to the others, and how often they have come too; where a call was interrupted in
+    between, or on one rank and not on another, they would take one exchange for the next.
     """
 
     def __init__(self, group: "dist.ProcessGroup"):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
+        self.begun = self.ended = 0
+        self.lost = ""  # why the others cannot be reached any more
+        self.taken = ""  # what computes with them on a thread of its own, so that nothing else may
+        self.paused = False  # what they are taken by does not go on before all let it
         self.memory: SymmetricMemory | None = None  # of GPUs that can read each other's, once `open` has been called
 
     @staticmethod
@@ -58,10 +64,45 @@ class Ranks:
     def __hash__(self) -> int:
         return hash(self.members)
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around what all ranks do together. Raises `errors.RanksApart` where one has ended, or does not come."""
+        if self.lost:
+            raise RanksApart(self.lost)
+        self.begun += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if _capturing():  # nothing was sent: who captures runs the call again without
+                self.begun -= 1
+                raise
+            if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                raise
+            self.lost = f"rank {self.rank} of {self.size} has lost the others: {str(error).partition(chr(10))[0]}"
+            raise RanksApart(self.lost) from error
+        self.ended += 1
+
+    @property
+    def in_step(self) -> str:
+        """What is equal on all ranks as long as none has missed an exchange."""
+        return self.lost or (f"{self.begun}" if self.whole else f"interrupted in number {self.begun}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every exchange has come to its end."""
+        return not self.lost and self.begun == self.ended
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in the place of this rank's part; equal on all of them, to the bit."""
-        dist.all_reduce(part, group=self.group)
+        with self.exchange():
+            dist.all_reduce(part, group=self.group)
         return part
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the first rank has, in the place of what this one has."""
+        with self.exchange():
+            dist.broadcast(tensor, self.members[0], group=self.group)
+        return tensor
 
     def reduce(
         self,
@@ -76,7 +117,8 @@ class Ranks:
         part: (..., N), this rank's, which may be overwritten. bias: (N,); residual: like part.
         """
         if self.memory is not None and part.is_cuda and activation is None:
-            found = self.memory.sum(part, bias, residual, scale)
+            with self.exchange():
+                found = self.memory.sum(part, bias, residual, scale)
             if found is not None:
                 return found
         y = self.sum(part)
@@ -95,7 +137,8 @@ class Ranks:
         rows = part.reshape(-1, part.shape[-1])
         rows = rows if part.shape[-1] == most else F.pad(rows, (0, most - part.shape[-1]))
         found = rows.new_empty(self.size * len(rows), most)
-        dist.all_gather_into_tensor(found, rows.contiguous(), group=self.group)
+        with self.exchange():
+            dist.all_gather_into_tensor(found, rows.contiguous(), group=self.group)
         side_by_side = found.unflatten(0, (self.size, -1)).movedim(0, 1)  # (rows, ranks, most)
         if min(sizes) < most:
             return torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1).reshape(
@@ -105,14 +148,20 @@ class Ranks:
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' values, each in the place of this rank's."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        with self.exchange():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so on any rank. Waits for all of them."""
         told = torch.tensor([flag], dtype=torch.int32, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        with self.exchange():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=GROUPS)

@@ -18,17 +18,15 @@ class RankFailed(AssertionError):
     """What a rank raised, with its traceback."""
 
 
-def _serve(rank: int, size: int, port: int, tasks: Any, answers: Any, backend: str) -> None:
+def _serve(rank: int, size: int, port: int, backend: str, limit: timedelta, tasks: Any, answers: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=COLLECTIVE)
-    limit = COLLECTIVE
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=limit)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-        limit = COLLECTIVE_OF_GPUS
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while (task := tasks.get()) is not None:
         number, function, args = task
@@ -45,9 +43,11 @@ class RankPool:
     all of them at once.
 
     They are forked from a process that has imported the libraries once, so that starting them costs little.
+    limit: after which a collective without its partners fails.
     """
 
-    def __init__(self, size: int, backend: str = "gloo"):
+    def __init__(self, size: int, backend: str = "gloo", limit: timedelta | None = None):
+        limit = limit or (COLLECTIVE_OF_GPUS if backend == "nccl" else COLLECTIVE)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"]
@@ -60,7 +60,7 @@ class RankPool:
         self.answers = context.Queue()
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, size, port, self.tasks[rank], self.answers, backend), daemon=True
+                target=_serve, args=(rank, size, port, backend, limit, self.tasks[rank], self.answers), daemon=True
             )
             for rank in range(size)
         ]

@@ -48,7 +48,9 @@ class Engine:
         self.weights = self._weights()  # that what is stored was made with
         self._unseen = LOOK  # steps since the model was looked at
         self._news: dict[Request, None] = {}  # in the order in which there was news of them
-        self._cancelled: set[str] = set()  # children that are not there yet
+        # Children that are not there yet. In the order in which they were cancelled, as all else that decides who gets
+        # which row: ranks that run the same requests must come to the same.
+        self._cancelled: dict[str, None] = {}
 
     @property
     def busy(self) -> bool:
@@ -114,7 +116,7 @@ class Engine:
         for request in [request for request in self._news if request.id == request_id and not request.error]:
             del self._news[request]
         if not self._drop(request_id):
-            self._cancelled.add(request_id)
+            self._cancelled[request_id] = None
 
     def _drop(self, request_id: str) -> bool:
         """Ends the request, if it is there."""
@@ -140,7 +142,8 @@ class Engine:
         """
         look = self._unseen >= LOOK
         if look:
-            self._forget_if_changed()
+            if self.forward.ranks is None and self.changed():
+                self.pool.forget()
             self._unseen = 0
         plan = self._plan()
         if plan is not None:
@@ -148,7 +151,7 @@ class Engine:
             self._unseen += 1
         while len(self.flights) > (plan is not None):
             self._read(self.flights.popleft())
-        self._cancelled = {one for one in self._cancelled if not self._drop(one)} if self.scheduler.busy else set()
+        self._cancelled = {one: None for one in self._cancelled if self.scheduler.busy and not self._drop(one)}
         news, self._news = list(self._news), {}
         return news
 
@@ -167,18 +170,31 @@ class Engine:
         return plan
 
     def resumed(self) -> None:
-        """The model may be another than before: nothing that is stored is for requests that begin from now on."""
-        self.pool.forget()
+        """The model may be another than before."""
+        self.forget()
         self._unseen = LOOK
 
-    def _forget_if_changed(self) -> None:
-        """What was stored with other weights is not for requests that begin."""
+    def changed(self) -> bool:
+        """Whether the weights are others than at the last look: what was stored is not for requests that begin."""
         with contextlib.suppress(Unfit):  # which the step will raise
             self.forward.ready()
-        weights = self._weights()
-        if self.weights is not None and self.weights != weights:
-            self.pool.forget()
-        self.weights = weights
+        before, self.weights = self.weights, self._weights()
+        return before is not None and before != self.weights
+
+    def survey(self) -> tuple[str, bool]:
+        """Before a step that ranks run together: why this one could not, and whether its weights have changed."""
+        reason = self.forward.mode()
+        if self.busy and self._unseen < LOOK:
+            return reason or "", False
+        try:
+            self.forward.ready()
+        except Unfit as unfit:
+            reason = reason or str(unfit)
+        return reason or "", self.changed()
+
+    def forget(self) -> None:
+        """Nothing that is stored is for requests that begin from now on."""
+        self.pool.forget()
 
     def _weights(self) -> tuple[object, int | None] | None:
         """What tells weights from others: where they lie, and how often they were edited as far as autograd counts."""
@@ -197,6 +213,10 @@ class Engine:
             self.pages.upload(*self.pool.changes())
             self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
+            if (
+                self.forward.ranks is not None
+            ):  # which may not have failed on another rank, and waits there for this one
+                raise
             self._fail_step(plan, reason_of(error, memory=True))
 
     def _fail_step(self, plan: StepPlan, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import logger
 
 from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import Refused
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.manager import BatchManager
+from accel.llm.batching.parallel.together import PLACE, Alone, Together
 from accel.llm.batching.refusal import refusal
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.generation.decoder import DecoderForward, Unfit
@@ -20,10 +23,14 @@ from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.recording.inputs import table_of_positions
+from accel.parallel.agreement import agree
+from accel.parallel.lockstep import Lockstep
 from accel.patching.patch import Patch
 
 NAME = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"  # where stock keeps a manager for its next call
+OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
+PLAIN = (bool, int, float, str, list, tuple, type(None))
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
 
 
@@ -41,13 +48,14 @@ class InitContinuousBatching(MethodHook):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("managers", "tried", "sizes")}
+        return {name: value for name, value in vars(self).items() if name not in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.managers: weakref.WeakSet[BatchManager] = weakref.WeakSet()
         self.tried: tuple[object, str | None] = (None, None)  # the model as it was then, and why it was refused
         self.sizes: dict[str, float] | None = None  # of the engine that was made last
+        self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
@@ -55,7 +63,7 @@ class InitContinuousBatching(MethodHook):
         if isinstance(cached, ContinuousBatchingManager) and not isinstance(cached, BatchManager):
             return self.stock(*args, **kwargs)
         self.module.eval()  # as stock does
-        reason = self.refused()
+        reason = self.refused() if self.forward.ranks is None else self._agreed(cached, self.arguments(args, kwargs))
         if reason is None:
             try:
                 return self.manager(cached, **self.arguments(args, kwargs))
@@ -73,6 +81,15 @@ class InitContinuousBatching(MethodHook):
             return self._refused()
 
     def _refused(self) -> str | None:
+        reason = self._unfit()
+        if reason is not None:
+            return reason
+        if self.tried[0] is not self.forward.seen:
+            self.tried = None, refusal(self.forward)
+            self.tried = self.forward.seen, self.tried[1]
+        return self.tried[1]
+
+    def _unfit(self) -> str | None:
         reason = self.forward.mode()
         if reason is not None:
             return reason
@@ -80,10 +97,38 @@ class InitContinuousBatching(MethodHook):
             self.forward.ready()
         except Unfit as unfit:
             return str(unfit)
-        if self.tried[0] is not self.forward.seen:
-            self.tried = None, refusal(self.forward)
-            self.tried = self.forward.seen, self.tried[1]
-        return self.tried[1]
+        return None
+
+    def _agreed(self, cached: ContinuousBatchingManager | None, given: dict[str, Any]) -> str | None:
+        """`refused` of all ranks that share the model, which are then to make the same manager. Raises errors.Refused
+        where they were asked for others, or one does not come.
+        """
+        ranks = self.forward.ranks
+        assert ranks is not None
+        unfit, taken = self._unfit(), ranks.taken
+        lockstep = self.lockstep
+        meets = lockstep is not None and lockstep.ways.whole
+        told: dict[str, object] = {
+            "the model": unfit or "fit",
+            "a trial of it": "past" if self.tried[0] is self.forward.seen else "due",
+            "whether they have met before": meets,
+            "what computes with these ranks already": taken,
+            "a manager that was kept": cached is not None,
+        }
+        config = given.get("generation_config") or self.module.generation_config
+        for name, one in (given | {"generation_config": config}).items():
+            plain = {} if one is None else {key: value for key, value in vars(one).items() if isinstance(value, PLAIN)}
+            told |= {f"{name}.{key}": value for key, value in plain.items()}
+        agree(ranks, PLACE, told)
+        if taken:
+            raise Refused(f"{PLACE}: {taken} computes with all ranks; stop it before another one")
+        if unfit is not None:
+            return unfit
+        if lockstep is None or not meets:
+            self.close()
+            self.lockstep = lockstep = Lockstep(ranks)
+        reason = self.refused()
+        return lockstep.reasons(reason or "") if lockstep.most([reason is not None])[0] else None
 
     def manager(
         self,
@@ -119,6 +164,7 @@ class InitContinuousBatching(MethodHook):
             batching,
             partial(self.build, batching, workload_hints),
             partial(_defaults, self.module, batching),
+            Alone() if self.lockstep is None else Together(self.lockstep),
         )
         self.managers.add(made)
         return made
@@ -127,10 +173,24 @@ class InitContinuousBatching(MethodHook):
         """An engine of the size that these ask for. Raises torch.OutOfMemoryError, ValueError for numbers that make no
         sense.
         """
-        on_gpu = self.forward.shapes()[0].device.type == "cuda"  # the model may have been moved
-        engine = Engine(self.forward, limits_of(self.forward, config, hints), self.runner if on_gpu else None)
+        if self.lockstep is None:
+            engine = self._engine(limits_of(self.forward, config, hints))
+        else:
+            engine = self._engines(self.lockstep, limits_of(self.forward, config, hints))
         self.sizes = engine.sizes()
         return engine
+
+    def _engine(self, limits: Limits) -> Engine:
+        on_gpu = self.forward.shapes()[0].device.type == "cuda"  # the model may have been moved
+        return Engine(self.forward, limits, self.runner if on_gpu else None)
+
+    def _engines(self, lockstep: Lockstep, limits: Limits) -> Engine:
+        """One on each rank, with as many pages as the rank has room for that has the least."""
+        shapes = self.forward.shapes()
+        sets = layer_sets(shapes, _windows(self.forward))
+        room = partial(limits.page_count, shapes, sets, shapes[0].device)
+        pages = lockstep.least(lockstep.all_do("memory for keys and values", room))
+        return lockstep.all_do("an engine", partial(self._engine, replace(limits, pages=pages - 1)))
 
     def report_row(self) -> dict[str, Any] | None:
         """What the engine that was made last holds, for the report; None where there was none."""
@@ -151,6 +211,13 @@ class InitContinuousBatching(MethodHook):
             manager.end(ENDED)
         if isinstance(vars(self.module).get(CACHED), BatchManager):
             delattr(self.module, CACHED)
+        self.close()
+
+    def close(self) -> None:
+        """Gives back the connections to other ranks."""
+        if self.lockstep is not None:
+            self.lockstep.close()
+            self.lockstep = None
 
 
 class BatchingPatch(Patch):
@@ -184,7 +251,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
     if rows is None:
         rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
     blocks = None if config.num_blocks is None else max(1, config.num_blocks * _page_size(config) // BLOCK)
-    sets = layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
+    sets = layer_sets(forward.shapes(), _windows(forward))
     return Limits(
         rows=rows,
         tokens=Limits.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
@@ -194,6 +261,10 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
         share=config.allow_block_sharing,
         logprobs=config.return_logprobs,
     )
+
+
+def _windows(forward: DecoderForward) -> list[int | None]:
+    return [layer.spec.attention.sees for layer in forward.layers]
 
 
 def _page_size(config: ContinuousBatchingConfig) -> int:

@@ -13,15 +13,18 @@ from transformers.generation.continuous_batching.requests import logger
 from accel.errors import fatal, out_of_memory, told
 from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Ending, Stop
+from accel.llm.batching.parallel.together import Alone, Together, Turn, failed, family
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
 
 FAILURES = 3  # steps in a row that raise, after which the loop gives up
-LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, of which nobody can wake it
+LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, of which nobody can wake it, and meets
+NAP = 0.05  # seconds from one meeting to the next while another rank pauses
 PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
 
 
 CANCELLED = "the request was cancelled"
+ELSEWHERE = "the manager of another rank that shares the model ended before this request was finished"
 
 
 class BatchEngine(Protocol):
@@ -31,6 +34,7 @@ class BatchEngine(Protocol):
     comes out of the next step, failed. cancel: the request is not heard of again; ids it does not know are ignored.
     step: requests with news: more tokens where they stream, or their end. fail: ends those that run, or all there are,
     and returns them. resumed: a pause is over, in which the model may have been changed. close: gives the memory back.
+    survey, forget: asked for only where ranks run together, see `parallel.together.Together.meet`.
     """
 
     @property
@@ -40,6 +44,8 @@ class BatchEngine(Protocol):
     def step(self) -> list[Request]: ...
     def fail(self, error: Exception) -> list[Request]: ...
     def resumed(self) -> None: ...
+    def survey(self) -> tuple[str, bool]: ...
+    def forget(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -47,12 +53,18 @@ class EngineLoop:
     """An engine, what waits for it, and the thread that runs it. Knows no manager, so that an abandoned one is freed.
 
     build: makes the engine. device: where it computes. results: takes what comes out. most_waiting: how many requests
-    may wait to be taken in, 0 for no bound.
+    may wait to be taken in, 0 for no bound. ranks: what this loop does in step with those of other ranks.
     """
 
     def __init__(
-        self, build: Callable[[], BatchEngine], device: torch.device, results: Results, most_waiting: int = 0
+        self,
+        build: Callable[[], BatchEngine],
+        device: torch.device,
+        results: Results,
+        most_waiting: int = 0,
+        ranks: Alone | Together | None = None,
     ) -> None:
+        self.ranks = ranks or Alone()
         self.build, self.device, self.results, self.most_waiting = build, device, results, most_waiting
         self.engine: BatchEngine | None = None
         self.ending = Ending()
@@ -62,6 +74,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._added: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
+        self._refused: deque[Request] = deque()
         self._pauses: Counter[int] = Counter()  # by thread
         self._parked = False
         self._failures = 0
@@ -88,16 +101,27 @@ class EngineLoop:
             self._changed.notify_all()
             return True
 
+    def refuse(self, requests: Sequence[Request]) -> None:
+        """These have failed before an engine saw them."""
+        self.results.expect(requests)
+        self.results.put(requests)
+        if isinstance(self.ranks, Together):
+            with self._changed:
+                self._refused += requests
+                self._changed.notify_all()
+
     def cancel(self, request_id: str) -> None:
-        with self._changed:
-            self._cancelled.append(request_id)
-            self._changed.notify_all()
+        if self.ranks.leads:
+            with self._changed:
+                self._cancelled.append(request_id)
+                self._changed.notify_all()
 
     def goes_on(self) -> bool:
         """Whether more results may come."""
         return self.ending.thread is not None and self.ending.how is not Stop.STOPPED
 
     def start(self) -> None:
+        self.ranks.begin()
         self.ending.reset()
         self.fatal_error, self.keeps = None, False
         self._pauses.clear()
@@ -172,6 +196,7 @@ class EngineLoop:
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        ended_by: BaseException | None = None
         try:
             with _computing(self.device):
                 engine = self.ready()
@@ -180,48 +205,74 @@ class EngineLoop:
         except BaseException as error:
             logger.error(f"Error in generation loop: {told(error)}", exc_info=True)
             self.fatal_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            ended_by = error
         finally:
+            self.ranks.end(ended_by)
             self._end()
 
     def _take_in(self, engine: BatchEngine) -> bool:
         """Gives the engine what came in, and waits until it has something to do. False once the loop is to end."""
+        paused = False
         while True:
-            with self._changed:
-                while not (self._added or self._cancelled or self._pauses or self.ending.how or engine.busy):
-                    self._changed.wait(LOOK)
-                if self._pauses and self.ending.how < Stop.NOW:
-                    self._park()
-                    engine.resumed()
-                if self.ending.how >= Stop.NOW:
-                    return False
-                added, cancelled = list(self._added), set(self._cancelled)
-                self._added.clear()
-                self._cancelled.clear()
-                self._changed.notify_all()
-            for request in added:
+            turn = self.ranks.meet(self._turn(engine), engine)
+            if turn.how > self.ending.how:
+                self.stop(turn.how, ELSEWHERE if turn.how >= Stop.NOW else None)
+            if turn.how >= Stop.NOW:
+                return False
+            if paused and not turn.pausing:
+                engine.resumed()
+            for request in turn.added:
+                if not self.ranks.leads:
+                    self.results.expect(family(request))
                 engine.add(request)
-            for request_id in cancelled:
+            for request_id in turn.cancelled:
                 engine.cancel(request_id)
-            if cancelled:
-                self._deliver([finish(one, CANCELLED) for one in self.results.under_way() if one.id in cancelled])
-            if engine.busy:
+            if turn.cancelled:
+                gone = set(turn.cancelled)
+                self._deliver(failed((one for one in self.results.under_way() if one.id in gone), CANCELLED))
+            if turn.refused:
+                if not self.ranks.leads:
+                    self.results.expect(turn.refused)
+                self._deliver(turn.refused)
+            if turn.pausing:
+                self._park(first=not paused)
+            elif engine.busy:
                 return True
-            if self.ending.how:
-                with self._changed:
-                    if not self._added:
-                        return False
+            elif turn.how:
+                return False
+            paused = turn.pausing
 
-    def _park(self) -> None:
-        """Waits until nobody pauses. With the lock, which is free meanwhile."""
-        self._changed.release()
-        try:
-            _synchronize(self.device)
-        finally:
-            self._changed.acquire()
-        while self._pauses and self.ending.how < Stop.NOW:  # where one pause follows another, it parks for each
-            self._parked = True
+    def _turn(self, engine: BatchEngine) -> Turn:
+        """What came in here, once there is something to tell or to do; a rank that follows waits where ranks meet."""
+        with self._changed:
+            while self.ranks.leads and not (self._news() or engine.busy):
+                self._changed.wait(LOOK)
+                if isinstance(self.ranks, Together):  # the others wait for no longer
+                    break
+            turn = Turn(
+                list(self._added), list(dict.fromkeys(self._cancelled)), list(self._refused), self.ending.how,
+                bool(self._pauses),
+            )  # fmt: skip
+            self._added.clear()
+            self._cancelled.clear()
+            self._refused.clear()
             self._changed.notify_all()
-            self._changed.wait(LOOK)
+            return turn
+
+    def _news(self) -> bool:
+        return bool(self._added or self._cancelled or self._refused or self._pauses or self.ending.how)
+
+    def _park(self, first: bool) -> None:
+        """Waits until nobody here pauses, or for the others that are to be met. first: the device may still compute."""
+        if first:
+            _synchronize(self.device)
+        with self._changed:
+            if self._pauses:  # where one pause follows another, it parks for each
+                self._parked = True
+                self._changed.notify_all()
+            alone = not isinstance(self.ranks, Together)
+            if self.ranks.leads and (self._pauses or not alone) and self.ending.how < Stop.NOW:
+                self._changed.wait(LOOK if alone else NAP)
 
     def _step(self, engine: BatchEngine) -> list[Request]:
         """One step; where it raises, the requests that ran in it fail, and the others go on. Raises for an error after
@@ -231,6 +282,8 @@ class EngineLoop:
             news = engine.step()
         except Exception as error:
             self._failures += 1
+            if isinstance(self.ranks, Together):  # of which others may know nothing: they wait for this one
+                raise
             if self._failures >= FAILURES or (fatal(error) and not out_of_memory(error)):
                 raise
             logger.error(f"Error in generation loop: {error}", exc_info=True)
@@ -239,7 +292,7 @@ class EngineLoop:
         self._failures = 0
         return news
 
-    def _deliver(self, requests: list[Request]) -> None:
+    def _deliver(self, requests: Sequence[Request]) -> None:
         if requests:
             for request_id in self.results.put(requests):
                 self.cancel(request_id)  # nobody is there to hear of it
@@ -262,6 +315,7 @@ class EngineLoop:
         with self._changed:
             self._added.clear()
             self._cancelled.clear()
+            self._refused.clear()
             self.ending.how = Stop.STOPPED
             self._changed.notify_all()
         self._deliver([finish(request, str(error)) for request in self.results.under_way()])

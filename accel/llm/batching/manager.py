@@ -8,23 +8,19 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
-from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Stop
 from accel.llm.batching.loop import BatchEngine, EngineLoop
+from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
 from accel.llm.batching.request import Request
 from accel.llm.batching.results import Results
-from accel.llm.batching.submission import StopStrings, Submission, Tokens, begun_ids, prompt_ids, stand_in, token_set
+from accel.llm.batching.submission import StopStrings, Submission, Tokens, begun_ids, prompt_ids, token_set
 
-
-class Settings(Protocol):
-    """How tokens are chosen where a request does not say; see `accel.llm.batching.sampling.SamplingDefaults`."""
-
-    def request(self, prompt: list[int], max_new_tokens: int | None, eos_token_id: Any, **given: Any) -> Any: ...
+UNREAD = 2**14  # outputs that a rank keeps which follows another, and may have no reader
 
 
 class BatchManager(ContinuousBatchingManager):
@@ -40,7 +36,8 @@ class BatchManager(ContinuousBatchingManager):
     model: in evaluation mode from here on. build: makes an engine, at the first `warmup` or `start` and again after one
     was given back. settings: gives what a generation configuration asks for; raises ValueError or TypeError for what
     is not understood. continuous_batching_config: of its fields only those that say how much and which results matter;
-    those about stock's kernels change nothing.
+    those about stock's kernels change nothing. ranks: by which managers of ranks that share the model go together. The
+    first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
     """
 
     def __init__(
@@ -50,16 +47,19 @@ class BatchManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         build: Callable[[], BatchEngine],
         settings: Callable[[GenerationConfig], Settings],
+        ranks: Alone | Together | None = None,
     ) -> None:
         self.model = model.eval()
         self.continuous_batching_config = copy.deepcopy(continuous_batching_config)
-        self.is_tp_driver = True
+        self._ranks = ranks or Alone()
+        self.is_tp_driver = self._ranks.leads
         self._settings = settings
         self.configure(generation_config)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._results, self._lock, self._count = Results(), threading.Lock(), 0
+        self._results = Results(None if self.is_tp_driver else UNREAD)
+        self._lock, self._count = threading.Lock(), 0
         most_waiting = self.continuous_batching_config.max_queue_size
-        self._loop = EngineLoop(build, model.device, self._results, most_waiting)
+        self._loop = EngineLoop(build, model.device, self._results, most_waiting, self._ranks)
         weakref.finalize(self, self._loop.ending.abandon)
 
     def __reduce__(self) -> tuple:
@@ -67,7 +67,7 @@ class BatchManager(ContinuousBatchingManager):
 
     def configure(self, generation_config: GenerationConfig) -> None:
         """What requests get from now on that do not say otherwise. Raises ValueError or TypeError."""
-        self._defaults = self._settings(generation_config)
+        self._defaults = self._ranks.settings = self._settings(generation_config)
         if generation_config.stop_strings:
             logger.warning("stop_strings count for requests that are added with a tokenizer, and for no others.")
         self.generation_config = generation_config
@@ -109,6 +109,7 @@ class BatchManager(ContinuousBatchingManager):
     def warmup(self) -> None:
         """Makes the engine. Raises what that raises, such as torch.OutOfMemoryError."""
         if not self.is_running():
+            self._ranks.free()
             self._loop.ready()
 
     def is_running(self) -> bool:
@@ -207,7 +208,7 @@ class BatchManager(ContinuousBatchingManager):
         generated: Sequence[int] = (),
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """Puts a request in line. Its id; None, with a warning, where no more are taken.
+        """Puts a request in line. Its id; None, with a warning, where no more are taken, and on a rank that follows.
 
         input_ids: numbers of tokens, a list, array or tensor of one dimension. max_new_tokens, eos_token_id: those of
         the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
@@ -217,6 +218,8 @@ class BatchManager(ContinuousBatchingManager):
         behind these as it would have there. A request that makes no sense comes out failed. Raises ValueError
         for an id that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
         """
+        if not self.is_tp_driver:
+            return None
         wanted = Submission(
             request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
             logit_processor_kwargs, generated,
@@ -238,21 +241,21 @@ class BatchManager(ContinuousBatchingManager):
             record_timestamps=wanted.record_timestamps,
             children=self.num_return_sequences - 1,
             tokens=begun if isinstance(begun, list) else [],
+            settings=wanted.settings,
         )
         wrong = next((one for one in (prompt, begun) if isinstance(one, Exception)), None)
         return request, wrong or self._choose(request, wanted)
 
     def _submit(self, request: Request, wrong: Exception | None) -> str | None:
         denied = self._loop.refusal()
-        family = [request, *(stand_in(request, number) for number in range(request.children))]
+        every = family(request)
         if denied is None and wrong is not None:
-            self._results.expect(family)
-            self._results.put(finish(one, str(wrong)) for one in family)
-        elif denied is not None or not self._loop.add(family):
-            denied = denied or self._loop.refusal()
+            self._loop.refuse(failed(every, str(wrong)))
+        elif denied is not None or not self._loop.add(every):
+            denied = denied or self._loop.refusal() or "The background thread has ended."
             begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
             logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
-            self._results.refuse([finish(one, denied) for one in family])
+            self._results.refuse(failed(every, denied))
             return None
         return request.id
 
@@ -281,7 +284,7 @@ class BatchManager(ContinuousBatchingManager):
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Puts many in line, those that begin alike behind one another where prompts may be shared. Their ids, in the
-        order of the inputs.
+        order of the inputs; also on a rank that follows, where their results come too if the first rank adds as many.
         """
         ids = self._ids(len(inputs))
         prompts = [prompt_ids(input_ids, self._vocabulary) for input_ids in inputs]
@@ -294,6 +297,9 @@ class BatchManager(ContinuousBatchingManager):
         common = max_new_tokens, streaming, record_timestamps, *ends, logit_processor_kwargs
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
         asked = [self._request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
+        if not self.is_tp_driver:
+            self._results.ask(one.id for request, _ in asked for one in family(request))
+            return ids
         for place in order:
             self._submit(*asked[place])
         return ids
@@ -336,7 +342,8 @@ class BatchManager(ContinuousBatchingManager):
         found: list[str] = []
         with self._lock:
             while len(found) < count:
-                if not self._results.is_under_way(name := f"req_{self._count}"):
+                name = f"req_{self._count}"
+                if not (self.is_tp_driver and self._results.is_under_way(name)):  # elsewhere it may be the one meant
                     found.append(name)
                 self._count += 1
         return found

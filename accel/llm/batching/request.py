@@ -15,7 +15,7 @@ class Request:
     prompt: token ids. max_new_tokens: None for no bound but the room there is. eos: ids that end it, which are part of
     what it gives. sampling: how tokens are chosen, see `accel.llm.batching.sampling`. ends: asked with all tokens of
     prompt and answer after each new one, whether that was the last. children: how many more answers are drawn for the
-    same prompt, each a request of its own under `child_id`.
+    same prompt, each a request of its own under `child_id`. settings: by which `sampling` was found.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
     seconds as well, -1 before.
@@ -30,6 +30,7 @@ class Request:
     streaming: bool = False
     record_timestamps: bool = False
     children: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

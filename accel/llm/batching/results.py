@@ -19,10 +19,12 @@ class Results:
     """Outputs of requests, from the time these are expected. For any thread.
 
     A request with a handler has its outputs given to the handler, on the event loop that it was registered on. All
-    others wait in a queue, in the order they came in.
+    others wait in a queue, in the order they came in. unasked: how many may wait there of requests that nobody here has
+    asked for, as on a rank that follows another one's; None for any number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unasked: int | None = None) -> None:
+        self.unasked, self._asked = unasked, set[str]()
         self._changed = threading.Condition()
         self._queue: OrderedDict[int, GenerationOutput] = OrderedDict()
         self._places: dict[str, deque[int]] = {}  # of the outputs of one request in the queue
@@ -38,14 +40,20 @@ class Results:
                 raise ValueError(f"request_id={taken!r}: a request with this id is under way; give another id")
             self._under_way |= {one.id: one for one in requests}
 
+    def ask(self, ids: Iterable[str]) -> None:
+        """Somebody here is to read the outputs of these, which may be expected, or there, already."""
+        with self._changed:
+            self._asked.update(ids)
+
     def under_way(self) -> list[Request]:
         """Requests whose last output has not come yet."""
         with self._changed:
             return list(self._under_way.values())
 
     def is_under_way(self, request_id: str) -> bool:
+        """Also of one that was asked for, and of which nothing has been heard yet."""
         with self._changed:
-            return request_id in self._under_way
+            return request_id in self._under_way or request_id in self._asked
 
     def put(self, requests: Iterable[Request]) -> list[str]:
         """Delivers what they have come to; of those that are not under way nothing. Returns the ids of requests that
@@ -113,10 +121,7 @@ class Results:
                 _, output = self._queue.popitem(last=False)
             else:
                 output = self._queue.pop(self._places[request_id][0])
-            places = self._places[output.request_id]
-            places.popleft()
-            if not places:
-                del self._places[output.request_id]
+            self._left(output)
             return output
 
     def wake(self) -> None:
@@ -128,6 +133,19 @@ class Results:
         self._queue[self._count] = output
         self._places.setdefault(output.request_id, deque()).append(self._count)
         self._count += 1
+        if self.unasked is not None and len(self._queue) > self.unasked:
+            oldest = next((place for place, one in self._queue.items() if one.request_id not in self._asked), None)
+            if oldest is not None:
+                self._left(self._queue.pop(oldest))
+
+    def _left(self, output: GenerationOutput) -> None:
+        """The first output of its request is no longer in the queue."""
+        places = self._places[output.request_id]
+        places.popleft()
+        if not places:
+            del self._places[output.request_id]
+        if output.is_finished():
+            self._asked.discard(output.request_id)
 
     def _waiting(self, request_id: str | None) -> bool:
         return bool(self._queue) if request_id is None else request_id in self._places

@@ -169,6 +169,10 @@ class StepRunner:
         if count:
             drawn = self.sampler.draw(logits, numbers.drawn, numbers.wide["drawn"], tokens_of, logprobs)
             ids, chances = drawn if isinstance(drawn, tuple) else (drawn, None)
+            if (
+                self.forward.ranks is not None
+            ):  # logits may differ by rounding, and so what is drawn; the answer may not
+                ids = self.forward.ranks.first(ids)
             self.last.index_copy_(0, numbers.put_to, ids.clamp_min(0))
             ids, chances = ids[:count], None if chances is None else chances[:count]
         self.pages.copy(plan.copies)

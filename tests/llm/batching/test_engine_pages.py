@@ -150,7 +150,7 @@ def test_the_model_is_looked_at_now_and_then(pair_of, monkeypatch):
     model, _ = pair_of("llama")
     engine = engine_of(model)
     looks = []
-    monkeypatch.setattr(engine, "_forget_if_changed", lambda: looks.append(1))
+    monkeypatch.setattr(engine, "changed", lambda: looks.append(1))
     finished(engine, [request("a", [1, 2], 40)])
     assert len(looks) == 3
     finished(engine, [request("b", [1, 2], 2)])

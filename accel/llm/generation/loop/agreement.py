@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
 
 from accel.errors import Refused
 from accel.parallel.agreement import agree
@@ -23,15 +23,28 @@ def agree_to_generate(
     decoding, other random numbers, or a time after which each would stop by its own clock.
     """
     if config.max_time is not None:
-        raise Refused(
-            f"{PLACE}: max_time={config.max_time}: each rank of {ranks.size} would stop at a token of its own; use "
-            "max_new_tokens"
-        )
-    told = {"the way of decoding": str(mode), "the inputs": inputs}
+        raise _by_a_clock(ranks, config.max_time)
+    taken = "" if ranks.paused else ranks.taken  # as all tell it now, whatever comes of it meanwhile
+    told = {"the way of decoding": str(mode), "the inputs": inputs, "what computes with these ranks": taken}
     told |= {name: str(getattr(config, name, None)) for name in (*DRAWING, *LENGTHS)}
     if config.do_sample:
         told[SEED] = random_state(device)
     agree(ranks, PLACE, told)
+    if taken:
+        raise Refused(f"{PLACE}: {taken} computes with all ranks; stop or pause it before, or give it the request")
+
+
+def refuse_clocks(ranks: Ranks, criteria: StoppingCriteriaList) -> None:
+    """Raises `errors.Refused` for a criterion by which each rank would stop at a time of its own."""
+    for one in criteria:
+        if isinstance(one, MaxTimeCriteria):
+            raise _by_a_clock(ranks, one.max_time)
+
+
+def _by_a_clock(ranks: Ranks, seconds: float) -> Refused:
+    return Refused(
+        f"{PLACE}: max_time={seconds}: each rank of {ranks.size} would stop at a token of its own; use max_new_tokens"
+    )
 
 
 def random_state(device: torch.device) -> str:

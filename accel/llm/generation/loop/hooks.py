@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
-from accel.llm.generation.loop.agreement import agree_to_generate, digest
+from accel.llm.generation.loop.agreement import agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
 from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
@@ -164,13 +164,23 @@ class Processors(GenerateHook):
         return processors
 
 
-class Criteria(GenerateHook):
-    """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
+class SharedCriteria(GenerateHook):
+    """Refuses stopping criteria by which ranks that share the model would part."""
 
     name = "_get_stopping_criteria"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store, request = self.stock(*args, **kwargs), self.call.store(), self.call.request
+        criteria = self.stock(*args, **kwargs)
+        if self.forward.ranks is not None:
+            refuse_clocks(self.forward.ranks, criteria)
+        return criteria
+
+
+class Criteria(SharedCriteria):
+    """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        criteria, store, request = super().__call__(*args, **kwargs), self.call.store(), self.call.request
         self.call.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
@@ -225,5 +235,7 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
         free = not any(kind.name in vars(model) for kind in needed)
         if free and stock_methods(model, UNFINISHED, DECODING):
             kinds += LOOPING
+    if forward.ranks is not None and Criteria not in kinds:
+        kinds.append(SharedCriteria)
     call = GenerateCall()
     return [Patch(model, kind.name, kind(model, forward, call)) for kind in kinds if kind.name not in vars(model)]

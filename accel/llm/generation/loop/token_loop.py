@@ -22,6 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria
 
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.errors import RanksApart
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
@@ -30,6 +31,10 @@ from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Store
 
+TOUCHED = (
+    "a streamer has changed the model, its cache or the random numbers while generate() ran, of which the other ranks "
+    "that share the model know nothing"
+)
 UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
 # Criteria that may be heard a step late. The first are functions of the tokens, which the GPU computes in the step; the
 # others end all rows at once, and look at the shape of what they are given, or at the clock.
@@ -119,6 +124,8 @@ class TokenLoop:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
         self.late = all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
+        if forward.ranks is not None and self._state()[1] is None:
+            self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
         self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
         self.blank = torch.zeros(1, 1, dtype=torch.long)
@@ -249,6 +256,8 @@ class TokenLoop:
             if self.random is not None and after is not None:
                 self.random.set(after)
             return
+        if ahead is not None and self.forward.ranks is not None:
+            raise RanksApart(TOUCHED)
         self._look()
         self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
 

@@ -1,0 +1,84 @@
+"""Ranks that take the same decisions one after the other: what the first of them tells the others between two steps.
+
+All numbers go through a group of its own over the CPU, gloo's: a step's launch does not wait for the device, and what
+is told of the next step travels while the device computes this one. NCCL would put each message behind the kernels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accel.errors import RanksApart, told
+from accel.parallel.agreement import patience
+from accel.parallel.ranks import Ranks
+
+Found = TypeVar("Found")
+
+
+class Lockstep:
+    """A way by which ranks meet. Every rank makes one at the same place, and they meet equally often; by one thread.
+
+    Where a rank does not come within the group's timeout, or has ended, each method raises `errors.RanksApart`.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        group = dist.new_group(
+            list(ranks.members), timeout=patience(ranks), backend="gloo", use_local_synchronization=True
+        )
+        self.group: dist.ProcessGroup | None = group
+        self.ways = Ranks(group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that others follow."""
+        return self.ranks.rank == 0
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all ranks, of each of these whole numbers."""
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        with self.ways.exchange():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks."""
+        return -self.most([-number])[0]
+
+    def hear(self, message: bytes, size: int) -> bytes:
+        """What the first rank tells. size: of its message in bytes, which all know."""
+        heard = np.frombuffer(message, np.uint8).copy() if self.leads else np.empty(size, np.uint8)
+        with self.ways.exchange():
+            dist.broadcast(torch.from_numpy(heard), self.ranks.members[0], group=self.group)
+        return heard.tobytes()
+
+    def reasons(self, own: str) -> str:
+        """What the ranks have to say that have something to say: who, and what. own: of this one, or empty."""
+        said: list[str | None] = [None] * self.ranks.size
+        with self.ways.exchange():
+            dist.all_gather_object(said, own, group=self.group)
+        by_reason: dict[str, list[int]] = {}
+        for rank, reason in enumerate(said):
+            by_reason.setdefault(reason or "", []).append(rank)
+        return "; ".join(f"rank {', '.join(map(str, who))}: {why}" for why, who in by_reason.items() if why)
+
+    def all_do(self, what: str, call: Callable[[], Found]) -> Found:
+        """What this gives on this rank. Raises on all ranks where it does on one of them; the error itself there."""
+        found, failure = None, None
+        try:
+            found = call()
+        except Exception as error:
+            failure, reason = error, told(error)
+        if self.most([failure is not None])[0]:
+            reasons = self.reasons("" if failure is None else reason)
+            raise failure or RanksApart(f"{what}: {reasons}")
+        return cast(Found, found)
+
+    def close(self) -> None:
+        """Gives the connections back. Any number of times."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)

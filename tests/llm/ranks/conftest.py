@@ -1,0 +1,30 @@
+"""Two processes of one group, and saved models for them."""
+
+import functools
+
+import pytest
+
+from support.llm.families import BY_NAME, VOCAB, available, make
+
+EVEN = VOCAB + VOCAB % 2  # transformers before 5.18 divides no other number of words
+
+
+@pytest.fixture
+def ranks(rank_pool):
+    return rank_pool(2)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """(Folder, model) of a family, by its name; skips what this transformers does not have."""
+
+    @functools.cache
+    def save(name, **changes):
+        if not available(BY_NAME[name].kind):
+            pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+        changes = {"vocab_size": EVEN} | changes
+        model, folder = make(name, **changes), str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(folder)
+        return folder, model
+
+    return save

@@ -1,0 +1,1 @@
+"""What ranks that share a language model are told to do in tests, on all of them at once."""
