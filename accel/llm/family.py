@@ -34,7 +34,7 @@ from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
-from accel.parallel.agreement import alike
+from accel.parallel.agreement import all_agree
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Match, Rule, Skip
@@ -128,7 +128,7 @@ def _bind(
     forward.experts, forward.routers = _inside(forwards, context)
     if forward.ranks is not None:
         inside = [one.path for one in (*forward.experts, *forward.routers)]
-        if not alike(forward.ranks, "what experts and routers compute", inside):
+        if not all_agree(forward.ranks, "what experts and routers compute", inside):
             raise NotUnderstood("ranks that share the model do not understand their experts and routers alike")
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)

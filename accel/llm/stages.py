@@ -16,7 +16,7 @@ from accel.llm.ptq.model import LanguageModelQuantization
 from accel.llm.runtime.attention_kinds import KINDS
 from accel.llm.runtime.experts import find_formula
 from accel.options import STATIC, calibrate
-from accel.parallel.agreement import alike
+from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.context import Context
 from accel.planning.plan import Plan
@@ -89,7 +89,7 @@ def analyze_layers(model: nn.Module, context: Context) -> Staged:
     except Exception as error:  # a model of an unknown make
         context.put(Analysis(reason=f"could not be examined: {reason_of(error)}"))
     ranks = ranks_of(model)
-    if ranks is not None and not alike(ranks, "what layers compute", context.of(Analysis).outline()):
+    if ranks is not None and not all_agree(ranks, "what layers compute", context.of(Analysis).outline()):
         context.put(Analysis(reason="ranks that share the model do not understand their parts alike"))
     return Staged()
 

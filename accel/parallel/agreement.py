@@ -19,7 +19,7 @@ LONGEST = timedelta(minutes=10)  # to wait for others, where the group does not 
 EXCHANGES = "the number of exchanges so far"
 
 
-def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
+def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
     """Waits until every rank has come to the same place and told the same.
 
     what: the place, such as "accel.optimize". told: by name what must be equal; values are compared by their `repr`.
@@ -38,13 +38,13 @@ def agree(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
         raise Refused(f"{what}: {ranks.in_step}, on all ranks that share a model; start them anew")
 
 
-def alike(ranks: Ranks, what: str, told: object) -> bool:
-    """Whether all ranks have found the same; the answer is the same on all of them. As `agree` otherwise."""
+def all_agree(ranks: Ranks, what: str, told: object) -> bool:
+    """Whether all ranks have found the same, which all of them are told. As `require_agreement` otherwise."""
     return len({values["found"] for values in said_by_all(ranks, what, {"found": told}).values()}) == 1
 
 
 def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
-    """What each rank tells at this place, by its number, and its exchanges so far; see `agree`."""
+    """What each rank tells at this place, by its number, and its exchanges so far; see `require_agreement`."""
     values = {name: repr(value) for name, value in told.items()} | {EXCHANGES: ranks.in_step}
     try:
         return _said_by_all(ranks, what, values)

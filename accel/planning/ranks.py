@@ -7,7 +7,7 @@ from importlib.metadata import version
 from torch import nn
 
 from accel.options import Options
-from accel.parallel.agreement import agree
+from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 
@@ -27,7 +27,7 @@ def agree_to_optimize(name: str, part: object, options: Options, world: Ranks | 
     told: dict[str, object] = {"the model": _made_of(part)}
     told |= {f"option {field.name}": getattr(options, field.name) for field in fields(options)}
     told |= {f"the version of {library}": version(library) for library in LIBRARIES}
-    agree(ranks, f"accel.optimize({name})" if name else "accel.optimize", told)
+    require_agreement(ranks, f"accel.optimize({name})" if name else "accel.optimize", told)
 
 
 def _made_of(model: nn.Module) -> str:

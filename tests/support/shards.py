@@ -8,7 +8,7 @@ import accel
 from accel.errors import told
 from accel.parallel.sharded_layers import divided, local
 from accel.quantization.module import QuantizedLinear
-from support.llm.ranks import load
+from support.llm.parallel.ranks import load
 
 PLACE = {"_name_or_path": None}  # the folder it was loaded from
 

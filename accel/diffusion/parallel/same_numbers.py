@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from accel.errors import Refused
 from accel.fusion.loop import Loop
-from accel.parallel.agreement import agree
+from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.tolerances import APART, RANKS_INPUT, bound
 
@@ -52,7 +52,7 @@ def check_same(
     """Raises `errors.Refused` on all ranks where they are not at the same place and have told the same, or where their
     tensors differ by more than rounding. tensors: by name. device: for which the group has a backend. Waits for it.
     """
-    agree(ranks, place, told)
+    require_agreement(ranks, place, told)
     if not tensors:
         return
     own = torch.stack([sampled(tensor, device) for _, tensor in tensors])

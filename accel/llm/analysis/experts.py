@@ -34,6 +34,7 @@ class ExpertFormula:
         """As the module holds them now."""
         own: dict[str, Any] = module._parameters
         gate_up: Any
+        down: Any
         if isinstance(module, QuantizedExperts):
             gate_up, down = map(module.stack, self.stacks)
         else:

@@ -23,7 +23,7 @@ from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.recording.inputs import table_of_positions
-from accel.parallel.agreement import agree
+from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.patch import Patch
 
@@ -119,7 +119,7 @@ class InitContinuousBatching(MethodHook):
         for name, one in (given | {"generation_config": config}).items():
             plain = {} if one is None else {key: value for key, value in vars(one).items() if isinstance(value, PLAIN)}
             told |= {f"{name}.{key}": value for key, value in plain.items()}
-        agree(ranks, PLACE, told)
+        require_agreement(ranks, PLACE, told)
         if taken:
             raise Refused(f"{PLACE}: {taken} computes with all ranks; stop it before another one")
         if unfit is not None:

@@ -141,7 +141,7 @@ def _part(
             yield name, _alone(taken(weights[name].get_slice(name), divisions[name], rank))
     for path, held in quantized.items():
         whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
-        for part, tensor in quantized_parts.part_of(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
+        for part, tensor in quantized_parts.rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
             yield f"{path}.{part}", _alone(tensor)
 
 

@@ -20,7 +20,7 @@ from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
 from accel.llm.shards.rank_files import RankFiles
-from accel.parallel.agreement import agree
+from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import installed_anew
 from accel.quantization.patch import exchange
@@ -74,7 +74,7 @@ def _together(manifest: Manifest, do: Callable[[], T]) -> T:
     if dist.is_initialized():
         told = {"what is wrong": None if wrong is None else str(wrong), MANIFEST: manifest.digest}
         try:
-            agree(Ranks.of(dist.group.WORLD), STEP, told)  # type: ignore[arg-type]
+            require_agreement(Ranks.of(dist.group.WORLD), STEP, told)  # type: ignore[arg-type]
         except ValueError as error:
             raise (error if wrong is None else wrong) from None
     if wrong is not None:

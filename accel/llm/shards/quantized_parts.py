@@ -35,7 +35,7 @@ def check(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> N
             raise ValueError(f"{path}: {columns} inputs are too few for {ranks} ranks: none are left for rank {rank}")
 
 
-def part_of(held: Mapping[str, torch.Tensor], division: Division | None, rank: int) -> dict[str, torch.Tensor]:
+def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank: int) -> dict[str, torch.Tensor]:
     """What the rank's file is to hold of a linear. held: its parts in whole."""
     if division is None:
         return dict(held)

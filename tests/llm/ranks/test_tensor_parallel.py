@@ -7,7 +7,8 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import accel
-from support.llm import families, ranks
+from support.llm import families
+from support.llm.parallel import ranks
 
 STEPS = 6
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
 
 from accel.errors import Refused
-from accel.parallel.agreement import agree
+from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 
 PLACE = "generate()"
@@ -29,7 +29,7 @@ def agree_to_generate(
     told |= {name: str(getattr(config, name, None)) for name in (*DRAWING, *LENGTHS)}
     if config.do_sample:
         told[SEED] = random_state(device)
-    agree(ranks, PLACE, told)
+    require_agreement(ranks, PLACE, told)
     if taken:
         raise Refused(f"{PLACE}: {taken} computes with all ranks; stop or pause it before, or give it the request")
 

@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
 from accel.errors import told
-from support.llm.ranks import counted, load
+from support.llm.parallel.ranks import counted, load
 
 PLAIN = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 6}
 

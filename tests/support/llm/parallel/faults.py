@@ -18,7 +18,7 @@ from accel.errors import told
 from accel.llm.batching.engine import Engine
 from accel.llm.generation.decoder import DecoderForward
 from support.llm.parallel.batches import PLAIN, batching, config, optimized
-from support.llm.ranks import load
+from support.llm.parallel.ranks import load
 from support.rank_faults import HANGS
 
 IDS = torch.tensor([[5, 6, 7]])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from support.llm import families, ranks
+from support.llm import families
+from support.llm.parallel import ranks
 from support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
