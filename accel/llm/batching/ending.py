@@ -1,6 +1,7 @@
 """How the thread of an engine is told to end."""
 
 import enum
+import sys
 import threading
 
 AT_EXIT = 10.0  # seconds that the process waits for a step that is under way
@@ -39,3 +40,8 @@ class Ending:
             self.ask(Stop.NOW)
         if self.thread is not None and not threading.main_thread().is_alive():  # the process is about to exit
             self.thread.join(AT_EXIT)
+
+
+def interrupted() -> bool:
+    """Whether the user or the process wants an end while this is called, as in a `finally`."""
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)

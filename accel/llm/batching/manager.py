@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
-from accel.llm.batching.ending import Stop
+from accel.llm.batching.ending import Stop, interrupted
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
 from accel.llm.batching.request import Request
@@ -148,7 +147,7 @@ class BatchManager(ContinuousBatchingManager):
             )
         loop.keeps = keep_for_next_session
         begun = perf_counter()
-        loop.stop(Stop.NOW if hard_stop or _interrupted() else Stop.WHEN_DONE)
+        loop.stop(Stop.NOW if hard_stop or interrupted() else Stop.WHEN_DONE)
         if block:
             self.join(begun, timeout)
         if keep_for_next_session:
@@ -342,8 +341,3 @@ class BatchManager(ContinuousBatchingManager):
                     found.append(name)
                 self._count += 1
         return found
-
-
-def _interrupted() -> bool:
-    """Whether the user or the process wants an end while this is called, as in a `finally`."""
-    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
