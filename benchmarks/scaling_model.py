@@ -104,10 +104,13 @@ def table(steps: list[Step], links: Links, measured: list[dict]) -> Iterator[str
             yield f"| {step.batch} | {step.before} | {cards} | {ms:.2f} | {reductions:.2f} | {share} | {told} |"
 
 
-def on_several_cards(model: str, results: list[dict]) -> Iterator[dict]:
-    """Steps and prompts of a model that were measured: gpus, batch, before, ms. results: what files hold."""
+def on_several_cards(model: str, results: list[dict], gpu: str) -> Iterator[dict]:
+    """Steps and prompts of a model that were measured on such cards: gpus, batch, before, ms. results: what files hold.
+
+    A file of other cards says nothing of what is calculated from one of these.
+    """
     for result in results:
-        if result.get("case") != "many-cards-text" or not result["machine"]["gpu"]:
+        if result.get("case") != "many-cards-text" or result["machine"]["gpu"] != gpu:
             continue
         for row in result["models"]:
             if row["model"] == model and "accel" in row:
@@ -137,7 +140,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="llama-8b", help="of which one card's figures are there")
     model = parser.parse_args().model
     one, links = read(f"nvidia-h200-llm-{model}.json"), Links(read("nvidia-h200-links.json"))
-    measured = list(on_several_cards(model, [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    measured = list(on_several_cards(model, results, one["machine"]["gpu"]))
     decodes = list(decoding(model, one))
     print(f"{model}, a token\n")
     print("\n".join(table(decodes, links, [one for one in measured if one["kind"] == "rows"])))

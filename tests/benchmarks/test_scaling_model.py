@@ -55,8 +55,8 @@ def test_what_was_measured_on_several_cards_is_found(scaling):
     row["accel"] |= {"rows 1": {"step_ms": 1.7}, "rows 32": {"step_ms": 3.1}, "prompt": {"prompt_ms": 17.0}}
     failed, other = {"model": "llama-8b", "failed": "why"}, {"model": "llama-3b", "accel": {"rows 1": {"step_ms": 9.0}}}
     result = {"case": "many-cards-text", "ranks": 4, "machine": {"gpu": "X"}, "models": [row, failed, other]}
-    on_a_cpu = result | {"machine": {"gpu": None}}
-    found = list(scaling.on_several_cards("llama-8b", [{"case": "sd15"}, result, on_a_cpu]))
+    others = (result | {"machine": {"gpu": gpu}} for gpu in (None, "Y"))
+    found = list(scaling.on_several_cards("llama-8b", [{"case": "sd15"}, result, *others], "X"))
     assert [(one["gpus"], one["batch"], one["before"], one["ms"], one["kind"]) for one in found] == [
         (4, 1, 512, 1.7, "rows"), (4, 32, 512, 3.1, "rows"), (4, 1, 2048, 17.0, "prompt"),
     ]  # fmt: skip
