@@ -17,6 +17,7 @@ def test_an_operation_runs_where_its_input_is(monkeypatch, here, entered):
         found.append(place)
         yield
 
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: here)
     monkeypatch.setattr(torch.cuda, "device", device)
     op = Op("doubled", lambda x: 2 * x.value, "nowhere:nothing", lambda x: "not supported")
