@@ -96,6 +96,7 @@ def _break(fault: str) -> None:
         if next(steps) == AT:
             if fault == "interrupted":
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                time.sleep(1.0)  # in which the main thread sees it, however busy the machine is
             elif fault == "fails":
                 DecoderForward.over = failing  # type: ignore[method-assign]
             else:
