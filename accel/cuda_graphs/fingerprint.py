@@ -80,6 +80,9 @@ class Fingerprint:
             if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
                 self._objects[id(value)] = value
                 self._watch(attributes.values())
+                for inside in attributes.values():  # as the hooks in a registry of diffusers
+                    if isinstance(inside, CONTAINERS) and len(inside):
+                        self._watch(inside.values() if isinstance(inside, dict) else inside)
 
     def _watch(self, view: Iterable) -> None:
         tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))

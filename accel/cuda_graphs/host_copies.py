@@ -14,7 +14,7 @@ from accel_kernels.capture import capture
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.errors import reason_of
+from accel.errors import fatal, told
 
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)  # by a copy that a dispatch mode does not see
 CHANGES = "it copies numbers of the CPU to the GPU that another call with equal inputs does not"
@@ -62,21 +62,34 @@ class HostCopies:
             raise RuntimeError(CHANGES)
 
 
-def captured(run: Callable[[], Any], pool: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
+def captured(
+    run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
+) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
     """A graph of run(), what run() gave in it, and the copies it reads, which are looked for where it fails without.
 
     pool(): whose memory it takes, asked for each time: a pool whose only graph has failed must not be used again.
+    somewhere(flag): whether it is so on any rank that computes with this one. A capture waits for no other rank; an
+    eager run, in which copies are looked for, does. So all make it, or none.
     """
-    graph, copies = torch.cuda.CUDAGraph(), HostCopies()
+    graph, copies, made = torch.cuda.CUDAGraph(), HostCopies(), None
+    failure: Exception | None = None
     try:
         with capture(graph, pool()):
-            return graph, run(), copies
+            made = run()
     except Exception as error:
-        reason_of(error)
-        with copies.noted():
-            run()
+        told(error)
+        failure = error
+    if not somewhere(failure is not None):
+        return graph, made, copies
+    if somewhere(failure is not None and fatal(failure)):
+        raise failure or RuntimeError("another rank could not capture it")
+    del graph, made
+    with copies.noted():
+        run()
+    if failure is not None:
         if not copies.found:
-            raise
+            raise failure
+        failure = None  # and lets go of what its frames hold
     graph = torch.cuda.CUDAGraph()
     with capture(graph, pool()), copies.replayed():
         return graph, run(), copies

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Entry
+from accel.parallel.ranks import Ranks
 
 OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs may take together
 
@@ -17,6 +18,7 @@ class Runner(Protocol):
 
     module: nn.Module
     entries: dict[tuple, Entry]
+    ranks: Ranks | None
 
     def rows(self) -> list[dict]: ...
 
@@ -86,14 +88,16 @@ class GraphPool:
                 entry.graph = None
                 del kept[id(entry)]
 
-    def clear(self) -> None:
-        """Drops every graph and gives the memory back."""
+    def clear(self, alone: bool = False) -> None:
+        """Drops every graph and gives the memory back. alone: but for those that ranks drop only together."""
         with self.lock:
             for runner in self.runners:
-                runner.entries = {key: entry for key, entry in runner.entries.items() if entry.graph is None}
+                if not alone or runner.ranks is None:
+                    runner.entries = {key: entry for key, entry in runner.entries.items() if entry.graph is None}
             for done in self.done.values():
                 done.synchronize()
-            self.handles.clear()
-            self.done.clear()
+            for device in [device for device in self.done if not self._occupied(device)]:
+                del self.done[device]
+                self.handles.pop(device, None)
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -1,6 +1,8 @@
 """Whole forwards as CUDA graphs: which modules, and what forbids it."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
+from accel.parallel.sequences import beneath, division, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
@@ -23,11 +26,15 @@ from accel.patching.structure import foreign, foreign_hooks, foreign_processor, 
 
 PROMPT = "encoder_hidden_states"
 
+# Inside of a forward that is captured or will be: what launching takes the host there does not count.
+CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=False)
+
 
 class GraphForward(FastForward):
     """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape.
 
     Not of half an autoencoder over video: its kernels are long, and a graph would hold the memory of its frames again.
+    Of a model whose sequences are divided among ranks, what they send each other is in the graph of each.
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
@@ -68,7 +75,18 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
-        return self.runner(self.stock, args, kwargs, variant, self._constant(args, kwargs))
+        config = division(self.module)
+        self.runner.ranks = None if config is None else sequence_ranks(config)
+        # Where no graph will be, blocks of a divided model had better run stock, which they find out themselves.
+        instead = None if config is None else partial(self.stock, *args, **kwargs)
+        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), instead=instead)
+
+    def _soon(self, *args: Any, **kwargs: Any) -> Any:
+        token = CAPTURED_SOON.set(True)
+        try:
+            return self.stock(*args, **kwargs)
+        finally:
+            CAPTURED_SOON.reset(token)
 
     def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
         """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
@@ -94,15 +112,25 @@ class GraphForward(FastForward):
 
 
 def obstacle(root: nn.Module) -> str | None:
-    """Why a captured forward could differ from a called one: weights that move, Python that would no longer run."""
+    """Why a captured forward could differ from a called one: weights that move, Python that would no longer run.
+
+    Hooks by which diffusers divides sequences among ranks do neither.
+    """
+    config = division(root)
+    reason = None if config is None else uncapturable(config)
+    if reason is not None:
+        return reason
     for name, module in root.named_modules():
         attributes = vars(module)
         where = name or type(root).__name__
-        if "_hf_hook" in attributes or getattr(attributes.get("_diffusers_hook"), "hooks", None):
+        if "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config)):
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
+        inside = division(attributes.get("processor"))
+        if inside is not None and inside is not config:
+            return f"the attention of {where} is divided among ranks that the model does not name"
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
-        forward = attributes.get("forward")
+        forward = beneath(module)
         ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
         if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"

@@ -24,6 +24,7 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.wall_time import milliseconds
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
+from accel.parallel.sequences import waited
 from accel.patching.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
@@ -281,7 +282,7 @@ class GraphRunner:
 
         def run() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
-            return eager(*args, **kwargs)
+            return waited(eager(*args, **kwargs))
 
         timed = self.ranks is None  # else it would run more often than elsewhere
         if timed:
@@ -294,10 +295,10 @@ class GraphRunner:
             entry.eager_ms = min(entry.eager_ms, *(milliseconds(instead, device)[0] for _ in range(2)))
 
         if crowded:
-            self.pool.clear()
+            self.pool.clear(alone=self.ranks is None)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
-        graph, made, copies = captured(run, partial(self.pool.handle, device))
+        graph, made, copies = captured(run, partial(self.pool.handle, device), partial(self._somewhere, device=device))
         outputs, structure = pytree.tree_flatten(made)
         entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph = Captured(graph, device, inputs, outputs, structure, copies)

@@ -105,6 +105,35 @@ def test_what_fills_a_list_that_it_is_given_is_not_captured(runner_of, fills):
     assert ("writes into a list" in runner.rows()[0]["reason"]) is fills
 
 
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("memory", [True, False])
+def test_ranks_look_for_copies_together_or_not_at_all(monkeypatch, here, memory):
+    """An eager run waits for the other ranks: where one of them has no memory left to make it, none does."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(host_copies, "capture", lambda graph, pool: contextlib.nullcontext())
+    elsewhere, asked, ran = iter([not here, not here and memory]), [], []
+    error = torch.OutOfMemoryError("CUDA out of memory") if memory else RuntimeError("a copy from the CPU")
+
+    def somewhere(flag):
+        asked.append(flag)
+        return next(elsewhere) or flag
+
+    def run():
+        ran.append(1)
+        if here and len(ran) == 1:
+            raise error
+        return "made"
+
+    if not here and not memory:
+        assert host_copies.captured(run, lambda: None, somewhere)[1] == "made" and len(ran) == 3
+    else:
+        wanted = "another rank could not capture it" if not here else str(error)
+        with pytest.raises(RuntimeError, match=wanted):
+            host_copies.captured(run, lambda: None, somewhere)
+        assert len(ran) == (1 if memory else 2)  # no copies were found in the second
+    assert asked == [here, here and memory]
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_tables_of_the_cpu_are_copied_once(runner_of, monkeypatch, same):
     """A capture that fails over a copy from the CPU is made anew, with the numbers that are on the device already."""

@@ -62,3 +62,18 @@ def test_replays_are_counted(monkeypatch):
         with pytest.raises((TypeError, AttributeError)):  # no GPU to replay on
             runner._replay(one, [], DEVICE, None)
     assert (first.used, second.used) == (3, 2)
+
+
+def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
+    """A process that drops them on its own would call eagerly what the others replay."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    pool.handles[DEVICE] = "pool"
+    runners = [GraphRunner(nn.Linear(2, 2), "", pool, Ledger(), lambda module: None, True) for _ in range(2)]
+    runners[1].ranks = object()
+    for runner in runners:
+        runner.entries = {("a",): entry(1, used=1), ("b",): Entry(reason="why")}
+    pool.clear(alone=True)
+    assert [[*runner.entries] for runner in runners] == [[("b",)], [("a",), ("b",)]]
+    assert pool.handles == {DEVICE: "pool"} and DEVICE in pool.done and pool.waits == [1]
+    pool.clear()
+    assert [*runners[1].entries] == [("b",)] and not pool.handles and not pool.done

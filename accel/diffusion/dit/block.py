@@ -13,6 +13,7 @@ import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
+from accel.cuda_graphs.rule import CAPTURED_SOON
 from accel.diffusion.dit.calls.code import BlockCode, active_backend
 from accel.diffusion.dit.calls.kinds import call_of, sort_of
 from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
@@ -26,6 +27,8 @@ from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
+from accel.parallel.ranks import Ranks
+from accel.parallel.sequences import division, sequence_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.patch import ForwardPatch, foreign_forward
@@ -40,12 +43,17 @@ LINEARS = 4  # that a block has at least: queries, keys, values, and what become
 LAYER_NORM = Rule("layer norm", match_layer_norm)
 FEWEST = 2  # where an attention has one product for several of these
 PIECE = 1 << 22  # numbers that are compared at a time
+WAITS = (
+    "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
+)
 
 DERIVED = (
     "known",
     "held",
     "forms",
     "backend",
+    "ranks",
+    "on_gpu",
     "refused",
     "examined",
 )  # by a block from what it is now; copies derive them anew
@@ -59,6 +67,8 @@ class BlockForward(FastForward):
     held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
     forms: list
     backend: object
+    ranks: Ranks | None  # that compute its attention together
+    on_gpu: bool | None
     refused: str | None  # what was found when the block was examined anew,
     examined: Snapshot | None  # which is gone through once, not at every call that runs stock
 
@@ -113,6 +123,10 @@ class BlockForward(FastForward):
         call = call_of(args, kwargs)
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
+        if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
+            self.ledger.fell_back(self.path, WAITS)
+            with as_written():
+                return self.stock(*args, **kwargs)
         plan = known.get(call) or self.plans.borrow(known, call)
         if plan is None:
             return self._record(call, args, kwargs)
@@ -128,6 +142,8 @@ class BlockForward(FastForward):
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
         self.forms, self.backend = weight_forms(self.held), active_backend()
+        configs = filter(None, map(division, _parts(self.module)))
+        self.ranks, self.on_gpu = next(map(sequence_ranks, configs), None), _on_gpu(self.held)
         self.known = self.plans.of((self.backend, *sort_of(self.module)))
         return self.known
 
@@ -179,19 +195,30 @@ class BlockForward(FastForward):
         return output
 
     def _try(self, plan: BlockPlan, given: list[torch.Tensor], wanted: Any) -> None:
-        """Runs the plan beside what stock gave; one that errs or differs is given up."""
+        """Runs the plan beside what stock gave; one that errs or differs is given up.
+
+        So it is on another rank, as each must run the block as often as the others: they wait for each other inside.
+        """
         assert plan.executable is not None
-        try:
-            got = plan.executable(given, partial(weight_of, self.module), self.stacks)
-        except Exception as error:
-            plan.executable, plan.reason = None, f"its passes raised {reason_of(error)}"
-            return
-        if warming_up():  # nothing was computed
-            return
-        reason = difference(wanted, got)
-        plan.compared = telling(wanted)
+        reason, compared = self._tried(plan.executable, given, wanted)
+        if self.ranks is not None:
+            device = given[0].device
+            if self.ranks.any(reason is not None, device):
+                reason = reason or "given up on another rank"
+            compared = not self.ranks.any(not compared, device)
+        plan.compared = compared
         if reason is not None:
             plan.executable, plan.reason = None, reason
+
+    def _tried(self, executable: Executable, given: list[torch.Tensor], wanted: Any) -> tuple[str | None, bool]:
+        """Why it is not what stock gave, and whether that was to be seen."""
+        try:
+            got = executable(given, partial(weight_of, self.module), self.stacks)
+        except Exception as error:
+            return f"its passes raised {reason_of(error)}", False
+        if warming_up():  # nothing was computed
+            return None, False
+        return difference(wanted, got), telling(wanted)
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
@@ -288,6 +315,10 @@ def _parts(module: nn.Module) -> Iterator[object]:
         processor = vars(part).get("processor")
         if processor is not None:
             yield processor
+
+
+def _on_gpu(held: list[dict[str, torch.Tensor | None]]) -> bool:
+    return any(tensor.is_cuda for one in held for tensor in one.values() if tensor is not None)
 
 
 def _capturing() -> bool:
