@@ -16,7 +16,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
-from accel.parallel.sequences import beneath, hooks_of, only_divides, sequence_ranks, uncapturable
+from accel.parallel.sequences import beneath, hooks_of, only_divides, sequence_division, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward

@@ -28,7 +28,7 @@ from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
 from accel.parallel.ranks import Ranks
-from accel.parallel.sequences import sequence_ranks
+from accel.parallel.sequences import sequence_division, sequence_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.patch import ForwardPatch, foreign_forward
