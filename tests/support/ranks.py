@@ -13,6 +13,8 @@ TIMEOUT = 30.0  # seconds after which a rank is thought to hang
 # After which a collective without its partners fails; of GPUs, where the others may be compiling kernels, later.
 COLLECTIVE, COLLECTIVE_OF_GPUS = timedelta(seconds=10), timedelta(seconds=120)
 
+STARTING = timedelta(seconds=60)  # for all processes to be there, on a busy machine
+
 
 class RankFailed(AssertionError):
     """What a rank raised, with its traceback."""
@@ -24,7 +26,9 @@ def _serve(rank: int, size: int, port: int, backend: str, limit: timedelta, task
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=max(limit, STARTING))
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{one}" for one in range(size)])
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)

@@ -8,6 +8,8 @@ from support.rank_faults import LIMIT, FaultyRanks
 
 SOON = 3 * LIMIT.total_seconds() + 5  # seconds: a wait in the call, one in its end, and a busy machine
 
+WITHIN = f"within {LIMIT.total_seconds():.0f} s"
+
 
 @pytest.fixture
 def faulty():
@@ -21,7 +23,10 @@ def test_a_rank_that_dies_ends_the_others(faulty, saved_model):
     (first, second), code = faulty.outcomes(faults.in_generate, saved_model("llama")[0], "dies", (1,))
     assert code == faults.DEAD
     assert first[0].startswith("RanksApart: rank 0 of 2 has lost the others") and first[1] < SOON
-    assert second[0].startswith("Refused: generate(): rank 0 of 2 has lost the others") and second[1] < 1
+    assert (
+        second[0].startswith("Refused: generate(): rank 0 of 2 has lost the others")
+        and second[1] < LIMIT.total_seconds()
+    )
     assert faulty.exit_codes() == [0, faults.DEAD]
 
 
@@ -66,12 +71,12 @@ def test_ranks_that_do_other_things_are_refused_by_name(faulty, saved_model):
     folder, stock = saved_model("llama")
     zero, one = faulty.outcomes(faults.apart, folder, saved_model("llama", seed=5, num_hidden_layers=1)[0])
     alone_told, options, model, optimized, inputs, draws, absent, text = (told for told, _ in zero)
-    assert alone_told.startswith("Refused: accel.optimize: rank 1 did not call it within 4 s")
+    assert alone_told.startswith(f"Refused: accel.optimize: rank 1 did not call it {WITHIN}")
     assert "option graphs" in options and "True on rank 0; False on rank 1" in options
     assert "the model is not the same" in model and "LlamaForCausalLM" in model
     assert optimized == "optimized"
     assert "the inputs" in inputs and "torch.manual_seed" in draws
-    assert absent.startswith("Refused: generate(): rank 1 did not call it within 4 s")
+    assert absent.startswith(f"Refused: generate(): rank 1 did not call it {WITHIN}")
     assert text == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
     assert [told for told, _ in one] == ["", options, model, optimized, inputs, draws, "", text]
     assert max(seconds for _, seconds in zero) < SOON
