@@ -20,7 +20,7 @@ KINDS = ("ContextParallelSplitHook", "ContextParallelGatherHook")
 UNEVEN = ("ulysses_anything", "ring_anything")  # settings under which ranks hold sequences of different lengths
 
 
-def division(holder: object) -> Any:
+def context_parallel(holder: object) -> Any:
     """The `ContextParallelConfig` by which sequences of this model, or of an attention's processor, are divided."""
     return getattr(getattr(holder, "_parallel_config", None), "context_parallel_config", None)
 
