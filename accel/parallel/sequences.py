@@ -74,7 +74,7 @@ def beneath(module: nn.Module) -> Any:
 def waited(tree: Any) -> Any:
     """The tensors that ranks have sent, in the place of those that wait for them when they are read.
 
-    What is gathered of a batch of one is such a view at the end of a forward. A capture must not end before it is there.
+    What is gathered of a batch of one is such a view at the end of a forward. A capture may not end before it is there.
     """
     return pytree.tree_map_only(torch.Tensor, lambda one: one.wait() if _waits(one) else one, tree)
 
