@@ -174,9 +174,10 @@ def flux(device: torch.device, tiny: bool, keep: Callable[[dict], None], compile
         model.set_attention_backend("native")
     accel.optimize(model, **options)
     ours = timed(wanted, "accel along the sequence", 12)
-    fallbacks = accel.report(model).to_dict()["fallbacks"]
+    report = accel.report(model).to_dict()
+    fallbacks = report["fallbacks"]
     blocks = [row for row in fallbacks if "blocks" in row["path"]]
-    keep({f"accel, {cards} cards": ours, "fallbacks": fallbacks})
+    keep({f"accel, {cards} cards": ours, "fallbacks": fallbacks, "graphs": report["graphs"]})
     assert not blocks, f"blocks run stock: {blocks}"
     accel.restore(model)
     if compiler:

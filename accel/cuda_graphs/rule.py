@@ -16,7 +16,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
-from accel.parallel.sequences import beneath, hooks_of, only_divides, sequence_division, sequence_ranks, uncapturable
+from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
@@ -75,7 +75,7 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
-        config = sequence_division(self.module)
+        config = context_parallel(self.module)
         self.runner.ranks = None if config is None else sequence_ranks(config)
         # Where no graph will be, blocks of a divided model had better run stock, which they find out themselves.
         instead = None if config is None else partial(self.stock, *args, **kwargs)
@@ -116,7 +116,7 @@ def obstacle(root: nn.Module) -> str | None:
 
     Hooks by which diffusers divides sequences among ranks do neither.
     """
-    config = sequence_division(root)
+    config = context_parallel(root)
     reason = None if config is None else uncapturable(config)
     if reason is not None:
         return reason
@@ -125,7 +125,7 @@ def obstacle(root: nn.Module) -> str | None:
         where = name or type(root).__name__
         if "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config)):
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
-        inside = sequence_division(attributes.get("processor"))
+        inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:
             return f"the attention of {where} is divided among ranks that the model does not name"
         if module is not root and foreign_hooks(module):

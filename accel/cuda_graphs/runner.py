@@ -204,7 +204,7 @@ class GraphRunner:
         try:
             with warmup():
                 args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
-                eager(*args, **kwargs)
+                waited(eager(*args, **kwargs))
         except Exception as error:
             reason_of(error)
         return first

@@ -20,7 +20,7 @@ KINDS = ("ContextParallelSplitHook", "ContextParallelGatherHook")
 UNEVEN = ("ulysses_anything", "ring_anything")  # settings under which ranks hold sequences of different lengths
 
 
-def sequence_division(holder: object) -> Any:
+def context_parallel(holder: object) -> Any:
     """The `ContextParallelConfig` by which sequences of this model, or of an attention's processor, are divided."""
     return getattr(getattr(holder, "_parallel_config", None), "context_parallel_config", None)
 
@@ -72,7 +72,10 @@ def beneath(module: nn.Module) -> Any:
 
 
 def waited(tree: Any) -> Any:
-    """The tensors that ranks have sent, in the place of those that wait for them when they are read."""
+    """The tensors that ranks have sent, in the place of those that wait for them when they are read.
+
+    What is gathered of a batch of one is such a view at the end of a forward. A capture may not end before it is there.
+    """
     return pytree.tree_map_only(torch.Tensor, lambda one: one.wait() if _waits(one) else one, tree)
 
 

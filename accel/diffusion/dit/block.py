@@ -28,7 +28,7 @@ from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
 from accel.parallel.ranks import Ranks
-from accel.parallel.sequences import sequence_division, sequence_ranks
+from accel.parallel.sequences import context_parallel, sequence_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.patch import ForwardPatch, foreign_forward
@@ -142,7 +142,7 @@ class BlockForward(FastForward):
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
         self.forms, self.backend = weight_forms(self.held), active_backend()
-        configs = filter(None, map(sequence_division, _parts(self.module)))
+        configs = filter(None, map(context_parallel, _parts(self.module)))
         self.ranks, self.on_gpu = next(map(sequence_ranks, configs), None), _on_gpu(self.held)
         self.known = self.plans.of((self.backend, *sort_of(self.module)))
         return self.known

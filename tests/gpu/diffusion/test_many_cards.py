@@ -31,8 +31,8 @@ def test_guidance_runs_on_two_cards_by_graphs(tmp_path):
 
 
 @pytest.mark.parametrize("way", [(), ("--ring",)], ids=["ulysses", "ring"])
-def test_blocks_run_between_collectives(tmp_path, way):
+def test_the_whole_forward_is_one_graph_with_its_collectives(tmp_path, way):
     (found,) = measured(tmp_path, "flux", *way)
     assert found["accel, 2 cards"]["ms"] > 0 and "failed" not in found
-    assert {row["path"] for row in found["fallbacks"]} == {""}
-    assert all("hooks on" in row["reason"] for row in found["fallbacks"])  # no graph of the whole
+    assert not found["fallbacks"]
+    assert [row["status"] for row in found["graphs"]] == ["graph"], found["graphs"]
