@@ -9,9 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-TIMEOUT = 30.0  # seconds after which a rank is thought to hang
+TIMEOUT = 150.0  # seconds after which a rank is thought to hang
 # After which a collective without its partners fails; of GPUs, where the others may be compiling kernels, later.
-COLLECTIVE, COLLECTIVE_OF_GPUS = timedelta(seconds=10), timedelta(seconds=120)
+COLLECTIVE, COLLECTIVE_OF_GPUS = timedelta(seconds=60), timedelta(seconds=120)
 
 STARTING = timedelta(seconds=60)  # for all processes to be there, on a busy machine
 

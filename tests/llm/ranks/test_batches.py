@@ -96,7 +96,7 @@ def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     )
     manager.start()
     manager.add_request([9] * 9, "drawn", do_sample=True, temperature=0.8, top_k=20, seed=5)
-    wanted = manager.get_result("drawn", timeout=20)
+    wanted = manager.get_result("drawn", timeout=120)
     manager.stop()
     assert leader["drawn"] == (wanted.generated_tokens, None)
     assert leader["plain"] == leader["late"] == (alone(stock, [5, 6, 7], 6), None)

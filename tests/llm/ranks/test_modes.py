@@ -9,7 +9,7 @@ from support.llm.parallel.modes import STOCK, ahead, all_modes
 def found(rank_pool, saved_model):
     """(What the two ranks gave, what one process did), by mode."""
     folders = saved_model("llama")[0], saved_model("llama", seed=5, num_hidden_layers=1)[0]
-    return rank_pool(2).run(all_modes, *folders, timeout=60), all_modes(*folders)
+    return rank_pool(2).run(all_modes, *folders, timeout=150), all_modes(*folders)
 
 
 def test_every_mode_writes_what_one_process_writes(found):

@@ -117,7 +117,7 @@ def _paused(manager: Any, last: int | None) -> dict:
         time.sleep(0.2)
         still = manager.current_batch == steps
     manager.add_request([5, 6, 7], "behind")
-    return {"still": still} | outcome({name: manager.get_result(name, timeout=20) for name in ("before", "behind")})
+    return {"still": still} | outcome({name: manager.get_result(name, timeout=120) for name in ("before", "behind")})
 
 
 LIVE = {"own settings": _own_settings, "paused": _paused}
