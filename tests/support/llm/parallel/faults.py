@@ -91,6 +91,7 @@ def in_batches(folder: str, fault: str, rank: int) -> list[tuple[str, float]]:
 
 def _break(fault: str) -> None:
     steps, step, over = iter(range(10**6)), Engine.step, DecoderForward.over
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in its background
 
     def faulty(self: Engine) -> list:
         if next(steps) == AT:
