@@ -46,7 +46,7 @@ def test_what_goes_wrong_on_all_ranks_alike_leaves_them_in_step(fault, ranks, sa
         assert then == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("fault", "rank"), [("dies", 1), ("fails", 1), ("interrupted", 0), ("interrupted", 1)])
 def test_batches_end_with_a_rank(fault, rank, faulty, saved_model):
     folder, stock = saved_model("llama")

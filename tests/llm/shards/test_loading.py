@@ -101,6 +101,7 @@ def damaged(file, how: str) -> None:
         file.write_bytes(data)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("how", ["missing", "cut", "other bytes"])
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_a_shard_that_is_damaged_is_named_on_all_ranks(how, scheme, rank_pool, divided):
