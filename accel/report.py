@@ -58,7 +58,7 @@ class Report:
             batching += [row | {"path": full(row["path"])} for row in made if row is not None]
             own = {id(module) for module in plan.root.modules()} if isinstance(plan.root, nn.Module) else set()
             for runner in plan.pool.runners:
-                if id(runner.module) in own:
+                if any(id(module) in own for module in runner.module.modules()):  # or of layers put together
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
         shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
         ranks = next(filter(None, shared), None)

@@ -72,7 +72,8 @@ def sdxl(device: torch.device, tiny: bool, keep: Callable[[dict], None]) -> None
 
     if tiny:
         folder = Path(__file__).parents[1] / "examples" / "models" / "tiny-sd-digits"
-        pipe, given = diffusers.DiffusionPipeline.from_pretrained(folder), {"prompt": "a handwritten seven"}
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder).to(device)
+        given: dict[str, Any] = {"prompt": "a handwritten seven"}
     else:
         pipe, given = unet_pipeline("sdxl", device, torch.float16)
     pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)

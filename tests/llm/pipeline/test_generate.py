@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import accel
+from accel.cuda_graphs.entry import Entry
 from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.token_loop import TokenLoop
 from accel.llm.pipeline.forward import SpreadForward
@@ -79,6 +80,14 @@ def test_every_layer_keeps_its_keys_on_its_own_device(both):
     assert [str(row[2:]) for row in accel.report(ours).sites if row[1] == "language model"] == [
         "('patched', 'layers 0-1 on cpu, 2-3 on cpu:0; CUDA graphs wait for CUDA; the model is on cpu')"
     ]
+
+
+def test_the_report_has_the_graphs_of_each_stretch(both, monkeypatch):
+    ours, _ = both
+    first, second = forward_of(ours).runner.runners
+    monkeypatch.setitem(second.entries, ("2x1x64",), Entry(memory_mb=3.0))
+    assert [(row["path"], row["memory_mb"]) for row in accel.report(ours).graphs] == [(second.path, 3.0)]
+    assert second.path == "model.layers.2 to 3 on cpu:0" != first.path
 
 
 def test_the_loop_that_runs_ahead(both, monkeypatch):
