@@ -43,6 +43,10 @@ MISTRAL = dict(
 
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", LLAMA),  # Llama 3.1
+    "llama-70b": (  # Llama 3.1
+        "llama",
+        LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+    ),
     "llama-3b": (  # Llama 3.2
         "llama",
         LLAMA

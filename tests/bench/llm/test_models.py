@@ -13,6 +13,7 @@ from accel.quantization.experts import QuantizedExperts
 CPU = torch.device("cpu")
 PUBLISHED = {
     "llama-8b": 8030.3,
+    "llama-70b": 70553.7,
     "llama-3b": 3212.7,
     "llama-1b": 1235.8,
     "qwen-0.5b": 494.0,
