@@ -13,6 +13,8 @@ from accel_kernels.gemm.quantized_weight import Quantized
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -137,11 +139,20 @@ def put_in_place(
 ) -> None:
     """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
     head = head_path(model)
+    paths = {path: path_in(model, path) for path in linears}
     for path, parts in linears.items():
-        model.set_submodule(path, make(parts, _replaceable(model, path, parts).bias))
-    if head in linears:
+        model.set_submodule(paths[path], make(parts, _replaceable(model, paths[path], parts).bias))
+    if head in paths.values():
         untie(model.config)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def path_in(model: PreTrainedModel, path: str) -> str:
+    """Where the model has what a file holds under this path: transformers renames some, as GPT-NeoX's head."""
+    for one in get_model_conversion_mapping(model):
+        if type(one) is WeightRenaming:
+            path = one.rename_source_key(f"{path}.weight")[0].removesuffix(".weight")
+    return path
 
 
 def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +56,15 @@ def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_
         assert sites(prequantized)["lm_head"][1].startswith(f"{Scheme.of_head(weights)}, arrived as compressed-tensors")
     accel.restore(prequantized)
     same(logits(prequantized), logits(accel.restore(theirs)))
+
+
+def test_a_head_that_is_saved_under_another_name(tmp_path):
+    ours = accel.quantize(make("gpt-neox"), "int8-head", out=tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "embed_out.weight_scale" in file.keys()
+    loaded = accel.load(tmp_path)
+    assert loaded.get_output_embeddings() in held_by(loaded)
+    assert torch.equal(logits(loaded)["logits"], logits(ours)["logits"])
 
 
 def test_a_scheme_that_transformers_would_not_read_is_written_whole_and_it_says_so(tmp_path):
