@@ -133,13 +133,15 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
-    note, batches = "" if placement is None else placement.told(), None
+    note = "" if placement is None else placement.told()
+    batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
     elif rounding(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):
         forward.runner = _graphs(forward, context)
+        batches = _graphs(forward, context)
     elif context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
