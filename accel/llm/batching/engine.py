@@ -219,7 +219,7 @@ class Engine:
                 request = self.answers.requests[row]
                 assert request is not None
                 self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
-            self.steps.upload(plan, *self.pool.changes())
+            self.steps.upload(*self.pool.changes())
             self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
             if (

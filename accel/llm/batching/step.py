@@ -96,8 +96,8 @@ class StepRunner:
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=sampler.device)
         self.nobody = rows
 
-    def upload(self, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> None:
-        """Before the step is launched: what has changed in the tables of pages, as `PagePool.upload` takes it."""
+    def upload(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Before a step is launched: what has changed in the tables of pages, as `PagePool.upload` takes it."""
         self.pages.upload(places, values)
 
     def launch(

@@ -25,7 +25,8 @@ class LaneStreams:
 
     def __init__(self, devices: Iterable[torch.device], count: int):
         self.count = count
-        self.devices = [device for device in devices if device.type == "cuda"] if count > 1 else []
+        found = dict.fromkeys(device for device in devices if device.type == "cuda")
+        self.devices = list(found) if count > 1 else []
         self.streams = [[torch.cuda.Stream(device) for device in self.devices] for _ in range(count)]
         whose = [(device, what) for device in self.devices for what in Shared]
         self.done = {one: torch.cuda.Event() for one in whose}  # the last turn

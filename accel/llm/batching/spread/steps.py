@@ -5,8 +5,8 @@ numbers of a step are copied to every device from the host. Tokens are drawn whe
 drew last are brought from there to where its next step begins.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,24 +26,55 @@ from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.stretch import Stretch, StretchGraphs
 
 
+class PagesInTurns:
+    """The pages of all groups, of which each step has its turn on every device.
+
+    What changes in the tables is written as the turn begins. Before, the step's stream on that device has other things
+    to do that must not wait for the steps before.
+    """
+
+    def __init__(self, pages: PagePool, lanes: LaneStreams):
+        self.pages, self.lanes = pages, lanes
+        self.changes: dict[torch.device, list[tuple[np.ndarray, np.ndarray]]] = {device: [] for device in pages.places}
+
+    def change(self, places: np.ndarray, values: np.ndarray) -> None:
+        """To be written on every device, as `PagePool.upload` takes it."""
+        for changes in self.changes.values() if len(places) else ():
+            changes.append((places, values))
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        with self.lanes.turn(device, Shared.PAGES):
+            changes = self.changes[device]
+            while changes:
+                self.pages.upload(*changes[0], device)
+                del changes[0]
+            yield
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        for device in self.pages.places if pairs else ():
+            with self.turn(device):
+                self.pages.copy(pairs, device)
+
+
 class PagesOfOneStep:
     """The `Stores` of a step: pages on each device, and which sequences it is about, there too."""
 
-    def __init__(self, pages: PagePool, lanes: LaneStreams, size: StepSize, sequences: Mapping[torch.device, list]):
-        self.pages, self.lanes, self.size, self.sequences = pages, lanes, size, sequences
+    def __init__(self, shared: PagesInTurns, size: StepSize, sequences: Mapping[torch.device, list]):
+        self.shared, self.size, self.sequences = shared, size, sequences
 
     def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
         """That of KV, and the tensors of a `Ragged`."""
-        return (self.pages.places[stretch.device].metadata, *self.sequences[stretch.device])
+        return (self.shared.pages.places[stretch.device].metadata, *self.sequences[stretch.device])
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         addresses, *sequences = metadata
         ragged = Ragged(*sequences, self.size.decodes, self.size.prefills)
         layers = [layer.spec.attention.index for layer in stretch.layers]
-        return self.pages.of_step(layers, x.shape[1], addresses, ragged)
+        return self.shared.pages.of_step(layers, x.shape[1], addresses, ragged)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:
-        return self.lanes.turn(stretch.device, Shared.PAGES)
+        return self.shared.turn(stretch.device)
 
 
 class SpreadStepRunner(StepRunner):
@@ -56,13 +87,10 @@ class SpreadStepRunner(StepRunner):
         self, forward: SpreadForward, pages: PagePool, sampler: Sampler, rows: int, runner: Any, lanes: LaneStreams
     ):
         super().__init__(forward, pages, sampler, rows, runner)
-        self.lanes = lanes
+        self.lanes, self.shared = lanes, PagesInTurns(pages, lanes)
 
-    def upload(self, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> None:
-        with self.lanes.taken(plan.lane):
-            for device in self.pages.places:
-                with self.lanes.turn(device, Shared.PAGES):
-                    self.pages.upload(places, values, device)
+    def upload(self, places: np.ndarray, values: np.ndarray) -> None:
+        self.shared.change(places, values)
 
     def launch(
         self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, look: bool = True
@@ -78,7 +106,7 @@ class SpreadStepRunner(StepRunner):
         last = self.forward.stretches[-1].device  # where the model's code picks the tokens to keep
         keep = numbers.wide_on(last)["keep"] if size.prefills else 0
         sequences = {device: numbers.narrow_on(device) for device in self.pages.places}
-        stores = PagesOfOneStep(self.pages, self.lanes, size, sequences)
+        stores = PagesOfOneStep(self.shared, size, sequences)
         eager = partial(self.forward.over_stores, stores)
         if not by_graph or self.runner is None:
             return eager(tokens, positions, keep)
@@ -90,9 +118,7 @@ class SpreadStepRunner(StepRunner):
             return super()._draw(*args)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        for device in self.pages.places if pairs else ():
-            with self.lanes.turn(device, Shared.PAGES):
-                self.pages.copy(pairs, device)
+        self.shared.copy(pairs)
 
 
 def step_runner(
