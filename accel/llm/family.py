@@ -140,8 +140,9 @@ def _bind(
     elif rounding(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):
-        forward.runner = _graphs(forward, context)
-        batches = _graphs(forward, context)
+        forward.runner = _graphs(forward, context, context.options.graphs is True)
+        # What a graph saves there is time of the host, in which another device gets its work.
+        batches = _graphs(forward, context, keep=True)
     elif context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
@@ -160,9 +161,8 @@ def _bind(
     return forward, (*patches, *hooks), note
 
 
-def _graphs(forward: SpreadForward, context: Context) -> StretchGraphs:
-    """Of its stretches."""
-    keep = context.options.graphs is True
+def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGraphs:
+    """Of its stretches. keep: those too that make a stretch by itself no faster."""
     graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.ledger, keep)
     for runner in graphs.runners:
         runner.beside, runner.kind = forward.relied_model, rows_of_kernels

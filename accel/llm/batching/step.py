@@ -4,7 +4,7 @@ Nothing waits for the device. The ids that are drawn stay there as the inputs of
 the host meanwhile.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,13 +66,15 @@ class StepSize(NamedTuple):
         return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.drawn)))
 
     @classmethod
-    def filled(cls, plan: StepPlan, rows: int) -> "StepSize | None":
-        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has."""
+    def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED) -> "StepSize | None":
+        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has.
+        mixed: tokens of steps with prompts that there are graphs for.
+        """
         tokens, decodes = len(plan.tokens), plan.decodes
         if decodes == len(plan.rows):
             fit = next((size for size in BUCKETS if size >= decodes), -(-decodes // COARSE) * COARSE)
             return cls(fit, fit, 0, fit)
-        fit = next((size for size in MIXED if size >= tokens), 0)
+        fit = next((size for size in mixed if size >= tokens), 0)
         if not fit or len(plan.rows) - decodes > MOST_PREFILLS:
             return None
         most = min(fit, rows)
@@ -86,6 +88,8 @@ class StepRunner:
     runner: of CUDA graphs, None for none. device: where tokens go in. last: (rows + 1,) int64, the id drawn last for
     each row, where it is drawn; the last place is nobody's.
     """
+
+    mixed: Sequence[int] = MIXED
 
     def __init__(
         self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
@@ -106,7 +110,7 @@ class StepRunner:
         """Runs a step. tokens_of: all tokens of a row, for processors that want them. look: whether a graph is replayed
         only if the model is still the one it was captured from. Raises what the forward does.
         """
-        size = None if self.runner is None else StepSize.filled(plan, self.nobody)
+        size = None if self.runner is None else StepSize.filled(plan, self.nobody, self.mixed)
         by_graph = size is not None
         size = StepSize.exact(plan) if size is None else size
         numbers = Numbers(plan, size, self.nobody)

@@ -102,6 +102,30 @@ def test_stretches_work_on_different_groups(both, monkeypatch):
     as_alone(stock, asked)
 
 
+class Replays:
+    """In place of graphs of stretches: computes what is there, of the size that the graphs have."""
+
+    def __init__(self):
+        self.sizes, self.trusted = [], 0
+
+    def __call__(self, eager, args, kwargs, variant, trusted):
+        self.sizes.append((args[0].shape[1], *variant[1:]))
+        self.trusted += trusted
+        return eager(*args, graphs=None, variant=variant, trusted=trusted)
+
+
+def test_steps_of_the_sizes_of_graphs(both):
+    """What fills them up is nobody's. Steps with more tokens than on one device are replayed too."""
+    ours, stock = both
+    engine = engine_of(ours, rows=40, tokens=2048, pages=100)
+    engine.steps.runner = replays = Replays()
+    asked = [request(str(i), prompt, 4) for i, prompt in enumerate(prompts_of((59,) * 38, 99))]
+    finished(engine, asked)
+    as_alone(stock, asked[::9])
+    assert replays.sizes == [(1280, 40, 32)] * 2 + [(24, 24, 0)] * 6
+    assert replays.trusted == len(replays.sizes) - 1
+
+
 def test_the_host_waits_for_ids_of_one_group_alone_where_it_must_know_them(both, monkeypatch):
     ours, _ = both
 

@@ -19,11 +19,15 @@ from accel_kernels.attention.paged.ragged import Ragged
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams, Shared
-from accel.llm.batching.step import Flight, Numbers, StepRunner, StepSize
+from accel.llm.batching.step import MIXED, Flight, Numbers, StepRunner, StepSize
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.pages import PagePool
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.stretch import Stretch, StretchGraphs
+
+# Tokens of steps with prompts that a graph is made for. While one launches a large step, other devices wait for theirs:
+# a stretch keeps its device busy for a part of the time only in which a whole model would.
+LARGER = (*MIXED, 1280, 1536, 1792, 2048)
 
 
 class PagesInTurns:
@@ -82,6 +86,7 @@ class SpreadStepRunner(StepRunner):
 
     forward: SpreadForward
     runner: StretchGraphs | None  # type: ignore[assignment]
+    mixed = LARGER
 
     def __init__(
         self, forward: SpreadForward, pages: PagePool, sampler: Sampler, rows: int, runner: Any, lanes: LaneStreams
