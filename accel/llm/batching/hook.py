@@ -32,7 +32,6 @@ from accel.patching.patch import Patch
 NAME = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"  # where stock keeps a manager for its next call
 OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
-Runner = GraphRunner | StretchGraphs | None
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
 
@@ -45,7 +44,12 @@ class InitContinuousBatching(MethodHook):
 
     name = NAME
 
-    def __init__(self, module: PreTrainedModel, forward: DecoderForward, runner: Runner = None):
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        forward: DecoderForward,
+        runner: GraphRunner | StretchGraphs | None = None,
+    ):
         super().__init__(module, forward)
         self.runner = runner
         self.__setstate__(vars(self))
@@ -232,7 +236,9 @@ class BatchingPatch(Patch):
         self.value.leave()
 
 
-def batching_hook(model: PreTrainedModel, forward: DecoderForward, runner: Runner = None) -> list[Patch]:
+def batching_hook(
+    model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
+) -> list[Patch]:
     """For a model whose class has the method, unless somebody put another one on the model."""
     if NAME in vars(model) or not hasattr(type(model), NAME):
         return []

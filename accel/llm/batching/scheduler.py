@@ -221,7 +221,7 @@ class Scheduler:
         """Whether the group has less than its share of those that run and wait."""
         running = self.limits.rows - len(self.idle)
         share = -(-min(running + len(self.waiting), self.limits.rows) // self.lanes)
-        return self.lanes == 1 or np.count_nonzero(self.lane == lane) < share
+        return self.lanes == 1 or int((self.lane == lane).sum()) < share
 
     def _open(self, lane: int) -> int | None:
         """Who has waited for longest takes a row, in this group, if there are pages for what it begins with."""

@@ -97,8 +97,10 @@ class PagePool:
         found = [self._kv[layer] for layer in layers]
         units = max(kv.keys.shape[2] for kv in found) * tokens
         counters = torch.zeros(units, device=metadata.device, dtype=torch.int32)
-        given = {"metadata": metadata, "split_counters": counters, "by_address": True, "ragged": ragged}
-        return {layer: kv._replace(**given) for layer, kv in zip(layers, found, strict=True)}
+        found = [
+            kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in found
+        ]
+        return dict(zip(layers, found, strict=True))
 
     def upload(self, places: np.ndarray, values: np.ndarray, device: torch.device | None = None) -> None:
         """Writes values into the tables of a device, None for all, in stream order and without waiting for the GPU.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accel_kernels import KV
-from accel_kernels.attention.paged.ragged import Ragged
+from accel_kernels.attention.paged.ragged import Pointers, Ragged
 
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan
@@ -72,10 +72,9 @@ class PagesOfOneStep:
         return (self.shared.pages.places[stretch.device].metadata, *self.sequences[stretch.device])
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
-        addresses, *sequences = metadata
-        ragged = Ragged(*sequences, self.size.decodes, self.size.prefills)
+        ragged = Ragged(*Pointers(*metadata[1:]), self.size.decodes, self.size.prefills)
         layers = [layer.spec.attention.index for layer in stretch.layers]
-        return self.shared.pages.of_step(layers, x.shape[1], addresses, ragged)
+        return self.shared.pages.of_step(layers, x.shape[1], metadata[0], ragged)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:
         return self.shared.turn(stretch.device)
