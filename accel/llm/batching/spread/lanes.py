@@ -1,5 +1,6 @@
 """Groups of requests whose steps are on different devices at the same time, and in which order a device does them."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
@@ -27,7 +28,7 @@ class LaneStreams:
         self.count = count
         found = dict.fromkeys(device for device in devices if device.type == "cuda")
         self.devices = list(found) if count > 1 else []
-        self.streams = [[torch.cuda.Stream(device) for device in self.devices] for _ in range(count)]
+        self.streams = [[_stream(device, lane) for device in self.devices] for lane in range(count)]
         whose = [(device, what) for device in self.devices for what in Shared]
         self.done = {one: torch.cuda.Event() for one in whose}  # the last turn
 
@@ -63,3 +64,9 @@ class LaneStreams:
         for streams in self.streams:
             for stream in streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device, lane: int) -> torch.cuda.Stream:
+    """That of a group, the same from engine to engine: torch keeps freed memory for the stream it was used on."""
+    return torch.cuda.Stream(device)
