@@ -34,7 +34,8 @@ SIZES = dict(vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_lay
 def launch(runner: steps.StepRunner, plan, tokens_of, logprobs: bool, look: bool = True) -> steps.Flight:
     """In place of the method: all but the model and the draw."""
     size = steps.StepSize.filled(plan, runner.nobody) or steps.StepSize.exact(plan)
-    steps._Numbers(plan, size, runner.nobody).on(runner.device)
+    numbers = steps.Numbers(plan, size, runner.nobody)
+    numbers.wide_on(runner.device), numbers.narrow_on(runner.device)
     return steps.Flight(plan, torch.from_numpy(np.full(len(plan.drawn), 7)), None, None)
 
 

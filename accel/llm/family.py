@@ -133,13 +133,16 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.relied_model = relied_on(forward)
-    note, batches = "" if placement is None else placement.told(), None
+    note = "" if placement is None else placement.told()
+    batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
     elif rounding(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):
-        forward.runner = _graphs(forward, context)
+        forward.runner = _graphs(forward, context, context.options.graphs is True)
+        # What a graph saves there is time of the host, in which another device gets its work.
+        batches = _graphs(forward, context, keep=True)
     elif context.options.graphs is not False:
         keep = context.options.graphs is True
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
@@ -158,9 +161,8 @@ def _bind(
     return forward, (*patches, *hooks), note
 
 
-def _graphs(forward: SpreadForward, context: Context) -> StretchGraphs:
-    """Of its stretches."""
-    keep = context.options.graphs is True
+def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGraphs:
+    """Of its stretches. keep: those too that make a stretch by itself no faster."""
     graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.ledger, keep)
     for runner in graphs.runners:
         runner.beside, runner.kind = forward.relied_model, rows_of_kernels

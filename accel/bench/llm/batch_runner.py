@@ -106,7 +106,7 @@ def bench_batches(
         stock = beside(model)
         accel.optimize(model)
         stage("correctness")
-        going.about |= _checked(model, stock)
+        going.about |= checked_tokens(model, stock)
         variants: dict[str, Any] = {"stock": stock, "accel": model}
         if request.lossy is not None:
             weights, kv_cache = request.lossy
@@ -150,7 +150,7 @@ def answers(model: "PreTrainedModel", prompts: Sequence[Sequence[int]], new: int
     return found
 
 
-def _checked(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
+def checked_tokens(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
     """Every token that accel chose is the best one to stock too, given those before it, but for rounding.
 
     Raises WrongResult where one is not.

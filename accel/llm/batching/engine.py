@@ -10,12 +10,15 @@ from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
-from accel.llm.batching.step import Flight, StepRunner, head_size
+from accel.llm.batching.spread.lanes import LaneStreams
+from accel.llm.batching.spread.steps import head_device, lane_count, step_runner
+from accel.llm.batching.step import Flight, head_size
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
+from accel.llm.pipeline.stretch import StretchGraphs
 
 # Steps from one look at the model to the next while requests run: a look takes the host about as long as all else that
 # it does for a step. Before the first step after a pause, or after all requests have ended, there is one too.
@@ -30,20 +33,23 @@ class Engine:
     run so.
     """
 
-    def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | None = None):
+    def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):
         self.forward, self.limits = forward, limits
         shapes = forward.shapes()
         windows = [layer.spec.attention.sees for layer in forward.layers]
-        sets, device = layer_sets(shapes, windows), shapes[0].device
-        pages = limits.page_count(shapes, sets, device)
+        sets = layer_sets(shapes, windows)
+        pages = limits.page_count(shapes, sets)
         rows, columns = limits.rows, limits.columns
         self.pool = BlockPool(sets, pages, rows, columns, limits.share)
-        self.pages = PagePool(shapes, sets, pages, rows, columns, device)
+        self.pages = PagePool(shapes, sets, pages, rows, columns)
         self.answers = Answers(rows)
-        self.scheduler = Scheduler(self.pool, self.answers, limits)
-        self.sampler = Sampler(rows, head_size(forward), device)
-        self.steps = StepRunner(forward, self.pages, self.sampler, rows, runner)
-        self.flights: deque[Flight] = deque()
+        self.sampler = Sampler(rows, head_size(forward), head_device(forward))
+        self.lanes = LaneStreams(
+            (*self.pages.places, forward.embeddings().device, self.sampler.device), lane_count(forward)
+        )
+        self.scheduler = Scheduler(self.pool, self.answers, limits, self.lanes.count)
+        self.steps = step_runner(forward, self.pages, self.sampler, rows, runner, self.lanes)
+        self.flights: deque[Flight] = deque()  # as many as there are lanes, and one more while a step is launched
         self.ids: set[str] = set()
         self.weights = self._weights()  # that what is stored was made with
         self._unseen = LOOK  # steps since the model was looked at
@@ -149,7 +155,9 @@ class Engine:
         if plan is not None:
             self._launch(plan, look)
             self._unseen += 1
-        while len(self.flights) > (plan is not None):
+        # Where nothing could be planned, what the oldest step brings may change that.
+        most = self.lanes.count if plan is not None else len(self.flights) - 1
+        while len(self.flights) > max(0, most):
             self._read(self.flights.popleft())
         self._cancelled = {one: None for one in self._cancelled if self.scheduler.busy and not self._drop(one)}
         news, self._news = list(self._news), {}
@@ -165,8 +173,9 @@ class Engine:
             self.ids.discard(request.id)
             self._fail(request, reason)
         self.scheduler.failed.clear()
-        if plan is not None and self.flights and self.sampler.waits(plan.drawn):
-            self._read_all()
+        if plan is not None and self.sampler.waits(plan.drawn):
+            while any(flight.plan.lane == plan.lane for flight in self.flights):
+                self._read(self.flights.popleft())
         return plan
 
     def resumed(self) -> None:
@@ -210,7 +219,7 @@ class Engine:
                 request = self.answers.requests[row]
                 assert request is not None
                 self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
-            self.pages.upload(*self.pool.changes())
+            self.steps.upload(*self.pool.changes())
             self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
             if (
@@ -286,4 +295,5 @@ class Engine:
     def close(self) -> None:
         """Gives the memory back; nothing can be asked of the engine any more."""
         self.flights.clear()
+        self.lanes.join()
         del self.pages, self.steps, self.sampler

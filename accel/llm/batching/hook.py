@@ -18,10 +18,12 @@ from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.parallel.together import PLACE, Alone, Together
 from accel.llm.batching.refusal import refusal
 from accel.llm.batching.sampling import SamplingDefaults
+from accel.llm.batching.spread.steps import head_device
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
+from accel.llm.pipeline.stretch import StretchGraphs
 from accel.llm.recording.inputs import table_of_positions
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
@@ -42,7 +44,12 @@ class InitContinuousBatching(MethodHook):
 
     name = NAME
 
-    def __init__(self, module: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | None = None):
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        forward: DecoderForward,
+        runner: GraphRunner | StretchGraphs | None = None,
+    ):
         super().__init__(module, forward)
         self.runner = runner
         self.__setstate__(vars(self))
@@ -163,7 +170,7 @@ class InitContinuousBatching(MethodHook):
             config,
             batching,
             partial(self.build, batching, workload_hints),
-            partial(_defaults, self.module, batching),
+            partial(_defaults, self.forward, batching),
             Alone() if self.lockstep is None else Together(self.lockstep),
         )
         self.managers.add(made)
@@ -188,7 +195,7 @@ class InitContinuousBatching(MethodHook):
         """One on each rank, with as many pages as the rank has room for that has the least."""
         shapes = self.forward.shapes()
         sets = layer_sets(shapes, _windows(self.forward))
-        room = partial(limits.page_count, shapes, sets, shapes[0].device)
+        room = partial(limits.page_count, shapes, sets)
         pages = lockstep.least(lockstep.all_do("memory for keys and values", room))
         return lockstep.all_do("an engine", partial(self._engine, replace(limits, pages=pages - 1)))
 
@@ -229,7 +236,9 @@ class BatchingPatch(Patch):
         self.value.leave()
 
 
-def batching_hook(model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | None = None) -> list[Patch]:
+def batching_hook(
+    model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
+) -> list[Patch]:
     """For a model whose class has the method, unless somebody put another one on the model."""
     if NAME in vars(model) or not hasattr(type(model), NAME):
         return []
@@ -281,8 +290,10 @@ def _ended(config: GenerationConfig) -> GenerationConfig:
     return config
 
 
-def _defaults(model: PreTrainedModel, batching: ContinuousBatchingConfig, config: GenerationConfig) -> SamplingDefaults:
+def _defaults(
+    forward: DecoderForward, batching: ContinuousBatchingConfig, config: GenerationConfig
+) -> SamplingDefaults:
     """Raises ValueError or TypeError for a configuration that no request could have."""
-    found = SamplingDefaults(model, config, batching)
+    found = SamplingDefaults(forward.module, config, batching, head_device(forward))
     found.request([0], seed=0)
     return found

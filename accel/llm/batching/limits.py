@@ -18,7 +18,7 @@ class Limits:
     """Bounds of an `Engine`.
 
     rows: requests that run at a time. tokens: new tokens of one step; longer prompts are read in several. context:
-    tokens that a request may come to, prompt and answer. memory: the share of the device's free memory that keys and
+    tokens that a request may come to, prompt and answer. memory: the share of each device's free memory that keys and
     values may take. pages: how many pages of 64 tokens and one set of layers there are, None for as many as fit and can
     be of use. share: whether requests share what their prompts begin with. logprobs: whether log probabilities of the
     drawn tokens are wanted.
@@ -48,16 +48,21 @@ class Limits:
         """Blocks that a request may come to."""
         return -(-self.context // BLOCK)
 
-    def page_count(self, shapes: Sequence[Shape], sets: Sequence[LayerSet], device: torch.device) -> int:
-        """Pages to allocate on this device, page 0 included. Raises torch.OutOfMemoryError where not one block fits."""
+    def page_count(self, shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> int:
+        """Pages to allocate, page 0 included: as many as fit on the device that has room for the fewest. Raises
+        torch.OutOfMemoryError where not one block fits.
+        """
         if self.pages is not None:
             return self.pages + 1
-        room = pages_for(shapes, sets, int(self.memory * free_bytes(device)))
+        devices = dict.fromkeys(shape.device for shape in shapes)
+        rooms = {one: pages_for(shapes, sets, int(self.memory * free_bytes(one)), one) for one in devices}
+        least = min(rooms, key=lambda one: rooms[one])
+        room = rooms[least]
         if room <= len(sets):
-            need = page_bytes(shapes, sets) * (len(sets) + 1) / 2**20
+            need = page_bytes(shapes, sets, least) * (len(sets) + 1) / 2**20
             raise torch.OutOfMemoryError(
                 f"no memory for keys and values: {need:.0f} MiB are the least, "
-                f"and {self.memory:.0%} of what is free on the device is less"
+                f"and {self.memory:.0%} of what is free on {'the device' if len(rooms) == 1 else least} is less"
             )
         useful = int(self.rows * self.columns * len(sets) * (SPARE if self.share else 1)) + 1
         return min(room, max(useful, len(sets) + 1))

@@ -52,20 +52,21 @@ class BatchEngine(Protocol):
 class EngineLoop:
     """An engine, what waits for it, and the thread that runs it. Knows no manager, so that an abandoned one is freed.
 
-    build: makes the engine. device: where it computes. results: takes what comes out. most_waiting: how many requests
-    may wait to be taken in, 0 for no bound. ranks: what this loop does in step with those of other ranks.
+    build: makes the engine. devices: where it computes, the first is the current one there. results: takes what comes
+    out. most_waiting: how many requests may wait to be taken in, 0 for no bound. ranks: what this loop does in step
+    with those of other ranks.
     """
 
     def __init__(
         self,
         build: Callable[[], BatchEngine],
-        device: torch.device,
+        devices: Sequence[torch.device],
         results: Results,
         most_waiting: int = 0,
         ranks: Alone | Together | None = None,
     ) -> None:
         self.ranks = ranks or Alone()
-        self.build, self.device, self.results, self.most_waiting = build, device, results, most_waiting
+        self.build, self.devices, self.results, self.most_waiting = build, devices, results, most_waiting
         self.engine: BatchEngine | None = None
         self.ending = Ending()
         self.fatal_error: Exception | None = None
@@ -148,7 +149,7 @@ class EngineLoop:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, no step runs and the device has nothing of ours left to do. Raises RuntimeError where the loop ends
+        """Inside, no step runs and the devices have nothing of ours left to do. Raises RuntimeError where the loop ends
         instead.
         """
         thread = threading.get_ident()
@@ -178,16 +179,16 @@ class EngineLoop:
     def ready(self) -> BatchEngine:
         """The engine, made where there is none. Not while the loop runs. Raises what making it raises."""
         if self.engine is None:
-            with _computing(self.device):
+            with _computing(self.devices[0]):
                 self.engine = self.build()
-                _synchronize(self.device)
+                _synchronize(self.devices)
         return self.engine
 
     def close(self) -> None:
         """Gives back what the engine holds. Not while the loop runs."""
         engine, self.engine = self.engine, None
         if engine is not None:
-            with _computing(self.device):
+            with _computing(self.devices[0]):
                 engine.close()
 
     def _has_room(self) -> bool:
@@ -198,7 +199,7 @@ class EngineLoop:
     def _run(self) -> None:
         ended_by: BaseException | None = None
         try:
-            with _computing(self.device):
+            with _computing(self.devices[0]):
                 engine = self.ready()
                 while self._take_in(engine):
                     self._deliver(self._step(engine))
@@ -263,9 +264,9 @@ class EngineLoop:
         return bool(self._added or self._cancelled or self._refused or self._pauses or self.ending.how)
 
     def _park(self, first: bool) -> None:
-        """Waits until nobody here pauses, or for the others that are to be met. first: the device may still compute."""
+        """Waits until nobody here pauses, or for the others that are to be met. first: devices may still compute."""
         if first:
-            _synchronize(self.device)
+            _synchronize(self.devices)
         with self._changed:
             if self._pauses:  # where one pause follows another, it parks for each
                 self._parked = True
@@ -302,7 +303,7 @@ class EngineLoop:
         error = RuntimeError(self.ending.why) if self.fatal_error is None else self.fatal_error
         if self.engine is not None:
             try:
-                with _computing(self.device):
+                with _computing(self.devices[0]):
                     self._deliver(self.engine.fail(error))
             except Exception as worse:
                 logger.error(f"The engine could not be emptied: {told(worse)}", exc_info=True)
@@ -333,6 +334,7 @@ def _computing(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -58,7 +58,8 @@ class BatchManager(ContinuousBatchingManager):
         self._results = Results(None if self.is_tp_driver else UNREAD)
         self._lock, self._count = threading.Lock(), 0
         most_waiting = self.continuous_batching_config.max_queue_size
-        self._loop = EngineLoop(build, model.device, self._results, most_waiting, self._ranks)
+        devices = list(dict.fromkeys([model.device, *(one.device for one in model.parameters())]))
+        self._loop = EngineLoop(build, devices, self._results, most_waiting, self._ranks)
         weakref.finalize(self, self._loop.ending.abandon)
 
     def __reduce__(self) -> tuple:

@@ -9,8 +9,10 @@ from transformers import DynamicCache
 from accel.errors import reason_of
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import StepPlan
+from accel.llm.batching.spread.lanes import LaneStreams
+from accel.llm.batching.spread.steps import head_device, step_runner
 from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
-from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.generation.trial import Expected
@@ -36,8 +38,8 @@ def refusal(forward: DecoderForward) -> str | None:
     """
     if isinstance(forward, MixedForward):
         return "some of its layers run stock, and would know nothing of sequences of different lengths"
-    if isinstance(forward, SpreadForward):
-        return "its layers are spread by accelerate, and work on one batch one after another"
+    if isinstance(forward, SpreadForward) and len({one.device.type for one in forward.stretches}) > 1:
+        return "its layers are spread over devices of several kinds"
     if forward.convention.kept:
         return "it goes on with positions that it counted before, of one batch"
     if forward.ledger.rests((forward.embeddings(),), {}):
@@ -50,6 +52,8 @@ def refusal(forward: DecoderForward) -> str | None:
     try:
         with torch.no_grad(), resting(forward.module):
             return _difference(forward)
+    except Unfit as unfit:
+        return str(unfit)
     except Exception as error:  # of a model that looks at its inputs in a way of its own
         return f"could not be tried: {reason_of(error)}"
 
@@ -68,7 +72,7 @@ def _difference(forward: DecoderForward) -> str | None:
     choices = _by_steps(found, lengths) if wholes and found.cover(wholes) else None
     steps, plans = _steps(forward, ids, lengths)
     with noting(1, modules) as own, repeating(choices or Choices(1)):
-        together = torch.stack([steps.logits(plan) for plan in plans], dim=1)
+        together = torch.stack([steps.logits(plan) for plan in plans], dim=1).to(alone.device)
     if together.shape[-1] != head_size(forward):
         return f"logits of {together.shape[-1]} tokens, where its head has {head_size(forward)}"
     if not Expected(alone, found, median=bool(wholes) and choices is None).agrees(together):
@@ -112,13 +116,14 @@ def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> t
     sets = layer_sets(shapes, [layer.spec.attention.sees for layer in forward.layers])
     pages = 2 * len(sets) + 1
     pool = BlockPool(sets, pages, 2, 1, share=False)
-    memory = PagePool(shapes, sets, pages, 2, 1, ids.device)
+    memory = PagePool(shapes, sets, pages, 2, 1)
     assert lengths.max() <= BLOCK
     for row in (0, 1):
         pool.open(row, [0])
         pool.extend(row, BLOCK)
     memory.upload(*pool.changes())
-    steps = StepRunner(forward, memory, Sampler(2, head_size(forward), ids.device), 2, None)
+    sampler = Sampler(2, head_size(forward), head_device(forward))
+    steps = step_runner(forward, memory, sampler, 2, None, LaneStreams(memory.places, 1))
     plans = [_plan(ids, before, after) for before, after in pairwise(lengths)]
     steps.warm_up([*plans, _large()])
     return steps, plans

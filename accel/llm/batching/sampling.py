@@ -125,12 +125,19 @@ class SamplingDefaults:
     Seeds: a request's own; or from `continuous_batching_config.seed` and the number of sampling requests before; or,
     where that is None, from one number of torch's default generator, which `torch.manual_seed` decides. It is drawn
     when the first request samples.
+
+    device: where processors on the host get their scores; None for that of the model.
     """
 
     def __init__(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, continuous_batching_config: Any = None
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: Any = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.generation_config = model, generation_config
+        self.device = device
         self._seed: int | None = getattr(continuous_batching_config, "seed", None)
         if self._seed is not None:
             self._seed = SETTINGS["seed"].checked("seed", self._seed)
@@ -180,7 +187,7 @@ class SamplingDefaults:
         eos_token_id: int | Iterable[int] | None,
     ) -> Sampling:
         """config: a copy, which becomes what generate() would make of it for this prompt."""
-        device = self.model.device
+        device = self.device or self.model.device
         if config.num_beams is not None and config.num_beams > 1:
             raise ValueError(f"num_beams={config.num_beams}: continuous batching has no beams; use generate()")
         if max_new_tokens is not None:

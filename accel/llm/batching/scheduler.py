@@ -21,6 +21,7 @@ from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 
 UNBOUNDED = 2**62
+NOWHERE = -1  # in place of a group
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
 
@@ -44,7 +45,7 @@ class StepPlan:
     rows, lengths, news: (sequences,) int64, the row of each, tokens stored before, new tokens. tokens: (tokens,) int64
     of all sequences in turn, LATEST for those of decodes. sources, drawn, serials: (n,) int64, the sequences whose last
     token is followed by a draw, the row it is drawn for, and which occupant of the row that is. copies: pages to copy
-    once the step is launched. opened: rows whose requests are new.
+    once the step is launched. opened: rows whose requests are new. lane: the group of requests that it is of.
     """
 
     rows: np.ndarray
@@ -57,26 +58,31 @@ class StepPlan:
     serials: np.ndarray
     copies: list[tuple[int, int]]
     opened: list[int]
+    lane: int = 0
 
 
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
+    lanes: groups into which those with a row are divided. A step is of one group, and groups take turns. A request goes
+    to a group that has less than its share, and stays there.
+
     stored: (rows,) int64, tokens of each row that are stored once all steps planned have run. left: (rows,), tokens
     that are still to be drawn for it. serial: (rows,), counted up whenever a row changes hands.
     """
 
-    def __init__(self, pool: BlockPool, answers: Answers, limits: Limits):
-        self.pool, self.answers, self.limits = pool, answers, limits
+    def __init__(self, pool: BlockPool, answers: Answers, limits: Limits, lanes: int = 1):
+        self.pool, self.answers, self.limits, self.lanes = pool, answers, limits, lanes
         self.waiting: deque[Request] = deque()
         self.stored, self.left, self.serial, self.arrived = (np.zeros(limits.rows, np.int64) for _ in range(4))
+        self.lane = np.full(limits.rows, NOWHERE)  # the group of each row
         self.decoding = np.empty(0, np.int64)  # rows in the order of their arrival
         self.prefilling: dict[int, list[int]] = {}  # row to all tokens that it begins with; in the order of arrival
         self.idle = list(range(limits.rows - 1, -1, -1))
         self.failed: list[tuple[Request, str]] = []
         self.preempted = 0
         self._opened: list[int] = []  # rows that were taken since the last plan
-        self._arrivals = 0
+        self._arrivals = self._turn = 0
         self._blocked: tuple[Request, int] | None = None  # who waits for pages, and how many were free then
 
     @property
@@ -96,10 +102,12 @@ class Scheduler:
         """
         self._slide()
         while True:
-            decodes = self._decodes(unread)
-            chunks = list(self._chunks(self.limits.tokens - len(decodes)))
-            if len(decodes) or chunks:
-                return self._step(decodes, chunks)
+            for _ in range(self.lanes):
+                lane, self._turn = self._turn, (self._turn + 1) % self.lanes
+                decodes = self._decodes(lane, unread)
+                chunks = list(self._chunks(lane, self.limits.tokens - len(decodes)))
+                if len(decodes) or chunks:
+                    return self._step(lane, decodes, chunks)
             if not self.prefilling or not self._make_room(unread):
                 return None
 
@@ -119,7 +127,7 @@ class Scheduler:
         self.prefilling.pop(row, None)
         self.decoding = self.decoding[self.decoding != row]
         self.serial[row] += 1
-        self.left[row] = 0
+        self.left[row], self.lane[row] = 0, NOWHERE
         self.idle.append(row)
         return request
 
@@ -147,14 +155,17 @@ class Scheduler:
             rows = _behind(self.decoding, list(self.prefilling))
             self.pool.slide_all(rows, self.stored[rows])
 
-    def _decodes(self, unread: bool) -> np.ndarray:
+    def _decodes(self, lane: int, unread: bool) -> np.ndarray:
         """Rows that get one more token, and have the page for it."""
-        rows = self.decoding[self.left[self.decoding] > 0]
+        rows = self._open_ended(lane)
         while (fit := self.pool.extend_all(rows, self.stored[rows] + 1)) < len(rows):
             if not self._make_room(unread):
                 return rows[:fit]
-            rows = self.decoding[self.left[self.decoding] > 0]
+            rows = self._open_ended(lane)
         return rows
+
+    def _open_ended(self, lane: int) -> np.ndarray:
+        return self.decoding[(self.left[self.decoding] > 0) & (self.lane[self.decoding] == lane)]
 
     def _make_room(self, unread: bool) -> bool:
         """Who came last waits again; who is alone has failed. Whether somebody is left."""
@@ -169,16 +180,16 @@ class Scheduler:
         self.failed.append((request, f"{stored} tokens fill all {self.pool.pages - 1} pages that there are"))
         return False
 
-    def _chunks(self, budget: int) -> Iterator[Chunk]:
+    def _chunks(self, lane: int, budget: int) -> Iterator[Chunk]:
         """Of prompts, until the budget or the pages are used up."""
-        for row, tokens in list(self.prefilling.items()):
+        for row, tokens in [(row, tokens) for row, tokens in self.prefilling.items() if self.lane[row] == lane]:
             end = self._end(row, len(tokens), budget)
             if end <= self.stored[row]:
                 return
             budget -= end - int(self.stored[row])
             yield self._advance(row, tokens, end)
-        while budget > 0 and self.waiting and self.idle:
-            new = self._open()
+        while budget > 0 and self.waiting and self.idle and self._has_room(lane):
+            new = self._open(lane)
             if new is None:
                 return
             tokens = self.prefilling[new]
@@ -206,8 +217,14 @@ class Scheduler:
             self.left[row] -= 1
         return Chunk(row, start, tokens[start:end], end == len(tokens))
 
-    def _open(self) -> int | None:
-        """The request that has waited for longest takes a row, if there are pages for what it begins with."""
+    def _has_room(self, lane: int) -> bool:
+        """Whether the group has less than its share of those that run and wait."""
+        running = self.limits.rows - len(self.idle)
+        share = -(-min(running + len(self.waiting), self.limits.rows) // self.lanes)
+        return self.lanes == 1 or int((self.lane == lane).sum()) < share
+
+    def _open(self, lane: int) -> int | None:
+        """Who has waited for longest takes a row, in this group, if there are pages for what it begins with."""
         request, running = self.waiting[0], self.limits.rows - len(self.idle)
         if running and self._blocked is not None:
             who, free = self._blocked
@@ -224,14 +241,15 @@ class Scheduler:
             return None
         self.waiting.popleft()
         self.idle.pop()
-        self._take(row, request)
+        self._take(row, request, lane)
         self.stored[row] = found
         self.prefilling[row] = tokens
         self._opened.append(row)
         return row
 
-    def _take(self, row: int, request: Request) -> None:
-        """The request has this row from now on."""
+    def _take(self, row: int, request: Request, lane: int) -> None:
+        """The request has this row, in this group, from now on."""
+        self.lane[row] = lane
         most = min(UNBOUNDED if request.max_new_tokens is None else request.max_new_tokens, self.room(request))
         self.answers.open(row, request, most)
         self.left[row] = most - len(request.tokens)
@@ -241,7 +259,7 @@ class Scheduler:
         if request.started < 0:
             request.started = time.perf_counter()
 
-    def _step(self, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
+    def _step(self, lane: int, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
         rows = _behind(decodes, [chunk.row for chunk in chunks])
         lengths = _behind(self.stored[decodes], [chunk.start for chunk in chunks])
         news = _behind(np.ones_like(decodes), [len(chunk.tokens) for chunk in chunks])
@@ -264,7 +282,7 @@ class Scheduler:
         self._opened.clear()
         return StepPlan(
             rows, lengths, news, len(decodes), tokens, np.array(sources, np.int64), takers, self.serial[takers],
-            copies, opened,
+            copies, opened, lane,
         )  # fmt: skip
 
     def _children(self, row: int, request: Request, length: int, copies: list[tuple[int, int]]) -> Iterator[int]:
@@ -277,7 +295,7 @@ class Scheduler:
                 return
             copies += pairs
             new = self.idle.pop()
-            self._take(new, child)
+            self._take(new, child, int(self.lane[row]))
             child.status = RequestStatus.DECODING
             self.stored[new] = length
             self.left[new] -= 1

@@ -4,7 +4,7 @@ Nothing waits for the device. The ids that are drawn stay there as the inputs of
 the host meanwhile.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,13 +66,15 @@ class StepSize(NamedTuple):
         return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.drawn)))
 
     @classmethod
-    def filled(cls, plan: StepPlan, rows: int) -> "StepSize | None":
-        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has."""
+    def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED) -> "StepSize | None":
+        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has.
+        mixed: tokens of steps with prompts that there are graphs for.
+        """
         tokens, decodes = len(plan.tokens), plan.decodes
         if decodes == len(plan.rows):
             fit = next((size for size in BUCKETS if size >= decodes), -(-decodes // COARSE) * COARSE)
             return cls(fit, fit, 0, fit)
-        fit = next((size for size in MIXED if size >= tokens), 0)
+        fit = next((size for size in mixed if size >= tokens), 0)
         if not fit or len(plan.rows) - decodes > MOST_PREFILLS:
             return None
         most = min(fit, rows)
@@ -83,18 +85,24 @@ class StepSize(NamedTuple):
 class StepRunner:
     """Runs planned steps of one model over one pool of pages.
 
-    runner: of CUDA graphs, None for none. last: (rows + 1,) int64, the id drawn last for each row; the last place is
-    nobody's.
+    runner: of CUDA graphs, None for none. device: where tokens go in. last: (rows + 1,) int64, the id drawn last for
+    each row, where it is drawn; the last place is nobody's.
     """
+
+    mixed: Sequence[int] = MIXED
 
     def __init__(
         self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
     ):
         self.forward, self.pages, self.sampler = forward, pages, sampler
-        self.device = pages.metadata.device
+        self.device = forward.embeddings().device
         self.runner = runner if self.device.type == "cuda" else None
-        self.last = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.last = torch.zeros(rows + 1, dtype=torch.int64, device=sampler.device)
         self.nobody = rows
+
+    def upload(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Before a step is launched: what has changed in the tables of pages, as `PagePool.upload` takes it."""
+        self.pages.upload(places, values)
 
     def launch(
         self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, look: bool = True
@@ -102,16 +110,16 @@ class StepRunner:
         """Runs a step. tokens_of: all tokens of a row, for processors that want them. look: whether a graph is replayed
         only if the model is still the one it was captured from. Raises what the forward does.
         """
-        size = None if self.runner is None else StepSize.filled(plan, self.nobody)
+        size = None if self.runner is None else StepSize.filled(plan, self.nobody, self.mixed)
         by_graph = size is not None
         size = StepSize.exact(plan) if size is None else size
-        numbers = _Numbers(plan, size, self.nobody).on(self.device)
+        numbers = Numbers(plan, size, self.nobody)
         return self._draw(plan, self._logits(numbers, size, by_graph, look)[0], numbers, tokens_of, logprobs)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
-        return self._logits(_Numbers(plan, size, self.nobody).on(self.device), size, by_graph=False, look=True)[0]
+        return self._logits(Numbers(plan, size, self.nobody), size, by_graph=False, look=True)[0]
 
     def warm_up(self, plans: Iterable[StepPlan]) -> None:
         """Compiles side by side what these steps launch on a GPU; nothing of them comes out."""
@@ -123,12 +131,14 @@ class StepRunner:
             except Exception as error:  # shows again when such a step runs
                 reason_of(error)
 
-    def _logits(self, numbers: "_Numbers", size: StepSize, by_graph: bool, look: bool) -> torch.Tensor:
-        latest = self.last.index_select(0, numbers.taken_from)
-        tokens = torch.where(numbers.tokens == LATEST, latest, numbers.tokens).unsqueeze(0)
-        positions = numbers.positions.unsqueeze(0) if "position_ids" in self.forward.names else None
-        keep = numbers.keep if size.prefills else 0
-        arguments = (tokens, positions, self.pages.metadata, *numbers.sequences, keep)
+    def _logits(self, numbers: "Numbers", size: StepSize, by_graph: bool, look: bool) -> torch.Tensor:
+        wide = numbers.wide_on(self.device)
+        latest = self.last.index_select(0, wide["taken_from"])
+        tokens = torch.where(wide["tokens"] == LATEST, latest, wide["tokens"]).unsqueeze(0)
+        positions = wide["positions"].unsqueeze(0) if "position_ids" in self.forward.names else None
+        keep = wide["keep"] if size.prefills else 0
+        metadata = self.pages.places[self.device].metadata
+        arguments = (tokens, positions, metadata, *numbers.narrow_on(self.device), keep)
         eager: Callable[..., torch.Tensor] = partial(self._forward, size.decodes, size.prefills)
         if not by_graph or self.runner is None:
             return eager(*arguments)
@@ -155,31 +165,33 @@ class StepRunner:
         forward = self.forward
         forward.ready()
         ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
-        kvs = [self.pages.kv(layer) for layer in range(len(forward.layers))]
-        units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[1]
-        counters = torch.zeros(units, device=self.device, dtype=torch.int32)
-        kvs = [kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in kvs]
-        return forward.over(kvs, tokens, positions, keep)
+        kvs = self.pages.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
+        return forward.over(list(kvs.values()), tokens, positions, keep)
 
     def _draw(
-        self, plan: StepPlan, logits: torch.Tensor, numbers: "_Numbers", tokens_of: Callable, logprobs: bool
+        self, plan: StepPlan, logits: torch.Tensor, numbers: "Numbers", tokens_of: Callable, logprobs: bool
     ) -> Flight:
         count = len(plan.drawn)
         ids, chances = torch.empty(0, dtype=torch.int64), torch.empty(0) if logprobs else None
         if count:
-            drawn = self.sampler.draw(logits, numbers.drawn, numbers.wide["drawn"], tokens_of, logprobs)
+            wide = numbers.wide_on(self.sampler.device)
+            drawn = self.sampler.draw(logits, wide["drawn"], numbers.drawn, tokens_of, logprobs)
             ids, chances = drawn if isinstance(drawn, tuple) else (drawn, None)
             if (
                 self.forward.ranks is not None
             ):  # logits may differ by rounding, and so what is drawn; the answer may not
                 ids = self.forward.ranks.first(ids)
-            self.last.index_copy_(0, numbers.put_to, ids.clamp_min(0))
+            self.last.index_copy_(0, wide["put_to"], ids.clamp_min(0))
             ids, chances = ids[:count], None if chances is None else chances[:count]
-        self.pages.copy(plan.copies)
+        self._copy(plan.copies)
         if self.device.type != "cuda":
             return Flight(plan, ids, chances, None)
         here, there = _on_host(ids), None if chances is None else _on_host(chances)
-        return Flight(plan, here, there, torch.cuda.current_stream(self.device).record_event())
+        return Flight(plan, here, there, torch.cuda.current_stream(self.sampler.device).record_event())
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Pages, once the step has run."""
+        self.pages.copy(pairs)
 
 
 def head_size(forward: DecoderForward) -> int:
@@ -188,37 +200,46 @@ def head_size(forward: DecoderForward) -> int:
     return head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
 
 
-class _Numbers:
-    """All numbers of a step, on the host in two arrays, on the device views of two tensors.
+class Numbers:
+    """All numbers of a step, on the host in two arrays, on a device views of two tensors.
 
-    nobody: the place in `StepRunner.last` that is no row's.
+    drawn: as in StepPlan, filled. nobody: the place in `StepRunner.last` that is no row's.
     """
 
     def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
         starts, count = sequence_starts(plan.news), len(plan.tokens)
         of_token = np.repeat(np.arange(len(plan.rows)), plan.news)
-        drawn = _fill(plan.drawn, size.draws, NOBODY)
-        self.wide = {
+        self.drawn = _fill(plan.drawn, size.draws, NOBODY)
+        self._wide = {
             "tokens": _fill(plan.tokens, size.tokens, 0),
             "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
             "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), size.tokens, nobody),
             "keep": _fill(starts[plan.sources + 1] - 1, size.draws, count - 1),
-            "drawn": drawn,
-            "put_to": np.where(drawn == NOBODY, nobody, drawn),
+            "drawn": self.drawn,
+            "put_to": np.where(self.drawn == NOBODY, nobody, self.drawn),
         }
-        self.narrow = {
+        self._narrow = {
             "starts": _fill(starts, size.sequences + 1, count),
             "lengths": _fill(plan.lengths, size.sequences, 0),
             "rows": _fill(plan.rows, size.sequences, 0),
             "token_sequences": _fill(of_token, size.tokens, NOBODY),
             "counts": np.array([plan.decodes, len(plan.rows)]),
         }
+        self._there: dict[tuple, list[torch.Tensor]] = {}
 
-    def on(self, device: torch.device) -> "_Numbers":
-        """With all tensors; `sequences` are those of a `Ragged`, in its order."""
-        wide, self.sequences = _moved(self.wide, np.int64, device), _moved(self.narrow, np.int32, device)
-        self.tokens, self.positions, self.taken_from, self.keep, self.drawn, self.put_to = wide
-        return self
+    def wide_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """By name, int64: tokens, positions, what `last` is taken from for each and put to, places to keep, draws."""
+        return dict(zip(self._wide, self._on(device, self._wide, np.int64), strict=True))
+
+    def narrow_on(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors of a `Ragged`, in its order."""
+        return self._on(device, self._narrow, np.int32)
+
+    def _on(self, device: torch.device, parts: dict[str, np.ndarray], dtype: type) -> list[torch.Tensor]:
+        found = self._there.get((device, dtype))
+        if found is None:
+            found = self._there[device, dtype] = _moved(parts, dtype, device)
+        return found
 
 
 def _fill(numbers: np.ndarray, length: int, filler: int) -> np.ndarray:

@@ -37,7 +37,7 @@ class Choices:
         found = []
         for module, notes in self.notes.items():
             for (index, _), (others, _) in zip(notes, other.notes[module], strict=True):
-                found.append((index.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).flatten())
+                found.append((index.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).flatten().cpu())  # of any device
         return float(torch.cat(found).float().mean())
 
     def carried(self, root: nn.Module, twin: nn.Module) -> "Choices":

@@ -1,19 +1,30 @@
 """The forward of a language model whose layers are spread over several devices, in one process.
 
 The model's own code runs as ever: embeddings, norm and head are stock, and accelerate's hooks bring them their inputs.
-Its layers are stretches, each with its store on its own device. Nothing of a step waits for a device.
+Its layers are stretches, each with its store on its own device. Nothing of a step waits for a device. Logits of calls
+are given back on the device of the inputs, as accelerate does; those of the batching engine stay where the head is.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accel_kernels import KV
 
-from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
 from accel.llm.pipeline.placement import Placement
-from accel.llm.pipeline.stretch import ChainedStep, Stale, Stretch, StretchGraphs, StretchLayer, StretchStep, Unchained
+from accel.llm.pipeline.stretch import (
+    ChainedStep,
+    Stale,
+    Stores,
+    Stretch,
+    StretchGraphs,
+    StretchLayer,
+    StretchStep,
+    Unchained,
+)
 from accel.llm.runtime.layer import LayerForward
 from accel.patching.relied import changed_since
 
@@ -58,26 +69,66 @@ class SpreadForward(DecoderForward):
             self.ready()
         last = keep if isinstance(keep, torch.Tensor) else None
         stores = StoresOfOneForward(store, is_prefill, last)
-        if not is_prefill and self.chained and all(one.read is not None for one in self.stretches):
-            step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
+        if not is_prefill and self._by_stretches:
             try:
-                logits = self.within(step, tokens, positions, keep)
-                if step.calls:
-                    raise Unchained
-                return logits
+                # What its layers have written before Unchained lies behind what is stored, and is written again.
+                return self._in_chain(stores, tokens, positions, keep, graphs, variant, trusted).to(
+                    tokens.device, non_blocking=True
+                )
             except Unchained:
-                # What its layers have written lies behind what is stored, and is written again.
                 self.chained = False
         if trusted:
             raise Stale
         kvs: dict[int, KV] = {}
         for one in self.stretches:
             kvs |= stores.kvs(one, tokens, stores.metadata(one))
-        return self.within(StretchStep(kvs), tokens, positions, keep)
+        return self.within(StretchStep(kvs), tokens, positions, keep).to(tokens.device, non_blocking=True)
 
-    def within(self, *args: Any) -> torch.Tensor:
-        """On the device of the inputs, as accelerate gives them back."""
-        return super().within(*args).to(args[1].device, non_blocking=True)
+    def over_stores(
+        self,
+        stores: Stores,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        keep: int | torch.Tensor,
+        graphs: Any = None,
+        variant: tuple = (),
+        trusted: bool = False,
+    ) -> torch.Tensor:
+        """The logits of one step, on the device of the head, every stretch at once. graphs, trusted: as in `eager`.
+
+        Raises Unfit where the model's code does not hand each layer what the one before gave.
+        """
+        if not trusted:
+            self.ready()
+        try:
+            if not self._by_stretches:
+                raise Unchained
+            return self._in_chain(stores, tokens, positions, keep, graphs, variant, trusted)
+        except Unchained as error:
+            self.chained = False
+            raise Unfit("its code does not hand each layer what the one before gave") from error
+
+    @property
+    def _by_stretches(self) -> bool:
+        """Whether stretches can compute at once."""
+        return self.chained and all(one.read is not None for one in self.stretches)
+
+    def _in_chain(
+        self,
+        stores: Stores,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        keep: int | torch.Tensor,
+        graphs: Any,
+        variant: tuple,
+        trusted: bool,
+    ) -> torch.Tensor:
+        """Raises Unchained."""
+        step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
+        logits = self.within(step, tokens, positions, keep)
+        if step.calls:
+            raise Unchained
+        return logits
 
     def _placed(self) -> str | None:
         for path, module in self.module.named_modules():
@@ -95,16 +146,19 @@ class StoresOfOneForward:
     def __init__(self, store: Store, is_prefill: bool, last: torch.Tensor | None):
         self.store, self.is_prefill, self.last = store, is_prefill, last
 
-    def metadata(self, stretch: Stretch) -> torch.Tensor:
-        return self.store.kv(stretch.layers[0].spec.attention.index).metadata
+    def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        return (self.store.kv(stretch.layers[0].spec.attention.index).metadata,)
 
-    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: torch.Tensor) -> dict[int, KV]:
+    def turn(self, stretch: Stretch) -> AbstractContextManager:
+        return nullcontext()
+
+    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         indices = [layer.spec.attention.index for layer in stretch.layers]
         found = {index: self.store.kv(index, is_prefill=self.is_prefill) for index in indices}
         units = max(kv.keys.shape[2] for kv in found.values()) * x.shape[0] * x.shape[1]
         counters = torch.zeros(units, device=stretch.device, dtype=torch.int32)
         last = None if self.last is None else self.last.to(stretch.device)
         return {
-            index: kv._replace(metadata=metadata, split_counters=counters, by_address=last is not None, last=last)
+            index: kv._replace(metadata=metadata[0], split_counters=counters, by_address=last is not None, last=last)
             for index, kv in found.items()
         }

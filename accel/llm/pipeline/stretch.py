@@ -120,11 +120,14 @@ class Called(dict):
 class Stores(Protocol):
     """Where the layers of a stretch keep what they keep in one forward."""
 
-    def metadata(self, stretch: Stretch) -> torch.Tensor:
-        """Of its device, as in KV."""
+    def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        """What kernels on its device read: first that of KV; and what else changes from call to call."""
 
-    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: torch.Tensor) -> Mapping[int, KV]:
+    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> Mapping[int, KV]:
         """By a layer's place in the cache, for hidden states x, (rows, new, C). metadata: read in place of its own."""
+
+    def turn(self, stretch: Stretch) -> AbstractContextManager:
+        """Inside, the stretch computes; other forwards over the same stores have done so on its device, or wait."""
 
 
 class ChainedStep(StretchStep):
@@ -171,12 +174,13 @@ class ChainedStep(StretchStep):
             places.append(named)
         x, metadata = brought(x, stretch.device).contiguous(), self.stores.metadata(stretch)
 
-        def run(x: torch.Tensor, values: Sequence[Any], metadata: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor, values: Sequence[Any], metadata: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return stretch.run(self.stores.kvs(stretch, x, metadata), x, values, places)
 
-        if self.graphs is None:
-            return run(x, values, metadata)
-        return self.graphs.replay(stretch, run, (x, values, metadata), self.variant, places, self.seen)
+        with self.stores.turn(stretch):
+            if self.graphs is None:
+                return run(x, values, metadata)
+            return self.graphs.replay(stretch, run, (x, values, metadata), self.variant, places, self.seen)
 
 
 class StretchGraphs:

@@ -5,41 +5,18 @@ import gc
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 import accel
 from support.llm.batching.engines import prompts_of
+from support.llm.batching.gpu_calls import alone, batch, batched, config_of
 from support.llm.families import FAMILIES
-from support.llm.gpu import new_pair, replayed
+from support.llm.gpu import new_pair
 
 CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
 WAITS = ("bloom",)  # stock makes its slopes on the CPU in every forward, which no graph can
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 
 pytestmark = pytest.mark.usefixtures("exact")
-
-
-def config_of(new: int, **given) -> GenerationConfig:
-    return GenerationConfig(
-        **({"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | given)
-    )
-
-
-def batch(model, prompts, new: int, **given) -> list[list[int]]:
-    outputs = model.generate_batch(prompts, generation_config=config_of(new, **given))
-    assert all(one.error is None for one in outputs.values())
-    return [one.generated_tokens for one in outputs.values()]
-
-
-def alone(stock, prompt, new: int) -> list[int]:
-    ids = torch.tensor([prompt], device="cuda")
-    out = stock.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config_of(new))
-    return out[0, len(prompt) :].tolist()
-
-
-def batched(model) -> list[dict]:
-    """Rows of the report for steps of batches that are replayed."""
-    return [row for row in replayed(model) if "batch" in row["inputs"].split(", ")]
 
 
 @pytest.mark.parametrize("name", CORE)

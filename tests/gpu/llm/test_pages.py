@@ -34,7 +34,7 @@ def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
         pool.copy([(3, 5), (5, 6)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert np.array_equal(pool.tables.cpu().numpy(), table)
+    assert np.array_equal(pool.places[torch.device("cuda")].tables.cpu().numpy(), table)
     for kept, wanted in zip(pool.kept, expected, strict=True):
         assert torch.equal(kept.float(), wanted.float())
     for layer in range(len(WINDOWS)):

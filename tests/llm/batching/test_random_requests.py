@@ -1,14 +1,18 @@
 """Random requests that come at random times, share beginnings, run out of pages and are cancelled: each as if alone."""
 
+import copy
 import random
+from functools import cache
 
 import pytest
 import torch
 
+import accel
 from accel.llm.batching.sampling import Sampling
 from accel.llm.kv_cache.layer_sets import layer_sets
 from support.llm.batching.engines import engine_of, forward_of, request
 from support.llm.families import FAMILIES, available, every
+from support.spread import spread
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast" and available(family.kind)]
 WINDOWS = [name for name in ("ministral", "gemma3", "gpt-oss") if name in FAST]
@@ -43,7 +47,22 @@ def random_requests(vocabulary: int, most: int, chosen: random.Random) -> list:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", dict.fromkeys([*WINDOWS, *(name for (name,) in every(12, FAST))]))
 def test_each_is_as_if_alone(name, seed, pair_of):
-    model, stock = pair_of(name)
+    as_if_alone(*pair_of(name), seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", [*WINDOWS, "llama", "mixtral"])
+def test_layers_on_several_devices(name, seed, pair_of):
+    _, stock = pair_of(name)
+    as_if_alone(spread_of(name, pair_of), stock, seed)
+
+
+@cache
+def spread_of(name, pair_of):
+    return accel.optimize(spread(copy.deepcopy(pair_of(name)[1]), first=1))
+
+
+def as_if_alone(model, stock, seed):
     config, chosen = stock.config.get_text_config(), random.Random(seed)
     most = min(getattr(config, "max_position_embeddings", None) or 128, 128)
     if most <= ROOM:

@@ -27,7 +27,7 @@ def pool_of(stored="exact", sets=SETS, device=CPU) -> PagePool:
 
 def tabled(pool, seed=0) -> np.ndarray:
     """Every row gets pages of its own in every set, and the device is told; the table."""
-    table = np.zeros(pool.tables.shape, np.int32)
+    table = np.zeros(pool.places[CPU].tables.shape, np.int32)
     free = np.random.default_rng(seed).permutation(np.arange(1, PAGES))
     table[:, :, 0] = free[: table[:, :, 0].size].reshape(len(table), -1)
     pool.upload(np.arange(table.size), table.reshape(-1))
@@ -70,7 +70,7 @@ def test_layers_of_several_sets_share_memory_and_have_tables_of_their_own():
     shapes = STORED["exact"]
     assert pool.page_bytes == BLOCK * (2 * shapes[0].size + shapes[1].size)
     assert pool.page_bytes * PAGES == sum(kept.nbytes for kept in pool.kept)
-    assert pool.bytes >= pool.page_bytes * PAGES + pool.tables.nbytes + pool.kv(0).metadata.nbytes
+    assert pool.bytes >= pool.page_bytes * PAGES + pool.places[CPU].tables.nbytes + pool.kv(0).metadata.nbytes
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -84,7 +84,7 @@ def test_page_0_begins_as_zeros(stored, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", dirty)
     pool = pool_of(stored)
-    assert not pool.tables.any()
+    assert not pool.places[CPU].tables.any()
     for kept in pool.kept:
         assert not kept[:, :, 0].float().any() and (kept[:, :, 1:].contiguous().view(torch.uint8) == 255).all()
 
@@ -108,20 +108,22 @@ def test_copies_are_of_all_layers_one_after_another(stored):
 
 def test_the_table_is_what_was_uploaded_last():
     pool, rng = pool_of(), np.random.default_rng(0)
-    table, address = np.zeros(pool.tables.shape, np.int32), pool.tables.data_ptr()
+    table, address = np.zeros(pool.places[CPU].tables.shape, np.int32), pool.places[CPU].tables.data_ptr()
     for number in (0, 1, 7, table.size):
         places, values = rng.permutation(table.size)[:number], rng.integers(0, PAGES, number).astype(np.int32)
         table.reshape(-1)[places] = values
         pool.upload(places, values)
-        assert np.array_equal(pool.tables.numpy(), table) and pool.tables.data_ptr() == address
+        assert np.array_equal(pool.places[CPU].tables.numpy(), table) and pool.places[CPU].tables.data_ptr() == address
         assert all(
-            torch.equal(pool.kv(layer).table, pool.tables[s]) for s, one in enumerate(SETS) for layer in one.layers
+            torch.equal(pool.kv(layer).table, pool.places[CPU].tables[s])
+            for s, one in enumerate(SETS)
+            for layer in one.layers
         )
-    assert not pool.flat_tables[:, pool.table_size :].any()
+    assert not pool.places[CPU].flat[:, pool.table_size :].any()
     for wrong in (-1, table.size):
         with pytest.raises(ValueError, match=r"tables of shape \(4, 3, 5\)"):
             pool.upload(np.array([0, wrong]), np.array([1, 1]))
-    assert np.array_equal(pool.tables.numpy(), table)
+    assert np.array_equal(pool.places[CPU].tables.numpy(), table)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -136,7 +138,7 @@ def test_inference_mode_may_be_entered_or_left(inside):
             kv = pool.kv(2)
             kv.write(0, *torch.ones(2, ROWS, 3, 2, 4))
             assert (kv.read(3, torch.float32)[0] == 1).all()
-    assert not any(tensor.is_inference() for tensor in (*pool.kept, pool.tables, pool.metadata, pool.kv(0).keys))
+    assert not any(tensor.is_inference() for tensor in (*pool.kept, *pool.places[CPU], pool.kv(0).keys))
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_a_dropped_pool_is_gone_at_once():
     gc.disable()
     try:
         pool = pool_of("int8")
-        held = [weakref.ref(tensor) for tensor in (*pool.kept, pool.tables, pool.metadata)]
+        held = [weakref.ref(tensor) for tensor in (*pool.kept, *pool.places[CPU])]
         del pool
         assert not any(one() is not None for one in held)
     finally:

@@ -143,9 +143,3 @@ def test_keys_and_values_in_eight_bits_are_those_of_one_device():
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
     assert [shape.codes for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
-
-
-def test_requests_are_batched_by_stock(both):
-    ours, _ = both
-    reason = ours.init_continuous_batching.refused()
-    assert reason is not None and "spread by accelerate" in reason

@@ -1,5 +1,6 @@
 """Graphs of stretches: when they are looked at again, and when one is replayed without."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,10 @@ def add(number):
 
 class Stores:
     def metadata(self, stretch):
-        return torch.zeros(1)
+        return (torch.zeros(1),)
+
+    def turn(self, stretch):
+        return nullcontext()
 
     def kvs(self, stretch, x, metadata):
         return {}

@@ -8,7 +8,12 @@ import torch
 from transformers import DynamicCache
 
 import accel
-from support.llm.families import BY_NAME, available, make, prompt
+from accel.bench.llm.models import spread
+from accel.llm.pipeline.forward import SpreadForward
+from support.llm.families import BY_NAME, available, layers, make, prompt
+
+CARDS = [cards for cards in (2, 4) if torch.cuda.device_count() >= cards]
+DEEP = ("llama", "gpt-neox", "mixtral", "qwen3", "phi3")  # spread with four layers; others with two
 
 
 def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):
@@ -17,6 +22,30 @@ def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes).to("cuda", dtype)
     return accel.optimize(copy.deepcopy(stock), graphs=True), stock
+
+
+def pair_over(cards: int, name: str = "llama", dtype: torch.dtype = torch.float32, tied: bool = False, **options):
+    """(optimized, stock), both spread over so many cards, or as many as there are layers. tied: the head, to the
+    embeddings, on whose card it then is.
+    """
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    changes = {"num_hidden_layers": 4} if name in DEEP else {}
+    one = make(name, dtype, **changes, **({"tie_word_embeddings": True} if tied else {}))
+    cards = min(cards, len(layers(one)))
+    stock, ours = (spread(copy.deepcopy(one), cards) for _ in range(2))
+    return accel.optimize(ours, graphs=True, **options), stock
+
+
+def forward_over(model) -> SpreadForward:
+    """That of a model over several cards."""
+    found = vars(model)["forward"]
+    assert type(found) is SpreadForward, accel.report(model)
+    return found
+
+
+def stretches_replayed(model) -> set[str]:
+    return {row["path"] for row in replayed(model)}
 
 
 def on_gpu(*tensors):

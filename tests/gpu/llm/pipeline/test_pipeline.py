@@ -1,6 +1,5 @@
 """Models spread over several cards by accelerate: stretches in graphs, stock's tokens, nothing waited for."""
 
-import copy
 import itertools
 
 import pytest
@@ -8,49 +7,26 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import accel
-from accel.bench.llm.models import device_map, spread
+from accel.bench.llm.models import device_map
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.loop.token_loop import TokenLoop
-from accel.llm.pipeline.forward import SpreadForward
 from support.llm.calls import counting, followed_by_numbers
-from support.llm.families import BY_NAME, available, layers, make, padded, prompt
-from support.llm.gpu import on_gpu, replayed
+from support.llm.families import layers, make, padded, prompt
+from support.llm.gpu import CARDS, DEEP, forward_over, on_gpu, pair_over, stretches_replayed
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
 from support.state import assert_same_state, snapshot
 
-CARDS = [cards for cards in (2, 4) if torch.cuda.device_count() >= cards]
 EXACT = 4e-5
 OFF = 0.03  # of the norm of the logits, in bfloat16
 LEFT = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that run stock
 NAMED = {mode.name: mode for mode in MODES}
-DEEP = ("llama", "gpt-neox", "mixtral", "qwen3", "phi3")  # with four layers; others with two
 FAMILIES = (*DEEP, "gpt2", "gemma3", "falcon-one-key")
 
 pytestmark = [
     pytest.mark.usefixtures("exact"),
     pytest.mark.skipif(not CARDS, reason="needs two cards"),
 ]
-
-
-def pair_over(cards: int, name: str = "llama", dtype: torch.dtype = torch.float32, **options):
-    """(optimized, stock), both spread."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    one = make(name, dtype, **({"num_hidden_layers": 4} if name in DEEP else {}))
-    cards = min(cards, len(layers(one)))
-    stock, ours = (spread(copy.deepcopy(one), cards) for _ in range(2))
-    return accel.optimize(ours, graphs=True, **options), stock
-
-
-def forward_of(model) -> SpreadForward:
-    found = vars(model)["forward"]
-    assert type(found) is SpreadForward, accel.report(model)
-    return found
-
-
-def stretches_replayed(model) -> set[str]:
-    return {row["path"] for row in replayed(model)}
 
 
 @pytest.mark.parametrize("cards", CARDS)
@@ -63,7 +39,7 @@ def test_token_for_token(name, cards):
     for _ in range(3):  # eager, captured, replayed
         same(generate(ours, ids, mask, max_new_tokens=20), wanted, EXACT)
     ran_fast(ours)
-    forward = forward_of(ours)
+    forward = forward_over(ours)
     assert forward.chained and len(forward.stretches) == cards
     assert stretches_replayed(ours) == {one.path for one in forward.stretches}
     assert [one.device.index for one in forward.stretches] == list(range(len(forward.stretches)))

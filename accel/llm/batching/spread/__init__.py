@@ -1,0 +1,1 @@
+"""Continuous batching over layers that are spread over devices: groups of requests, each on another one."""

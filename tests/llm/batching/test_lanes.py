@@ -1,0 +1,148 @@
+"""What waits for what on several GPUs, told by streams that only note it."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel.llm.batching.spread import lanes
+from accel.llm.batching.spread.lanes import LaneStreams, Shared
+
+CARDS = tuple(torch.device("cuda", number) for number in range(2))
+
+
+class Stream:
+    """Work in order. before: what is done before whatever comes next; done: by name what each work came behind."""
+
+    def __init__(self, device, done):
+        self.device, self.done, self.before = device, done, frozenset()
+
+    def work(self, name):
+        self.done[name] = self.before
+        self.before |= {name}
+
+    def wait_stream(self, other):
+        self.before |= other.before
+
+    def wait_event(self, event):
+        self.before |= event.before
+
+
+class Event:
+    before = frozenset()
+
+    def record(self, stream):
+        self.before = stream.before
+
+
+class Cuda:
+    """In place of torch.cuda: a current stream a device, and a current device."""
+
+    def __init__(self):
+        self.done: dict[object, frozenset] = {}
+        self.current = {card: Stream(card, self.done) for card in CARDS}
+        self.number = 0
+        self.Event = Event
+
+    def Stream(self, device):  # noqa: N802
+        return Stream(device, self.done)
+
+    def current_stream(self, device):
+        return self.current[device]
+
+    def current_device(self):
+        return self.number
+
+    @contextmanager
+    def device(self, number):
+        before, self.number = self.number, number
+        yield
+        self.number = before
+
+    @contextmanager
+    def stream(self, stream):
+        before, number = self.current[stream.device], self.number
+        self.current[stream.device], self.number = stream, stream.device.index
+        yield
+        self.current[stream.device], self.number = before, number
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = Cuda()
+    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=found, device=torch.device))
+    lanes._stream.cache_clear()
+    yield found
+    lanes._stream.cache_clear()
+
+
+def moved(cuda, source, target):
+    """As torch copies from card to card: the current streams of both wait for each other."""
+    cuda.current[target].wait_stream(cuda.current[source])
+    cuda.current[source].wait_stream(cuda.current[target])
+
+
+def step(cuda, streams, number, lane):
+    """Through both cards; ids are drawn on the second and brought to where the next step of the group begins."""
+    with streams.taken(lane):
+        assert cuda.number == 0
+        moved(cuda, CARDS[1], CARDS[0])
+        cuda.current[CARDS[0]].work(("words", number))
+        for card in CARDS:
+            if card.index:
+                moved(cuda, CARDS[0], card)
+            with streams.turn(card, Shared.PAGES):
+                cuda.current[card].work((card.index, number))
+        with streams.turn(CARDS[1], Shared.DRAWS):
+            cuda.current[CARDS[1]].work(("draw", number))
+
+
+def test_what_a_step_waits_for(cuda):
+    streams = LaneStreams((*CARDS, CARDS[0]), 2)
+    for number in range(6):
+        step(cuda, streams, number, number % 2)
+    done = cuda.done
+    for number in range(1, 6):
+        for card in range(2):  # pages and tables are used in the order of steps
+            assert (card, number - 1) in done[card, number]
+        assert ("draw", number - 1) in done["draw", number]
+        # The first card does not wait for the second, which has the step before.
+        assert (1, number - 1) not in done[0, number] and ("draw", number - 1) not in done[0, number]
+    for number in range(2, 6):
+        assert ("draw", number - 2) in done["words", number]
+        assert (0, number - 1) not in done["words", number]
+
+
+def test_one_group_has_the_streams_of_its_caller(cuda):
+    streams = LaneStreams(CARDS, 1)
+    with streams.taken(0), streams.turn(CARDS[0], Shared.PAGES):
+        cuda.current[CARDS[0]].work("a")
+    assert cuda.current[CARDS[0]].before == {"a"} and cuda.done == {"a": frozenset()}
+
+
+def test_before_and_behind_what_the_caller_does(cuda):
+    streams = LaneStreams(CARDS, 2)
+    outer = cuda.current[CARDS[1]]
+    outer.work("weights")
+    step(cuda, streams, 0, 1)
+    assert cuda.current[CARDS[1]] is outer and cuda.number == 0
+    assert "weights" in cuda.done[1, 0] and (1, 0) not in outer.before
+    streams.join()
+    outer.work("freed")
+    assert (1, 0) in cuda.done["freed"] and ("draw", 0) in cuda.done["freed"]
+
+
+def test_a_turn_in_which_something_is_raised_is_one(cuda):
+    streams = LaneStreams(CARDS, 2)
+    with pytest.raises(ValueError), streams.taken(0), streams.turn(CARDS[0], Shared.PAGES):
+        cuda.current[CARDS[0]].work("half")
+        raise ValueError
+    with streams.taken(1), streams.turn(CARDS[0], Shared.PAGES):
+        cuda.current[CARDS[0]].work("next")
+    assert "half" in cuda.done["next"]
+
+
+def test_engines_have_the_same_streams(cuda):
+    first, second = LaneStreams(CARDS, 2), LaneStreams(CARDS, 2)
+    assert first.streams == second.streams and len({id(one) for row in first.streams for one in row}) == 4

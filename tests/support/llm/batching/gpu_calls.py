@@ -1,0 +1,29 @@
+"""generate_batch on a GPU, and what stock gives for each prompt alone."""
+
+import torch
+from transformers import GenerationConfig
+
+from support.llm.gpu import replayed
+
+
+def config_of(new: int, **given) -> GenerationConfig:
+    return GenerationConfig(
+        **({"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | given)
+    )
+
+
+def batch(model, prompts, new: int, **given) -> list[list[int]]:
+    outputs = model.generate_batch(prompts, generation_config=config_of(new, **given))
+    assert all(one.error is None for one in outputs.values())
+    return [one.generated_tokens for one in outputs.values()]
+
+
+def alone(stock, prompt, new: int, **given) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = stock.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config_of(new, **given))
+    return out[0, len(prompt) :].tolist()
+
+
+def batched(model) -> list[dict]:
+    """Rows of the report for steps of batches that are replayed."""
+    return [row for row in replayed(model) if "batch" in row["inputs"].split(", ")]
