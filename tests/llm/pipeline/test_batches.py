@@ -215,7 +215,7 @@ def test_generate_batch(both):
     prompts = prompts_of(LENGTHS, 99)
     assert batch(ours, prompts) == [alone(stock, prompt, 6) for prompt in prompts]
     report = accel.report(ours)
-    assert report.fallbacks == [] and report.batching[0]["pages"] == 8 * 4 + 1
+    assert report.fallbacks == [] and report.batching[0]["pages"] == 8 * 4 + 1 and report.batching[0]["groups"] == 2
 
 
 def test_draws_are_those_of_one_device(both):
