@@ -117,12 +117,15 @@ class Replays:
 def test_steps_of_the_sizes_of_graphs(both):
     """What fills them up is nobody's. Steps with more tokens than on one device are replayed too."""
     ours, stock = both
-    engine = engine_of(ours, rows=40, tokens=2048, pages=100)
+    engine, rows_of_heads = engine_of(ours, rows=40, tokens=2048, pages=100), []
+    draw = engine.sampler.draw
+    engine.sampler.draw = lambda logits, *rest: (rows_of_heads.append(len(logits)), draw(logits, *rest))[1]
     engine.steps.runner = replays = Replays()
     asked = [request(str(i), prompt, 4) for i, prompt in enumerate(prompts_of((59,) * 38, 99))]
     finished(engine, asked)
     as_alone(stock, asked[::9])
     assert replays.sizes == [(1280, 40, 32)] * 2 + [(24, 24, 0)] * 6
+    assert rows_of_heads == [24] * 8  # which are in no graph, so that no more logits are computed than are wanted
     assert replays.trusted == len(replays.sizes) - 1
 
 
