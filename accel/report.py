@@ -23,8 +23,8 @@ class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
     captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantized weight, with its path, scheme,
     signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original; `batching`:
-    one dict a model whose requests were batched, with how many run at a time, tokens of each, pages and memory_mb of
-    the pool of keys and values that was made last.
+    one dict a model whose requests were batched, with how many run at a time, in how many groups, one for each stretch
+    of layers on a device, tokens of each, pages and memory_mb of the pool of keys and values that was made last.
     optimized: False for an object that is not. rank, ranks: which of the processes this is that share a model, and how
     many there are; the first prints the table for all, the others a line. None where the process has it for itself."""
 
@@ -110,9 +110,9 @@ class Report:
                 table.add_row(row["path"] or WHOLE, row["inputs"], row["status"], *times, row["reason"])
             yield table
         if self.batching:
-            table = Table("batched", "requests at a time", "tokens each", "pages", "MiB of keys and values")
+            table = Table("batched", "requests at a time", "groups", "tokens each", "pages", "MiB of keys and values")
             for row in self.batching:
-                numbers = (f"{row[name]:,}" for name in ("requests", "tokens", "pages"))
+                numbers = (f"{row[name]:,}" for name in ("requests", "groups", "tokens", "pages"))
                 table.add_row(row["path"] or WHOLE, *numbers, f"{row['memory_mb']:,.0f}")
             yield table
         if self.fallbacks:

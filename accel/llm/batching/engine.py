@@ -64,12 +64,13 @@ class Engine:
         return self.scheduler.busy or bool(self.flights) or bool(self._news)
 
     def sizes(self) -> dict[str, float]:
-        """How many requests at a time there is room for, of how many tokens each, and the memory of their keys and
-        values: pages of BLOCK tokens of one set of layers, and MiB.
+        """How many requests at a time there is room for, in how many groups, of how many tokens each, and the memory of
+        their keys and values: pages of BLOCK tokens of one set of layers, and MiB.
         """
         rows, context = self.limits.rows, self.limits.context
         memory = round(self.pages.bytes / 2**20, 1)
-        return {"requests": rows, "tokens": context, "pages": self.pool.pages, "memory_mb": memory}
+        numbers = {"requests": rows, "groups": self.lanes.count, "tokens": context, "pages": self.pool.pages}
+        return numbers | {"memory_mb": memory}
 
     def add(self, request: Request) -> None:
         """Takes a request. One that cannot run fails, as the next `step` tells."""

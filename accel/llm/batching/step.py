@@ -72,7 +72,7 @@ class StepSize(NamedTuple):
         """
         tokens, decodes = len(plan.tokens), plan.decodes
         if decodes == len(plan.rows):
-            fit = next((size for size in BUCKETS if size >= decodes), -(-decodes // COARSE) * COARSE)
+            fit = bucket_of(decodes)
             return cls(fit, fit, 0, fit)
         fit = next((size for size in mixed if size >= tokens), 0)
         if not fit or len(plan.rows) - decodes > MOST_PREFILLS:
@@ -82,14 +82,17 @@ class StepSize(NamedTuple):
         return cls(fit, most, MOST_PREFILLS, draws) if len(plan.drawn) <= draws else None
 
 
+def bucket_of(sequences: int) -> int:
+    """How many sequences of one token so many are filled up to."""
+    return next((size for size in BUCKETS if size >= sequences), -(-sequences // COARSE) * COARSE)
+
+
 class StepRunner:
     """Runs planned steps of one model over one pool of pages.
 
     runner: of CUDA graphs, None for none. device: where tokens go in. last: (rows + 1,) int64, the id drawn last for
     each row, where it is drawn; the last place is nobody's.
     """
-
-    mixed: Sequence[int] = MIXED
 
     def __init__(
         self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
@@ -110,11 +113,15 @@ class StepRunner:
         """Runs a step. tokens_of: all tokens of a row, for processors that want them. look: whether a graph is replayed
         only if the model is still the one it was captured from. Raises what the forward does.
         """
-        size = None if self.runner is None else StepSize.filled(plan, self.nobody, self.mixed)
+        size = None if self.runner is None else self._filled(plan)
         by_graph = size is not None
         size = StepSize.exact(plan) if size is None else size
         numbers = Numbers(plan, size, self.nobody)
         return self._draw(plan, self._logits(numbers, size, by_graph, look)[0], numbers, tokens_of, logprobs)
+
+    def _filled(self, plan: StepPlan) -> StepSize | None:
+        """What there is a graph for, if there is one."""
+        return StepSize.filled(plan, self.nobody)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""

@@ -117,12 +117,15 @@ class Replays:
 def test_steps_of_the_sizes_of_graphs(both):
     """What fills them up is nobody's. Steps with more tokens than on one device are replayed too."""
     ours, stock = both
-    engine = engine_of(ours, rows=40, tokens=2048, pages=100)
+    engine, rows_of_heads = engine_of(ours, rows=40, tokens=2048, pages=100), []
+    draw = engine.sampler.draw
+    engine.sampler.draw = lambda logits, *rest: (rows_of_heads.append(len(logits)), draw(logits, *rest))[1]
     engine.steps.runner = replays = Replays()
     asked = [request(str(i), prompt, 4) for i, prompt in enumerate(prompts_of((59,) * 38, 99))]
     finished(engine, asked)
     as_alone(stock, asked[::9])
     assert replays.sizes == [(1280, 40, 32)] * 2 + [(24, 24, 0)] * 6
+    assert rows_of_heads == [24] * 8  # which are in no graph, so that no more logits are computed than are wanted
     assert replays.trusted == len(replays.sizes) - 1
 
 
@@ -215,7 +218,7 @@ def test_generate_batch(both):
     prompts = prompts_of(LENGTHS, 99)
     assert batch(ours, prompts) == [alone(stock, prompt, 6) for prompt in prompts]
     report = accel.report(ours)
-    assert report.fallbacks == [] and report.batching[0]["pages"] == 8 * 4 + 1
+    assert report.fallbacks == [] and report.batching[0]["pages"] == 8 * 4 + 1 and report.batching[0]["groups"] == 2
 
 
 def test_draws_are_those_of_one_device(both):

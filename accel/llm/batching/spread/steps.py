@@ -19,7 +19,7 @@ from accel_kernels.attention.paged.ragged import Pointers, Ragged
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams, Shared
-from accel.llm.batching.step import MIXED, Flight, Numbers, StepRunner, StepSize
+from accel.llm.batching.step import MIXED, Flight, Numbers, StepRunner, StepSize, bucket_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.pages import PagePool
 from accel.llm.pipeline.forward import SpreadForward
@@ -85,7 +85,6 @@ class SpreadStepRunner(StepRunner):
 
     forward: SpreadForward
     runner: StretchGraphs | None  # type: ignore[assignment]
-    mixed = LARGER
 
     def __init__(
         self, forward: SpreadForward, pages: PagePool, sampler: Sampler, rows: int, runner: Any, lanes: LaneStreams
@@ -101,6 +100,11 @@ class SpreadStepRunner(StepRunner):
     ) -> Flight:
         with self.lanes.taken(plan.lane):
             return super().launch(plan, tokens_of, logprobs, look)
+
+    def _filled(self, plan: StepPlan) -> StepSize | None:
+        """With no more draws than there are, about: the head is in no graph."""
+        size = StepSize.filled(plan, self.nobody, LARGER)
+        return size if size is None or not size.prefills else size._replace(draws=bucket_of(len(plan.drawn)))
 
     def _logits(self, numbers: Numbers, size: StepSize, by_graph: bool, look: bool) -> torch.Tensor:
         wide, where_drawn = numbers.wide_on(self.device), numbers.wide_on(self.sampler.device)
