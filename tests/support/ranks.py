@@ -1,5 +1,6 @@
 """Processes that share one model: started once for a test session, and given functions to run together."""
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -24,6 +25,7 @@ def _serve(rank: int, size: int, port: int, backend: str, limit: timedelta, task
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork; to look through it would copy all its pages, for each process
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=max(limit, STARTING))
