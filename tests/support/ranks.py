@@ -56,7 +56,20 @@ class RankPool:
         limit = limit or (COLLECTIVE_OF_GPUS if backend == "nccl" else COLLECTIVE)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"]
+            [
+                "torch.distributed.tensor",
+                "transformers.models.auto.modeling_auto",
+                "transformers.models.llama.modeling_llama",
+                "accel.api",
+                "accel.report",
+                "accel.llm.family",
+                "accel.llm.stages",
+                "accel.llm.ptq.formats.prequantized_import",
+                "accel.diffusion.pipeline",
+                "accel.diffusion.schedulers",
+                "accel.diffusion.stages",
+                "accel.verification.verify",
+            ]
         )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
