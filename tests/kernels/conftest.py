@@ -1,6 +1,7 @@
 """Triton's interpreter, a third faster: it looks through the whole language for what to replace but once a launch.
 
-Left alone, it does so again in every call of a function inside a kernel, and finds everything replaced.
+Left alone, it does so again in every call of a function inside a kernel, and finds everything replaced. And it makes
+its table of numpy's types anew for each number it looks up.
 """
 
 import functools
@@ -8,6 +9,10 @@ import importlib.util
 import inspect
 import os
 from types import SimpleNamespace
+
+import pytest
+
+from support.kernels import compiler
 
 NOTHING = SimpleNamespace(restore=lambda: None)
 
@@ -30,5 +35,29 @@ def replace_once() -> None:
     interpreter._patch_lang = once
 
 
+def look_up_once() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    look_up = interpreter._get_np_dtype
+
+    @functools.cache
+    def named(name: str):
+        return look_up(tl.dtype(name))
+
+    def numpy_type(kind):
+        kind = kind.scalar
+        return look_up(kind) if isinstance(kind, tl.pointer_type) else named(kind.name)
+
+    interpreter._get_np_dtype = numpy_type
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     replace_once()
+    look_up_once()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiling_ends():
+    yield
+    compiler.end()

@@ -1,5 +1,6 @@
 """Processes that share one model: started once for a test session, and given functions to run together."""
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -24,6 +25,7 @@ def _serve(rank: int, size: int, port: int, backend: str, limit: timedelta, task
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork; to look through it would copy all its pages, for each process
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=max(limit, STARTING))
@@ -54,7 +56,20 @@ class RankPool:
         limit = limit or (COLLECTIVE_OF_GPUS if backend == "nccl" else COLLECTIVE)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "transformers", "accel", "accel.llm.family"]
+            [
+                "torch.distributed.tensor",
+                "transformers.models.auto.modeling_auto",
+                "transformers.models.llama.modeling_llama",
+                "accel.api",
+                "accel.report",
+                "accel.llm.family",
+                "accel.llm.stages",
+                "accel.llm.ptq.formats.prequantized_import",
+                "accel.diffusion.pipeline",
+                "accel.diffusion.schedulers",
+                "accel.diffusion.stages",
+                "accel.verification.verify",
+            ]
         )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

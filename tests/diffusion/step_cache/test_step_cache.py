@@ -22,7 +22,7 @@ def whole_calls(model):
 
 @pytest.mark.parametrize("interval", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_equals_the_oracle_over_two_loops(cached, tiny, family, interval):
     model, oracle = cached(family, interval)
     for _ in range(2):

@@ -41,7 +41,7 @@ def pair_of():
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_logits_and_the_steps_after(name, length, pair_of):
     ours, stock = pair_of(name)
     ids = prompt(1, length, length)

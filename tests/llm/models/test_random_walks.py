@@ -8,7 +8,7 @@ from support.llm.walks import walk
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_a_random_walk(name, seed, pair_of):
     ours, stock = pair_of(name)
     assert ("", "language model", "patched") in {site[:3] for site in accel.report(ours).sites}

@@ -81,7 +81,7 @@ def test_every_fast_family(name, mode, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "mode"), every(3, CORE, USED))
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_every_mode(name, mode):
     ours, reference = quantized(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
     inputs = padded(BY_MODE[mode].lengths)

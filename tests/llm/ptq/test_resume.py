@@ -38,7 +38,7 @@ METHODS = [("rtn", "int8"), ("rtn", "fp8"), ("gptq", "int4-g32-asym"), ("awq", "
     ("method", "scheme", "done"),
     [(*how, done) for how in METHODS for done in (1, 2) if EVERYTHING or done == 1 or how[0] == "smoothquant"],
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_a_second_run_goes_on(done, method, scheme, tmp_path, interrupted, monkeypatch, tiny):
     out, model = tmp_path / "out", make("llama", num_hidden_layers=3)
     data = None if method == "rtn" else IDS

@@ -76,6 +76,7 @@ def test_linears_that_are_gathered_are_called_as_transformers_has_them(name, ran
     assert ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(name, rank_pool, saved):
     model, folder, given = saved(name)

@@ -115,7 +115,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
 @pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
     held = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
