@@ -22,7 +22,8 @@ _LOADING = threading.RLock()
 
 class _Warmup(NamedTuple):
     threads: ThreadPoolExecutor
-    compiled: list  # kernels so far, each with the device that it is for
+    device: int  # that kernels are compiled for
+    compiled: list  # kernels so far
 
 
 # This context's warmup; None outside of one.
@@ -57,6 +58,9 @@ def prepare() -> None:
 def warmup() -> Iterator[None]:
     """Inside, Triton launches of this context compile instead of running; leaves when all are ready to launch.
 
+    They do on the device that is current now. Launches for another one compile for this one too: Triton would give both
+    one kernel, and what is loaded into one device's context must not be launched on another. There it is read from
+    Triton's cache at its first launch.
     Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
     """
     import triton
@@ -66,7 +70,7 @@ def warmup() -> Iterator[None]:
         yield
         return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        now = _Warmup(threads, [])
+        now = _Warmup(threads, _device(), [])
         token = _WARMUP.set(now)
         try:
             # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
@@ -74,12 +78,11 @@ def warmup() -> Iterator[None]:
                 yield
         finally:
             _WARMUP.reset(token)
-        kernels = [(_ready(kernel), device) for kernel, device in {id(one[0]): one for one in now.compiled}.values()]
-        with _LOADING:
-            list(threads.map(_build_launcher, [kernel for kernel, _ in kernels]))
-            for kernel, device in kernels:
-                with torch.cuda.device(device):  # into whose context it is loaded
-                    kernel._init_handles()
+        kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
+        with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
+            list(threads.map(_build_launcher, kernels))
+            for kernel in kernels:
+                kernel._init_handles()
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
@@ -89,8 +92,13 @@ def launch(kernel, grid: tuple, *args, **meta) -> None:
         with _LOADING:
             kernel[grid](*args, **meta)
     else:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # which is none
-        now.compiled.append((kernel.warmup(*args, grid=grid, **meta), device))
+        with torch.cuda.device(now.device):
+            now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
+
+
+def _device() -> int:
+    """The number of the current one; -1, which is none, where CUDA is not in use."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _ready(kernel):

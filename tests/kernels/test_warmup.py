@@ -90,8 +90,9 @@ def test_what_triton_does_first_is_done_in_the_background(monkeypatch):
     module.prepare()
 
 
-def test_each_kernel_is_loaded_on_the_device_that_it_was_compiled_for(built, monkeypatch):
-    now, loaded = [0], []
+def test_kernels_are_compiled_and_loaded_on_one_device(built, monkeypatch):
+    """What another one launches too is one kernel to Triton, which in the context of both it cannot be."""
+    now, loaded, compiled = [1], [], []
 
     @contextlib.contextmanager
     def device(number):
@@ -99,12 +100,17 @@ def test_each_kernel_is_loaded_on_the_device_that_it_was_compiled_for(built, mon
         yield
         now[0] = before
 
+    class Noting(Kernel):
+        def warmup(self, *args, grid):
+            compiled.append(now[0])
+            return self
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device", device)
-    kernels = [Kernel(lambda: loaded.append(now[0])) for _ in range(3)]
+    kernels = [Noting(lambda: loaded.append(now[0])) for _ in range(3)]
     with warmup():
         for number, kernel in enumerate(kernels):
             with torch.cuda.device(number % 2):
                 launch(kernel, (1,))
-    assert loaded == [0, 1, 0]
+    assert compiled == loaded == [1, 1, 1] and now == [1]
