@@ -133,19 +133,24 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def kernels_of_a_step(model: nn.Module, rows: int) -> dict:
-    """Microseconds by kernel of one step, of the replay of its graph."""
+def kernels_of_steps(model: nn.Module, rows: int, tokens: int = 24) -> dict:
+    """Of a prompt and of so many steps, of the replays of their graph."""
+    given = {"max_new_tokens": tokens, "do_sample": False}
     inputs = prompt(model, rows, CONTEXT)
-    given = {"max_new_tokens": 24, "do_sample": False}
+    return {"tokens": tokens, "kernels": kernels_of(lambda: model.generate(**inputs, **given))}
+
+
+def kernels_of(run: Callable[[], object], most: int = 24) -> list[list]:
+    """[name, launches, microseconds] of the kernels that take longest. One that waits, for its turn too, counts so."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        model.generate(**inputs, **given)
+        run()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found[event.name[:90]].append(event.device_time_total)
-    rows_ = sorted(((sum(times), len(times), name) for name, times in found.items()), reverse=True)[:24]
-    return {"tokens": 24, "kernels": [[name, count, round(total, 1)] for total, count, name in rows_]}
+    longest = sorted(((sum(times), len(times), name) for name, times in found.items()), reverse=True)[:most]
+    return [[name, count, round(total, 1)] for total, count, name in longest]
 
 
 def sums(ranks: Ranks, device: torch.device) -> list[dict]:
@@ -257,7 +262,7 @@ def measure(name: str, args: argparse.Namespace, ranks: Ranks, device: torch.dev
     if torch.cuda.is_available():
         row["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
         row["share_mb"] = round(sum(_bytes(p) for p in model.parameters()) / 2**20)
-        row["profile"] = kernels_of_a_step(model, 1)
+        row["profile"] = kernels_of_steps(model, 1)
     report = accel.report(model)
     row["sites"] = report.summary() if hasattr(report, "summary") else str(report).splitlines()[0]
     row["fallbacks"] = report.fallbacks[:8]
