@@ -241,7 +241,7 @@ class StretchGraphs:
         if seen is None:
             raise Stale
         outputs = runner(run, args, {}, variant)
-        self.held[number] = seen
+        self.held[number] = seen if runner.begins else None
         return outputs
 
 

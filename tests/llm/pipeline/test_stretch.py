@@ -15,7 +15,7 @@ class Runner:
     def __init__(self):
         self.graphs: dict = {}
         self.looks = self.replays = 0
-        self.gone = False
+        self.gone, self.begins = False, True
 
     def begin(self, args, kwargs, variant):
         if self.gone or self.graphs.get(variant, 0) < 2:
@@ -81,6 +81,15 @@ def test_without_a_look_there_must_be_a_graph(graphs):
     graphs.runners[0].gone = True
     with pytest.raises(Stale):
         replay(graphs, 0, None)
+
+
+def test_over_weights_whose_changes_nobody_counts_every_step_looks(graphs):
+    graphs.runners[0].begins = False
+    seen = object()
+    for _ in range(3):
+        replay(graphs, 0, seen)
+    replay(graphs, 1, seen)
+    assert graphs(lambda *args, graphs, variant, trusted: trusted, (), {}, trusted=True) is False
 
 
 def test_a_stale_step_is_computed_again_with_a_look(graphs):

@@ -108,7 +108,7 @@ def test_rounded_keys_and_values(kind):
         assert batch(ours, prompts, 9) == wanted
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_a_step_waits_for_nothing_but_ids():
     ours, _ = pair_over(2)
     engine = engine_over(ours)
@@ -137,7 +137,7 @@ def slept(card: int) -> float:
 
 @pytest.mark.parametrize("cards", CARDS)
 @pytest.mark.parametrize("tied", [False, True], ids=["head-behind", "head-before"])
-@torch.inference_mode()
+@torch.no_grad()
 def test_cards_work_at_the_same_time(monkeypatch, cards, tied):
     """Every stretch sleeps: steps take about one sleep each, where one after another they would take one a card."""
     ours, _ = pair_over(cards, tied=tied)
