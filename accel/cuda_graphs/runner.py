@@ -172,11 +172,6 @@ class GraphRunner:
                 and now.holds()
             )
 
-    @property
-    def begins(self) -> bool:
-        """Whether `begin` can launch anything: not over weights whose changes nobody counts, as of inference mode."""
-        return self.fingerprint is not None and self.fingerprint.versions() is not None
-
     def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
         """Launches the replay for a call that is still to come, on the current stream, where there is a graph for it.
 

@@ -241,8 +241,13 @@ class StretchGraphs:
         if seen is None:
             raise Stale
         outputs = runner(run, args, {}, variant)
-        self.held[number] = seen if runner.begins else None
+        self.held[number] = seen if _begins(runner) else None
         return outputs
+
+
+def _begins(runner: GraphRunner) -> bool:
+    """Whether its `begin` can launch anything: not over weights whose changes nobody counts, as of inference mode."""
+    return runner.fingerprint is not None and runner.fingerprint.versions() is not None
 
 
 def _obstacle(layers: nn.Module) -> str | None:
