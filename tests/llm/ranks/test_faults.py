@@ -46,6 +46,13 @@ def test_what_goes_wrong_on_all_ranks_alike_leaves_them_in_step(fault, ranks, sa
         assert then == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
 
 
+def test_a_text_that_is_another_one_on_one_rank_is_not_let_out(ranks, saved_model):
+    folder, stock = saved_model("llama")
+    for (first, _), (then, _) in ranks.run(faults.another_text, folder, 1):
+        assert first.startswith("Refused: the end of generate(): what was written is not the same on all ranks")
+        assert then == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
+
+
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("fault", "rank"), [("dies", 1), ("fails", 1), ("interrupted", 0), ("interrupted", 1)])
 def test_batches_end_with_a_rank(fault, rank, faulty, saved_model):

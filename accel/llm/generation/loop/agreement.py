@@ -34,6 +34,14 @@ def agree_to_generate(
         raise Refused(f"{PLACE}: {taken} computes with all ranks; stop or pause it before, or give it the request")
 
 
+def agree_on_tokens(ranks: Ranks, sequences: object) -> None:
+    """Raises `errors.Refused` on all ranks where they have written different tokens, or one is not at the end of its
+    call: its sums were taken for others then.
+    """
+    if isinstance(sequences, torch.Tensor):
+        require_agreement(ranks, f"the end of {PLACE}", {"what was written": digest(sequences)})
+
+
 def refuse_clocks(ranks: Ranks, criteria: StoppingCriteriaList) -> None:
     """Raises `errors.Refused` for a criterion by which each rank would stop at a time of its own."""
     for one in criteria:

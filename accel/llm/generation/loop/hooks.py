@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
-from accel.llm.generation.loop.agreement import agree_to_generate, digest, refuse_clocks
+from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
 from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
@@ -117,6 +117,18 @@ class SharedInputs(GenerateHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
         self.call.given(digest(found[0]))
+        return found
+
+
+class SharedOutcome(GenerateHook):
+    """Lets no text out that is another one on another rank, as where one has fallen back in the middle of a step."""
+
+    name = "generate"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.stock(*args, **kwargs)
+        if self.forward.ranks is not None:
+            agree_on_tokens(self.forward.ranks, getattr(found, "sequences", found))
         return found
 
 
@@ -228,7 +240,7 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
     """For each hook whose method is the class's own; those but the first where a step follows from the one before."""
     kinds: list[type[GenerateHook]] = [PrepareCache]
     if forward.ranks is not None:
-        kinds.append(SharedInputs)
+        kinds += [SharedInputs, SharedOutcome]
     if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
         kinds += [Criteria, PrepareInputs]
         needed: tuple[type[GenerateHook], ...] = (PrepareCache, Criteria, *LOOPING)

@@ -64,6 +64,25 @@ class Faulty:
         return scores
 
 
+class Another:
+    """A processor of logits by which another word is chosen in a step."""
+
+    steps = 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return -scores if self.steps == AT else scores
+
+
+def another_text(folder: str, rank: int) -> list[tuple[str, float]]:
+    """A call in which this rank chooses another word than the others."""
+    model, given = optimized(folder), {}
+    if dist.get_rank() == rank:
+        given = {"logits_processor": LogitsProcessorList([Another()])}
+    first = attempt(lambda: model.generate(IDS, **PLAIN, **given).tolist())
+    return [first, attempt(lambda: model.generate(IDS, **PLAIN).tolist())]
+
+
 def in_generate(folder: str, fault: str, ranks: tuple[int, ...]) -> list[tuple[str, float]]:
     """A call in which it goes wrong on these ranks, and the next call on all."""
     model, given = optimized(folder), {}
