@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from accel.commands.app import app
 from accel.demo import contact_sheet, continuation, digits
+from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,9 @@ def test_the_command_draws_ten_digits_twice_and_continues_a_prompt(tmp_path):
     assert "accel.optimize(pipe)" in result.output
 
 
-@pytest.fixture(scope="module", params=[digits.MODEL, digits.TRANSFORMER], ids=lambda folder: folder.name)
+@pytest.fixture(
+    scope="module", params=[digits.TRANSFORMER, digits.MODEL][: 1 + EVERYTHING], ids=lambda folder: folder.name
+)
 def comparison(request):
     with Progress(disable=True) as progress:
         return digits.run(

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.everything import EVERYTHING
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DIGITS = ROOT / "examples" / "models" / "tiny-sd-digits"
@@ -59,6 +61,7 @@ def test_batch_requests(run):
     assert "9 of 9 requests answered" in printed and " ".join(map(str, range(1, 21))) in printed
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="commands/test_serve.py serves in process; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_serve(run):
     for package in ("fastapi", "openai", "uvicorn"):
         pytest.importorskip(package)

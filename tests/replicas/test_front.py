@@ -21,6 +21,7 @@ def written(stock, text, most=12):
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.share(2)
 def test_many_requests_are_answered_by_both(front, pool, stock, stream):
     with ThreadPoolExecutor(8) as clients:
         found = list(clients.map(lambda text: complete(front, text, stream=stream), TEXTS * 4))

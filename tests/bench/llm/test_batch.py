@@ -11,6 +11,7 @@ from accel.bench.llm import batch_runner
 from accel.bench.llm.workloads import WORKLOADS, Workload
 from accel.bench.runner import WrongResult
 from accel.commands.app import app
+from support.everything import EVERYTHING
 
 CPU = torch.device("cpu")
 
@@ -34,15 +35,30 @@ def request_(monkeypatch):
     return batch_runner.BatchRequest("tiny", CPU, torch.float32, chosen, 0.1, 60.0, ("int8", "int8"), 40)
 
 
-def test_stock_beside_accel(fused, request_):
-    kept = []
-    result = batch_runner.bench_batches(request_, keep=kept.append)
+OPTIONS = ["bench", "batch", "--model", "tiny", "--stock-seconds", "0.1"]
+
+
+def test_the_command_measures_stock_beside_accel(fused, request_, tmp_path, monkeypatch):
+    bench, kept = batch_runner.bench_batches, []
+
+    def watched(request, stage, keep):
+        assert request == request_
+        return bench(request, stage, lambda now: kept.append(now) or keep(now))
+
+    monkeypatch.setattr(batch_runner, "bench_batches", watched)
+    options = ["--workloads", ",".join(request_.workloads), "--lossy", "int8,int8", "--seconds", "60"]
+    options += ["--most-tokens", "40", "--device", "cpu", "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, [*OPTIONS, *options])
+    assert shown.exit_code == 0, shown.output
+    [written] = tmp_path.glob("*.json")
+    assert written.name == "cpu-batch-tiny.json"
+    result = json.loads(written.read_text())
     assert result["failed"] == [] and result["skipped"] == []
     assert [row["workload"] for row in result["rows"]] == ["different lengths", "shared prompt"]
     for row in result["rows"]:
         assert all(row[name]["tok_s"] > 0 for name in ("stock", "accel", "accel int8, kv int8"))
     assert result["worst_margin"] <= result["margin_allowed"]
-    assert result["calls"]["accel"]["one_token_ms"] > 0 and kept[-1] == result
+    assert result["calls"]["accel"]["one_token_ms"] > 0 and json.loads(json.dumps(kept[-1])) == result
     assert not [row for row in result["fallbacks"] if "generate_batch" in row[1]]  # our manager ran
 
 
@@ -80,10 +96,11 @@ def test_wrong_options(options, message):
     assert result.exit_code == 2 and message in " ".join(result.output.split()).replace("│ ", "").replace(" │", "")
 
 
-def test_the_command(fused, request_, tmp_path, monkeypatch):
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
+def test_the_command_without_what_loses(fused, request_, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_runner, "ROUNDS", 1)
-    options = ["--model", "tiny", "--workloads", "different lengths", "--lossy", "none", "--most-tokens", "24"]
-    result = CliRunner().invoke(app, ["bench", "batch", *options, "--stock-seconds", "0.1", "--out", str(tmp_path)])
+    options = ["--workloads", "different lengths", "--lossy", "none", "--most-tokens", "24", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*OPTIONS, *options])
     assert result.exit_code == 0, result.output
     [written] = tmp_path.glob("*.json")
     assert written.name == "cpu-batch-tiny.json" and json.loads(written.read_text())["rows"]

@@ -26,7 +26,8 @@ def scheduled(pipe, name):
     return pipe
 
 
-@pytest.mark.parametrize("optimized", ["one", "both"])
+@pytest.mark.parametrize("optimized", ["both", "one"])
+@pytest.mark.share(2)
 def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pipe, live, calls, optimized):
     """Their steps alternate; conditions are embeddings, as a tokenizer is not for two threads."""
     pair = pipe, live.second_pipeline(pipe, None)

@@ -79,7 +79,7 @@ def runs(model, action) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -110,7 +110,7 @@ def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
     """In every fourth of the modes that the product of families and modes leaves out."""
     ours, _ = pair_of(name)
@@ -123,7 +123,7 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_restore_is_exact(name, tiny):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")

@@ -113,7 +113,7 @@ def test_the_chat_template_grows_by_whole_turns(tokenizer):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_optimized_it_writes_the_tokens_of_stock(stock, fast, tokenizer, mode):
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")

@@ -46,7 +46,7 @@ def pair(name: str, kind: str, planted: bool = False):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     double()
     ours, wanted, _ = pair(name, kind, planted=kind == "int8-outliers")

@@ -22,7 +22,7 @@ WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-d
 @pytest.mark.parametrize(
     ("name", "change"), every(2, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER]), ids=str
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_a_change_is_seen_by_the_next_call(change, name):
     if change.only and name not in change.only:
         pytest.skip("for other families")
@@ -39,6 +39,7 @@ def test_a_change_is_seen_by_the_next_call(change, name):
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"])
+@pytest.mark.share(2)
 def test_a_plain_linear_put_among_quantized_ones(name):
     stock, ours = make("llama"), make("llama")
     accel.optimize(ours, weights="int4-g32")

@@ -103,7 +103,7 @@ def test_all_logits_of_a_prompt(name):
     in_turn(("llama", "gemma2", "gpt2"), HEADS[:3], (torch.bfloat16, torch.float16)),
     ids=str,
 )
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights, dtype):
     stock, ours = optimized(name, weights, dtype)
     reference, exact = rounded(stock, ours), rounded(stock, ours, torch.float32)
@@ -118,7 +118,7 @@ def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, weights,
 
 @pytest.mark.parametrize("weights", HEADS)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "deepseek-v3"])
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded()
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_verify_tells_its_loss_and_fails_where_it_is_wrong(name, monkeypatch):
     _, ours = optimized(name, "int4-g32-head")
     quality = accel.verify(ours)

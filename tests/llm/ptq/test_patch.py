@@ -20,7 +20,7 @@ FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mi
 
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))
@@ -87,7 +87,7 @@ def pickled(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_a_copy_is_quantized_by_itself(copied, weights):
     stock, model = make("qwen2"), make("qwen2")
     accel.optimize(model, weights=weights)

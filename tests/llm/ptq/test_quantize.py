@@ -30,7 +30,7 @@ def by_option(name: str, scheme: str):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt"])
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_it_is_what_the_option_makes_and_stays(name, scheme):
     model, wanted = make(name), by_option(name, scheme)
     assert accel.quantize(model, scheme) is model
@@ -51,7 +51,7 @@ FAST = [family for family in FAMILIES if family.expected == "fast"]
 @pytest.mark.parametrize(
     "name", [family.name for number, family in enumerate(FAST) if EVERYTHING or family.core or number % 3 == 0]
 )
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_every_family_that_is_fast_is_so_with_quantized_weights_of_its_own(name):
     if not available(BY_NAME[name].kind):
         pytest.skip(f"this transformers has no {BY_NAME[name].kind}")

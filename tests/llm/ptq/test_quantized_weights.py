@@ -69,7 +69,7 @@ def quantizable(model) -> set[str]:
         for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
-@pytest.mark.share(4)
+@pytest.mark.share(5)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == quantizable(reference)
@@ -81,7 +81,7 @@ def test_every_fast_family(name, mode, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "mode"), every(3, CORE, USED))
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_every_mode(name, mode):
     ours, reference = quantized(name, SCHEMES[(CORE.index(name) + USED.index(mode)) % len(SCHEMES)])
     inputs = padded(BY_MODE[mode].lengths)
@@ -89,7 +89,7 @@ def test_every_mode(name, mode):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     ours, reference = quantized(name, "int8")
     ids, mask = padded((9, 9))
@@ -107,7 +107,7 @@ def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"), every(4, CORE, SCHEMES, (torch.bfloat16, torch.float16)), ids=str
 )
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantized(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

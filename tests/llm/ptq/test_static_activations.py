@@ -53,7 +53,7 @@ def oracle(stock, ours, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gemma2", "phi3", "gpt-neox"])
 @torch.no_grad()
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     ours = quantized(name, kind, torch.float64)
     wanted = oracle(make(name, torch.float64), ours, kind)

@@ -16,6 +16,7 @@ from support.llm.families import in_turn, layers, make, padded, prompt
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
+@pytest.mark.share(2)
 def test_the_loss_is_told_and_passes(name):
     model = make(name)
     ids, mask = padded((9, 9))
@@ -108,7 +109,7 @@ def test_the_report_shows_every_weight():
     in_turn(["int8", "int8-outliers", "fp8"], [torch.float32, torch.bfloat16]),
     ids=str,
 )
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
     model = make("llama-biases", dtype)
     weights = activations.partition("-")[0]
@@ -147,7 +148,7 @@ def _cut(rows):
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.share(4)
+@pytest.mark.share(5)
 def test_a_wrong_kernel_of_rounded_rows_fails(name, monkeypatch):
     model = make("llama-biases", torch.bfloat16)
     for layer in layers(model).values():

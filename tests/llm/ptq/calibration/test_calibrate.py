@@ -44,7 +44,7 @@ def same(first, second) -> bool:
 
 
 @pytest.mark.parametrize("name", [str(family) for family in FAMILIES])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_every_layer_is_given_what_the_model_gives_it(name):
     model = model_of(name)
     try:
@@ -89,7 +89,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "mamba"])
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
     stock = model_of(name)
     model = copy.deepcopy(stock)
@@ -156,7 +156,7 @@ def test_one_token_is_enough_to_run(method, scheme):
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_in_half_precision(method, scheme, dtype):
     (exact, *_), (result, *_) = (
         run(model_of("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype)

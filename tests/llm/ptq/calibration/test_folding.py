@@ -58,7 +58,7 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name",), every(2, FAST))
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_the_folded_model_computes_the_same(name):
     stock = model_of(name)
     model = copy.deepcopy(stock)

@@ -47,7 +47,7 @@ FAMILIES = ("llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped
         {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-tied", "mixtral") for scheme in SCHEMES)}
     ),
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_the_same_model(name, scheme, saved, monkeypatch):
     from transformers.quantizers import auto
 
@@ -93,6 +93,7 @@ def test_small_scales_keep_their_precision(saved):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym"])
+@pytest.mark.share(2)
 def test_no_weight_is_ever_whole(scheme, saved):
     _, folder = saved("llama-biases", scheme, num_hidden_layers=6)
     with Counting({96 * 64, 64 * 64}) as counted:

@@ -42,7 +42,7 @@ FAMILIES = ("llama", "llama-tied", "llama-biases", "qwen2", "gpt-neox", "mixtral
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"), every(4, FAMILIES, SCHEMES, (torch.float32, torch.bfloat16)), ids=str
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_stock_transformers_computes_the_same(name, dtype, weights, tmp_path):
     stock = reloaded(make(name, dtype), tmp_path / "stock")
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
