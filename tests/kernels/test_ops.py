@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("op, case, dtype", SMALL)
-@pytest.mark.share(5)
+@pytest.mark.share(6)
 def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cpu"), dtype)
     if dtype != torch.bfloat16 and op.supports(*args, **kwargs) is not None:
