@@ -81,6 +81,14 @@ def build(name: str, device: torch.device, dtype: torch.dtype, plan: dict | None
     return model
 
 
+def whole_experts(ranks: int) -> dict:
+    """How this transformers is asked to leave each expert whole on some rank."""
+    from transformers.distributed import DistributedConfig
+
+    named = "ep_size" in DistributedConfig.__annotations__  # since 5.18
+    return {"ep_size": ranks} if named else {"enable_expert_parallel": True}
+
+
 def seconds(run: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -220,7 +228,7 @@ def _in_a_graph(way: Callable, memory: Any, times: int = 64) -> float:
 
 def measure(name: str, args: argparse.Namespace, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> dict:
     base, _, how = name.partition("+")
-    plan = {"tp_size": ranks.size} | ({"ep_size": ranks.size} if how == "experts" else {})
+    plan: dict[str, Any] = {"tp_size": ranks.size} | (whole_experts(ranks.size) if how == "experts" else {})
     row: dict[str, Any] = {"model": name, "plan": plan}
     many = args.many
     with torch.device("meta"):

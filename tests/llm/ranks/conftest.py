@@ -4,9 +4,7 @@ import functools
 
 import pytest
 
-from support.llm.families import BY_NAME, VOCAB, available, make
-
-EVEN = VOCAB + VOCAB % 2  # transformers before 5.18 divides no other number of words
+from support.llm.families import BY_NAME, EVEN_VOCAB, available, make
 
 
 @pytest.fixture
@@ -22,7 +20,7 @@ def saved_model(tmp_path_factory):
     def save(name, **changes):
         if not available(BY_NAME[name].kind):
             pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-        changes = {"vocab_size": EVEN} | changes
+        changes = {"vocab_size": EVEN_VOCAB} | changes
         model, folder = make(name, **changes), str(tmp_path_factory.mktemp(name))
         model.save_pretrained(folder)
         return folder, model

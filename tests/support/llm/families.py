@@ -13,6 +13,7 @@ from torch import nn
 from support.everything import EVERYTHING
 
 VOCAB = 99
+EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
 LONG = 128  # positions
 SIZES = {
     "vocab_size": VOCAB,
