@@ -14,7 +14,6 @@ import os
 import statistics
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sums_over_cards import off, sums
 from torch import nn
+from transformer_profile import kernels, summary
 
 import accel
 from accel.bench.llm.configs import CONFIGS
@@ -39,7 +40,6 @@ ROUNDS = 3
 ROWS = (1, 8, 32)
 SPREAD = 0.02  # of random weights
 ONE_CARD_GB = 60  # a model up to here is built whole on each card too
-SUMS = (8 * 2**10, 64 * 2**10, 256 * 2**10, 512 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)  # bytes
 
 
 def weight(name: str, shape: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -137,93 +137,13 @@ def logits(model: nn.Module, steps: int = 6) -> torch.Tensor:
     return torch.cat(found).float()
 
 
-def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
-
-
-def kernels_of_steps(model: nn.Module, rows: int, tokens: int = 24) -> dict:
-    """Of a prompt and of so many steps, of the replays of their graph."""
+def kernels_of_steps(model: nn.Module, rows: int, device: torch.device, tokens: int = 24) -> dict:
+    """Of calls with a prompt and so many steps, of the replays of their graph. A kernel that waits for its turn counts
+    as at work.
+    """
     given = {"max_new_tokens": tokens, "do_sample": False}
-    inputs = prompt(model, rows, CONTEXT)
-    return {"tokens": tokens, "kernels": kernels_of(lambda: model.generate(**inputs, **given))}
-
-
-def kernels_of(run: Callable[[], object], most: int = 24) -> list[list]:
-    """[name, launches, microseconds] of the kernels that take longest. One that waits, for its turn too, counts so."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name[:90]].append(event.device_time_total)
-    longest = sorted(((sum(times), len(times), name) for name, times in found.items()), reverse=True)[:most]
-    return [[name, count, round(total, 1)] for total, count, name in longest]
-
-
-def sums(ranks: Ranks, device: torch.device) -> list[dict]:
-    """Sums over cards by each way, in a CUDA graph of 64; and how far ours is from the sum in float32."""
-    ranks.open(device)
-    memory = ranks.memory
-    rows = []
-    for size in SUMS:
-        generator = torch.Generator(device).manual_seed(ranks.rank)
-        part = torch.randn(size // 2 // 4096 or 1, min(4096, size // 2), generator=generator, device=device).bfloat16()
-        residual, bias = torch.ones_like(part), torch.full_like(part[0], 0.5)
-        wanted = part.float()
-        dist.all_reduce(wanted)
-        row: dict[str, Any] = {"bytes": size}
-        ways: dict[str, Callable] = {"nccl": lambda part=part: dist.all_reduce(part.clone())}
-        ways["copy alone"] = lambda part=part: part.clone()
-        if memory is not None:
-            found = memory.sum(part)
-            if found is not None:
-                row["off"] = off(found.float(), wanted)
-                row["off_nccl"] = off(ranks.sum(part.clone()).float(), wanted)
-                both = memory.sum(part, bias, residual, 0.25)
-                row["off_with_more"] = off(both.float(), 1 + 0.25 * (wanted + 0.5))
-                same = found.clone()
-                dist.broadcast(same, 0)
-                row["equal_on_all"] = bool(torch.equal(same, found))
-                ways["ours"] = lambda part=part: memory.sum(part)
-                ways["ours, bias and residual"] = lambda p=part, b=bias, r=residual: memory.sum(p, b, r, 0.25)
-        for name, way in ways.items():
-            row[name + "_us"] = round(_in_a_graph(way, memory), 2)
-        rows.append(row)
-    if memory is not None:  # many of all sizes one after another: a place that is taken too early would show
-        wrong = 0
-        for turn in range(300):
-            count = 1024 * (1 + turn * 7 % 60) + turn % 5
-            part = torch.full((count,), float(ranks.rank + 1 + turn % 11), device=device, dtype=torch.bfloat16)
-            part *= torch.arange(count, device=device) % 3
-            wanted = part.float()
-            got = memory.sum(part).float()
-            dist.all_reduce(wanted)
-            wrong += int(not torch.equal(got, wanted.bfloat16().float()))
-        rows.append({"one after another": 300, "wrong": wrong})
-    return rows
-
-
-def _in_a_graph(way: Callable, memory: Any, times: int = 64) -> float:
-    """Microseconds of one, of so many in a graph."""
-    way()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            way()
-    found = []
-    for _ in range(5):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / times * 1e3)
-    return statistics.median(found)
+    run = partial(model.generate, **prompt(model, rows, CONTEXT), **given)
+    return {"tokens": tokens} | summary(kernels(lambda _: run(), device), 1e3 * seconds(run))
 
 
 def measure(name: str, args: argparse.Namespace, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> dict:
@@ -270,7 +190,7 @@ def measure(name: str, args: argparse.Namespace, ranks: Ranks, device: torch.dev
     if torch.cuda.is_available():
         row["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
         row["share_mb"] = round(sum(_bytes(p) for p in model.parameters()) / 2**20)
-        row["profile"] = kernels_of_steps(model, 1)
+        row["profile"] = kernels_of_steps(model, 1, device)
     report = accel.report(model)
     row["sites"] = report.summary() if hasattr(report, "summary") else str(report).splitlines()[0]
     row["fallbacks"] = report.fallbacks[:8]

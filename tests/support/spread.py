@@ -4,13 +4,16 @@
 whatever is kept there is kept apart.
 """
 
+import copy
+
+import pytest
 import torch
 from accelerate import dispatch_model
 from torch import nn
 
 import accel
 from accel.llm.pipeline.device_hooks import HOOK
-from support.llm.families import layers, prompt
+from support.llm.families import BY_NAME, available, layers, make, prompt
 from support.state import assert_same_state, snapshot
 
 DEVICES = (torch.device("cpu"), torch.device("cpu:0"))
@@ -24,6 +27,14 @@ def spread(model: nn.Module, first: int = 2) -> nn.Module:
             if HOOK in vars(module):
                 vars(module)[HOOK].execution_device = DEVICES[1]
     return model
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """(optimized, stock) of a family, the first spread after its first layer; skips what this transformers has not."""
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    stock = make(name)
+    return accel.optimize(spread(copy.deepcopy(stock), first=1)), stock
 
 
 def between_processes(folder: str) -> dict:

@@ -184,9 +184,8 @@ class StepRunner:
             wide = numbers.wide_on(self.sampler.device)
             drawn = self.sampler.draw(logits, wide["drawn"], numbers.drawn, tokens_of, logprobs)
             ids, chances = drawn if isinstance(drawn, tuple) else (drawn, None)
-            if (
-                self.forward.ranks is not None
-            ):  # logits may differ by rounding, and so what is drawn; the answer may not
+            # Logits may differ by rounding from rank to rank, and so what is drawn; the answer may not.
+            if self.forward.ranks is not None:
                 ids = self.forward.ranks.first(ids)
             self.last.index_copy_(0, wide["put_to"], ids.clamp_min(0))
             ids, chances = ids[:count], None if chances is None else chances[:count]

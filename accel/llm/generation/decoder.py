@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accel_kernels import KV
+from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import DynamicCache
@@ -283,8 +284,7 @@ class DecoderForward(FastForward):
         """
         self.ready()
         kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(self.layers))]
-        units = max(kv.keys.shape[2] for kv in kvs) * tokens.shape[0] * tokens.shape[1]
-        split_counters = torch.zeros(units, device=metadata.device, dtype=torch.int32)
+        split_counters = split_counters_for(kvs, tokens.shape[0] * tokens.shape[1])
         last = keep if isinstance(keep, torch.Tensor) else None
         fills = last is not None
         kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]

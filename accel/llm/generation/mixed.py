@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from transformers import DynamicCache
 
@@ -61,8 +62,7 @@ class MixedForward(DecoderForward):
     def kvs(self, store: Store, tokens: int, is_prefill: bool) -> dict:
         """What each fused layer reads and writes, by its place in the cache."""
         kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
-        units = max(kv.keys.shape[2] for kv in kvs) * tokens
-        counters = torch.zeros(units, device=store.metadata.device, dtype=torch.int32)
+        counters = split_counters_for(kvs, tokens)
         return {place: kv._replace(split_counters=counters) for place, kv in zip(self.places(), kvs, strict=True)}
 
     def places(self) -> list[int]:

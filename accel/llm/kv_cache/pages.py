@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accel_kernels.attention.paged.kv import KV, metadata_of
+from accel_kernels.attention.paged.kv import KV, metadata_of, split_counters_for
 from accel_kernels.attention.paged.ragged import Ragged
 
 from accel.errors import out_of_memory
@@ -80,11 +80,11 @@ class PagePool:
         self.kept = [tensor for several in self.by_device.values() for tensor in several]
         views = _by_layer(shapes, sets, kept)
         self.places = {device: _place(sets, flat[device], rows, columns, views, device) for device in devices}
+        tables = {device: _tables_by_layer(sets, place.tables) for device, place in self.places.items()}
         self._kv = []
-        for layer, several in enumerate(views):
-            place = self.places[shapes[layer].device]
-            table = _tables_by_layer(sets, place.tables)[layer]
-            self._kv.append(_kv(layer, table, several, place.metadata))
+        for layer, (shape, several) in enumerate(zip(shapes, views, strict=True)):
+            table, metadata = tables[shape.device][layer], self.places[shape.device].metadata
+            self._kv.append(_kv(layer, table, several, metadata))
         beside = (tensor for place in self.places.values() for tensor in (place.flat, place.metadata))
         self.bytes = sum(tensor.nbytes for tensor in (*self.kept, *beside))
 
@@ -95,8 +95,7 @@ class PagePool:
     def of_step(self, layers: Sequence[int], tokens: int, metadata: torch.Tensor, ragged: Ragged) -> dict[int, KV]:
         """The stores of layers on one device, for a step of so many tokens. metadata: read in place of the device's."""
         found = [self._kv[layer] for layer in layers]
-        units = max(kv.keys.shape[2] for kv in found) * tokens
-        counters = torch.zeros(units, device=metadata.device, dtype=torch.int32)
+        counters = split_counters_for(found, tokens)
         found = [
             kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in found
         ]

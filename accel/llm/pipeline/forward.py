@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accel_kernels import KV
+from accel_kernels.attention.paged.kv import split_counters_for
 
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.kv_cache.store import Store
@@ -72,9 +73,8 @@ class SpreadForward(DecoderForward):
         if not is_prefill and self._by_stretches:
             try:
                 # What its layers have written before Unchained lies behind what is stored, and is written again.
-                return self._in_chain(stores, tokens, positions, keep, graphs, variant, trusted).to(
-                    tokens.device, non_blocking=True
-                )
+                step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
+                return self._in_chain(step, tokens, positions, keep).to(tokens.device, non_blocking=True)
             except Unchained:
                 self.chained = False
         if trusted:
@@ -103,7 +103,8 @@ class SpreadForward(DecoderForward):
         try:
             if not self._by_stretches:
                 raise Unchained
-            return self._in_chain(stores, tokens, positions, keep, graphs, variant, trusted)
+            step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
+            return self._in_chain(step, tokens, positions, keep)
         except Unchained as error:
             self.chained = False
             raise Unfit("its code does not hand each layer what the one before gave") from error
@@ -114,17 +115,9 @@ class SpreadForward(DecoderForward):
         return self.chained and all(one.read is not None for one in self.stretches)
 
     def _in_chain(
-        self,
-        stores: Stores,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None,
-        keep: int | torch.Tensor,
-        graphs: Any,
-        variant: tuple,
-        trusted: bool,
+        self, step: ChainedStep, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
         """Raises Unchained."""
-        step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
         logits = self.within(step, tokens, positions, keep)
         if step.calls:
             raise Unchained
@@ -155,8 +148,7 @@ class StoresOfOneForward:
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         indices = [layer.spec.attention.index for layer in stretch.layers]
         found = {index: self.store.kv(index, is_prefill=self.is_prefill) for index in indices}
-        units = max(kv.keys.shape[2] for kv in found.values()) * x.shape[0] * x.shape[1]
-        counters = torch.zeros(units, device=stretch.device, dtype=torch.int32)
+        counters = split_counters_for(found.values(), x.shape[0] * x.shape[1])
         last = None if self.last is None else self.last.to(stretch.device)
         return {
             index: kv._replace(metadata=metadata[0], split_counters=counters, by_address=last is not None, last=last)

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, path_in, put_in_place, readable
+from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, paths_in, put_in_place, readable
 from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
@@ -142,13 +142,13 @@ class Awaited(nn.Module):
 
 def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], opened: RankFiles) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
+    places = paths_in(model, linears)
     for path, parts in linears.items():
-        place = path_in(model, path)
-        module = model.get_submodule(place)
+        module = model.get_submodule(places[path])
         held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
         bias = module._parameters.pop("bias")
         with located(path):
-            made = as_said(model, place, module, said, checked(held), bias, held, compressed.read(parts))
+            made = as_said(model, places[path], module, said, checked(held), bias, held, compressed.read(parts))
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features
         installed_anew(module, made)

@@ -21,8 +21,8 @@ from accel.llm.kv_cache.pages import page_bytes
 from accel.llm.pipeline.device_hooks import HOOK
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
-from support.llm.families import BY_NAME, available, layers, make
-from support.spread import DEVICES, spread
+from support.llm.families import layers, make
+from support.spread import DEVICES, pair, spread
 from support.state import assert_same_state, snapshot
 
 LENGTHS, NEWS = (1, 5, 64, 17, 100, 40), (9, 28, 1, 5, 12, 7)
@@ -76,10 +76,7 @@ class Happened(list):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name)
-    ours = accel.optimize(spread(copy.deepcopy(stock), first=1))
+    ours, stock = pair(name)
     assert refusal(forward_of(ours)) is None
     asked = asked_of(stock)[1:5]
     asked = [replace(one, prompt=one.prompt[:40], max_new_tokens=5) for one in asked]

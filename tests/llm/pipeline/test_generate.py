@@ -13,10 +13,10 @@ from accel.llm.generation.loop.token_loop import TokenLoop
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.stretch import ChainedStep, Stretch
 from support.llm.calls import counting, followed_by_numbers
-from support.llm.families import BY_NAME, available, layers, make, padded, prompt
+from support.llm.families import layers, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
-from support.spread import DEVICES, spread
+from support.spread import DEVICES, pair, spread
 
 FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "falcon-one-key", "cohere2", "smollm3")
 STOCK = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that a fused model leaves to stock
@@ -61,10 +61,7 @@ def test_what_steps_compute_at_once(both, ran):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name)
-    ours = accel.optimize(spread(copy.deepcopy(stock), first=1))
+    ours, stock = pair(name)
     ids, mask = padded((9, 5))
     same(generate(ours, ids, mask), generate(stock, ids, mask))
     assert forward_of(ours).chained and len(forward_of(ours).stretches) == 2

@@ -2,7 +2,7 @@
 
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def put_in_place(
 ) -> None:
     """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
     head = head_path(model)
-    paths = {path: path_in(model, path) for path in linears}
+    paths = paths_in(model, linears)
     for path, parts in linears.items():
         model.set_submodule(paths[path], make(parts, _replaceable(model, paths[path], parts).bias))
     if head in paths.values():
@@ -147,12 +147,16 @@ def put_in_place(
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def path_in(model: PreTrainedModel, path: str) -> str:
-    """Where the model has what a file holds under this path: transformers renames some, as GPT-NeoX's head."""
-    for one in get_model_conversion_mapping(model):
-        if type(one) is WeightRenaming:
-            path = one.rename_source_key(f"{path}.weight")[0].removesuffix(".weight")
-    return path
+def paths_in(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, str]:
+    """Where the model has what a file holds under these paths: transformers renames some, as GPT-NeoX's head."""
+    renamings = [one for one in get_model_conversion_mapping(model) if type(one) is WeightRenaming]
+    found = {}
+    for path in paths:
+        name = f"{path}.weight"
+        for one in renamings:
+            name = one.rename_source_key(name)[0]
+        found[path] = name.removesuffix(".weight")
+    return found
 
 
 def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:

@@ -123,3 +123,10 @@ class KV(NamedTuple):
             t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
         )
         return keys, values
+
+
+def split_counters_for(kvs: Iterable[KV], tokens: int) -> torch.Tensor:
+    """`split_counters` of layers on one device that are computed one after another. tokens: new ones of all rows."""
+    kvs = list(kvs)
+    units = max(kv.keys.shape[2] for kv in kvs) * tokens
+    return torch.zeros(units, device=kvs[0].keys.device, dtype=torch.int32)
