@@ -68,11 +68,6 @@ class Op:
     def __call__(self, x: Located, *args, **kwargs):
         if not x.is_cuda:
             return (self.on_cpu or self.reference)(x, *args, **kwargs)
-        if torch.cuda.device_count() > 1:  # kernels are launched on the current device, wherever their tensors are
-            device = getattr(x, "device", None)
-            if device is not None and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return self._on_gpu(x, *args, **kwargs)
         return self._on_gpu(x, *args, **kwargs)
 
     def _on_gpu(self, x: Located, *args, **kwargs):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -86,14 +86,28 @@ def warmup() -> Iterator[None]:
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
-    """kernel[grid](*args, **meta), or its compilation where this context warms up."""
+    """kernel[grid](*args, **meta), or its compilation where this context warms up.
+
+    Triton launches on the current device, wherever the tensors are: on another one's stream a kernel would not wait for
+    what makes its inputs. So the first tensor among the arguments decides.
+    """
     now = _WARMUP.get()
     if now is None:
-        with _LOADING:
+        with _there(args), _LOADING:
             kernel[grid](*args, **meta)
     else:
         with torch.cuda.device(now.device):
             now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
+
+
+def _there(args: tuple) -> AbstractContextManager:
+    """Inside, the device of these arguments is the current one."""
+    if torch.cuda.device_count() > 1:
+        tensors = (getattr(one, "base", one) for one in args)  # of a tensor descriptor
+        device = next((one.device for one in tensors if isinstance(one, torch.Tensor)), None)
+        if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+            return torch.cuda.device(device)
+    return nullcontext()
 
 
 def _device() -> int:

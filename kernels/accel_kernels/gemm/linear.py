@@ -157,10 +157,11 @@ class LinearChooser(Choices):
     def _product(self, key: str, rows: int, weight, bias: bool, gelu: bool, apart: int) -> Product | None:
         """weight: a tensor, or its form."""
         try:
-            if self.lt is None:
-                self.lt, self.card = CublasLt(), torch.cuda.current_device()
-            outs, depth = weight.shape
-            self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias, gelu, apart)
+            with torch.cuda.device(weight.device):
+                if self.lt is None:
+                    self.lt, self.card = CublasLt(), torch.cuda.current_device()
+                outs, depth = weight.shape
+                self.products[key] = Product(self.lt, rows, outs, depth, weight.dtype, bias, gelu, apart)
         except (OSError, RuntimeError, AttributeError):  # no such library, or one that knows nothing of this product
             self.broken = self.lt is None
             return None
@@ -186,8 +187,7 @@ class LinearChooser(Choices):
                 return None
             return torch.empty(x.shape[0], apart, device=x.device, dtype=x.dtype)[:, :outs]
 
-        with torch.cuda.device(x.device):
-            product = self._product(key, x.shape[0], weight.form, bias is not None, gelu, apart)
+        product = self._product(key, x.shape[0], weight.form, bias is not None, gelu, apart)
         if product is None:
             yield TORCH
             return

@@ -88,6 +88,8 @@ def paged_attention_kernel(
     if ragged is not None:
         b, tile, first_token, new = sequence_of_tile(tile, ragged, USED // GROUP, PREFILLS)
         if tile * (USED // GROUP) >= new:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             return
     store = store_of(where_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
     valid_ptr = None

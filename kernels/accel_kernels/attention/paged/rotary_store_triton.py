@@ -39,6 +39,8 @@ def rotary_store_kernel(
         if PREFILLS:
             least = tl.load(ragged.counts)
         if sequence < least:  # fills the call up, or is stored by the kernel of the decodes
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             return
         token = tl.load(ragged.lengths + sequence) + s - tl.load(ragged.starts + sequence)
         stored_row = tl.load(ragged.rows + sequence).to(tl.int64)
