@@ -43,7 +43,7 @@ def sums(ranks: Ranks, device: torch.device) -> list[dict]:
                 ways["ours"] = lambda part=part: memory.sum(part)
                 ways["ours, bias and residual"] = lambda p=part, b=bias, r=residual: memory.sum(p, b, r, 0.25)
         for name, way in ways.items():
-            row[name + "_us"] = round(_in_a_graph(way, memory), 2)
+            row[name + "_us"] = round(microseconds(way), 2)
         rows.append(row)
     if memory is not None:  # many of all sizes one after another: a place that is taken too early would show
         wrong = 0
@@ -59,8 +59,8 @@ def sums(ranks: Ranks, device: torch.device) -> list[dict]:
     return rows
 
 
-def _in_a_graph(way: Callable, memory: Any, times: int = 64) -> float:
-    """Microseconds of one, of so many in a graph."""
+def microseconds(way: Callable, times: int = 64) -> float:
+    """Of one, of so many in a CUDA graph."""
     way()
     torch.cuda.synchronize()
     dist.barrier()

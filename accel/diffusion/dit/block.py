@@ -23,6 +23,8 @@ from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
 from accel.diffusion.dit.products.weight_stacks import Unstacked, WeightStacks
 from accel.diffusion.dit.program import Program
+from accel.diffusion.dit.ranks.exchanges import with_exchanges
+from accel.diffusion.dit.ranks.rooms import Places
 from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
@@ -160,6 +162,8 @@ class BlockForward(FastForward):
         elif sort_of(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
             program = "it changes its own settings"
         plan = self._plan(program)
+        if self.ranks is not None:
+            self._open_rooms(plan, self.ranks, given[0].device)
         if plan.executable is not None:
             self._try(plan, given, output)
         self.plans.keep(known, call, plan)
@@ -171,12 +175,21 @@ class BlockForward(FastForward):
         if isinstance(program, str):
             return BlockPlan(reason=f"cannot be recorded: {program}")
         try:
-            executable = Executable(Schedule(with_rounded_rows(without_assignments(program))), self.kernels)
+            executable = Executable(
+                Schedule(with_rounded_rows(with_exchanges(without_assignments(program)))), self.kernels
+            )
         except Exception as error:  # a program of a form that nobody has seen yet
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
         if not executable.passes:
             return BlockPlan(reason="nothing in it can be done in one pass")
         return BlockPlan(executable, strided=program.strided)
+
+    def _open_rooms(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
+        """All ranks at once, also those without a plan."""
+        executable = plan.executable
+        places, groups = (Places(), {}) if executable is None else (executable.places, executable.groups)
+        if self.plans.rooms.open(places, groups, ranks, device) and executable is not None:
+            executable.rooms = self.plans.rooms
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
         """What stock gives, once more, for a plan that was made while kernels only compiled, from no numbers, or for

@@ -9,8 +9,11 @@ from accel.diffusion.dit.lowering import Input, Output, Pass, Window
 from accel.diffusion.dit.products.product import is_product, run_product
 from accel.diffusion.dit.products.weight_stacks import WeightStacks
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
+from accel.diffusion.dit.ranks.exchanges import Exchange
+from accel.diffusion.dit.ranks.rooms import Places, Rooms
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
+from accel.parallel.ranks import Ranks
 from accel.patching.fast_forward import Kernels
 
 Slots = list[torch.Tensor | None]
@@ -69,8 +72,10 @@ def _path(value: TensorValue) -> str:
 
 class Executable:
     """Called with the tensors of the arguments, in order, a function that gives the weight of a path, and what stacks
-    weights, if anything may.
+    weights, if anything may. rooms: through which it exchanges with other ranks; None before they have agreed on that.
     """
+
+    rooms: Rooms | None = None
 
     def __init__(self, schedule: Schedule, kernels: Kernels):
         self.values, self.kernels = schedule.program.values, kernels
@@ -82,9 +87,16 @@ class Executable:
         calls = (TorchCall, GeluProduct)
         self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, calls) else () for u in self.units]
         self.linears = [Linears(u, self.values) if isinstance(u, StackedProduct) else None for u in self.units]
+        self.places = Places.of(self.units, self.values)
         kept = set(refs(self.result))
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
         self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
+
+    @property
+    def groups(self) -> dict[str, Ranks]:
+        """That it exchanges with, by name."""
+        steps = [unit.step.function for unit in self.units if isinstance(unit, TorchCall)]
+        return {one.group: one.ranks for one in steps if isinstance(one, Exchange)}
 
     @property
     def passes(self) -> int:
@@ -121,7 +133,13 @@ class Executable:
             self._activate(unit, given[0].filled(slots), slots)
         elif isinstance(unit, TorchCall):
             args, kwargs = (tree.filled(slots) for tree in given)
-            _store(unit.step.result, self._function(unit.step, args, kwargs), slots)
+            function = unit.step.function
+            if isinstance(function, Exchange):
+                room = None if self.rooms is None else self.rooms.get(self.places, function.group)
+                made: Any = function(args[0], room, self.places.begins[unit.place])
+            else:
+                made = self._function(unit.step, args, kwargs)
+            _store(unit.step.result, made, slots)
 
     def _multiply(self, linears: Linears, slots: Slots, stacks: WeightStacks) -> None:
         x, wholes = slots[linears.input], linears.wholes(slots, stacks)

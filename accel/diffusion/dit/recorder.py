@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel.diffusion.dit.collectives import HiddenCollectives, functional, unwrapped
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
+from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
 
 # Of a tensor, what does not depend on its numbers.
 ABOUT = frozenset(

@@ -7,6 +7,7 @@ NVLink multicast is not used.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,29 @@ LEAST = 2  # bytes of a number
 INSIDE, OUTSIDE = (2, 0, 1), (3, 4)  # places for parts: of a forward the first, then the others in turn; of other calls
 
 
+class Shared(NamedTuple):
+    """numbers: of this rank, (count,). addresses: where those of each rank are, (ranks,) int64. handle: of torch's, by
+    which they stay there.
+    """
+
+    numbers: torch.Tensor
+    addresses: torch.Tensor
+    handle: Any
+
+    @classmethod
+    def zeros(cls, group: dist.ProcessGroup, device: torch.device, count: int, dtype: torch.dtype) -> "Shared":
+        """So many that all ranks can read and write. Called by all of them at once.
+
+        Raises as torch does, where the GPUs cannot reach each other's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric
+
+        numbers = symmetric.empty(count, dtype=dtype, device=device).zero_()
+        handle = symmetric.rendezvous(numbers, group)
+        addresses = [handle.buffer_ptrs[rank] for rank in range(dist.get_world_size(group))]
+        return cls(numbers, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
+
+
 class SymmetricMemory:
     """Memory of this rank that the others can read, and theirs. Made by all ranks at once.
 
@@ -29,18 +53,12 @@ class SymmetricMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        import torch.distributed._symmetric_memory as symmetric
-
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         places = len(INSIDE) + len(OUTSIDE)
         self.one_shot = ONE_SHOT_OF_TWO if self.size == 2 else ONE_SHOT
-        self.parts = symmetric.empty(places * self.one_shot, dtype=torch.uint8, device=device)
         pieces = self.one_shot // LEAST // PIECE
-        self.cells = symmetric.empty(pieces * self.size, dtype=torch.int32, device=device).zero_()
-        self.shares = symmetric.empty(TWO_SHOT, dtype=torch.uint8, device=device)
-        self.handles = [symmetric.rendezvous(one, group) for one in (self.parts, self.cells, self.shares)]
-        addresses = [[handle.buffer_ptrs[rank] for rank in range(self.size)] for handle in self.handles[:2]]
-        self.buffers, self.signals = (torch.tensor(one, dtype=torch.int64, device=device) for one in addresses)
+        sizes = ((places * self.one_shot, torch.uint8), (pieces * self.size, torch.int32), (TWO_SHOT, torch.uint8))
+        self.parts, self.cells, self.shares = (Shared.zeros(group, device, *one) for one in sizes)
         self.inside, self.turn = False, 0
         self.nothing = torch.zeros(8, device=device)
         torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
@@ -81,10 +99,11 @@ class SymmetricMemory:
             place = self._place() * self.one_shot // part.element_size()
             residual = None if residual is None else residual.contiguous()
             kernel = launcher("accel_kernels.collective.symmetric_sum_triton:symmetric_sum")
-            return kernel(part, bias, residual, float(scale), self.buffers, self.signals, place, self.rank)
+            addresses = self.parts.addresses, self.cells.addresses
+            return kernel(part, bias, residual, float(scale), *addresses, place, self.rank)
         if size > TWO_SHOT or size % (16 * self.size):
             return None
-        shares = self.shares[:size].view(part.dtype).view(part.shape)
+        shares = self.shares.numbers[:size].view(part.dtype).view(part.shape)
         shares.copy_(part)
         torch.ops.symm_mem.two_shot_all_reduce_(shares, "sum", self.group.group_name)
         total = shares if bias is None else shares + bias

@@ -36,3 +36,15 @@ def test_the_whole_forward_is_one_graph_with_its_collectives(tmp_path, way):
     assert found["accel, 2 cards"]["ms"] > 0 and "failed" not in found
     assert not found["fallbacks"]
     assert [row["status"] for row in found["graphs"]] == ["graph"], found["graphs"]
+    launched = {kernel["name"] for kernel in found["profile of a forward"]["kernels"]}
+    through_rooms = "exchange_kernel" in launched and not any("SendRecv" in name for name in launched)
+    assert through_rooms == (way == ()), launched
+
+
+def test_heads_are_exchanged_through_rooms_as_by_nccl(tmp_path):
+    script, out = SCRIPT.with_name("exchanges_over_cards.py"), tmp_path / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(out.read_text())  # it has compared every number
+    assert len(found["rows"]) == 3 and found["one after another"] == {"of": 200, "wrong": 0}

@@ -6,6 +6,7 @@ from typing import Any
 
 from accel.diffusion.dit.calls.kinds import without_strides
 from accel.diffusion.dit.executable import Executable
+from accel.diffusion.dit.ranks.rooms import Rooms
 
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block
 MOST_KINDS = 64  # of blocks, as many settings of an adapter make
@@ -28,9 +29,12 @@ class BlockPlan:
 
 @dataclass
 class BlockPlans:
-    """By kind of block and of call, for all blocks of a model. Copies and pickles record anew."""
+    """By kind of block and of call, for all blocks of a model, and the rooms of their exchanges. Copies and pickles
+    record anew.
+    """
 
     found: dict[tuple, dict[tuple, BlockPlan]] = field(default_factory=dict)
+    rooms: Rooms = field(default_factory=Rooms)
     lock: Any = field(default_factory=threading.RLock)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What ranks that divide a sequence compute together inside of a block."""

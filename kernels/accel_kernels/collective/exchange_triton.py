@@ -1,0 +1,75 @@
+"""Every rank writes its pieces into the memory of the others, in one launch for several tensors.
+
+Each program tells the same program of every other rank that it has come, so that what was in its place before has been
+read, and waits until they have told so; then it writes its share of all pieces, tells that it has, and waits again, so
+that all that was sent to this rank is there when the kernel ends. On signals, see `symmetric_sum_triton.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.collective.exchange import DIMS
+from accel_kernels.warmup import launch
+
+BLOCK = 4096  # numbers to a step of a program
+WARPS = 8
+COME, WRITTEN = 0, 1  # what signals say
+
+
+@triton.jit(do_not_specialize=("rank",))
+def exchange_kernel(
+    sources, strides, buffers_ptr, signals_ptr, place, each, rank, target_rank, target_0, target_1, count, middle,
+    inner, RANKS: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of pieces (outer, middle, inner), whose inner dimension lies without gaps. strides: of each source, from the
+    piece for one rank to the next, and of the outer and the middle dimension.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    meet(signals_ptr, 2 * program, rank, RANKS)
+    for step in tl.static_range(RANKS):
+        peer = (rank + 1 + step) % RANKS  # no two ranks begin with the same
+        for number in tl.static_range(TENSORS):
+            source_rank, source_0, source_1 = strides[number]
+            source_ptr = sources[number] + peer.to(tl.int64) * source_rank
+            room_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(sources[number].dtype.element_ty))
+            target_ptr = tl.multiple_of(room_ptr, 16) + place + number * each + rank * target_rank
+            for start in range(program * BLOCK, count, programs * BLOCK):
+                i_idx = start + tl.arange(0, BLOCK)
+                mask = i_idx < count
+                i_inner, row = i_idx % inner, i_idx // inner
+                i_middle, i_outer = (row % middle).to(tl.int64), (row // middle).to(tl.int64)
+                x = tl.load(source_ptr + i_outer * source_0 + i_middle * source_1 + i_inner, mask=mask)
+                tl.store(target_ptr + i_outer * target_0 + i_middle * target_1 + i_inner, x, mask=mask)
+    meet(signals_ptr, 2 * program + 1, rank, RANKS)
+
+
+@triton.jit
+def meet(signals_ptr, cell, rank, RANKS: tl.constexpr):
+    """Tells every other rank, and waits until it has told. cell: (RANKS,) signals of each rank are behind it."""
+    tl.debug_barrier()  # every thread has written before the first of them tells so
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            cell_ptr = tl.load(signals_ptr + peer).to(tl.pointer_type(tl.int32)) + cell * RANKS + rank
+            while tl.atomic_cas(cell_ptr, 0, 1, sem="release", scope="sys") != 0:
+                pass
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            cell_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32)) + cell * RANKS + peer
+            while tl.atomic_cas(cell_ptr, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+    tl.debug_barrier()
+
+
+def exchange(tensors, buffers, signals, place, each, layouts, rank, programs):
+    """As `ExchangeRoom.exchange`. buffers, signals: (ranks,) int64, the addresses of each rank's room and cells. place,
+    each: numbers before the first result, and from one to the next. programs: to share the work; the cells have two for
+    each program and rank.
+    """
+    few = (1,) * (DIMS - len(layouts[0].sizes))
+    (_, middle, inner), target = (*few, *layouts[0].sizes), (*few, *layouts[0].target)
+    strides = tuple((one.source_rank, *(*few, *one.source)[:2]) for one in layouts)
+    launch(
+        exchange_kernel, (programs,), tuple(tensors), strides, buffers, signals, place, each, rank,
+        layouts[0].target_rank, *target[:2], layouts[0].numel, middle, inner, len(buffers), len(tensors), BLOCK,
+        num_warps=WARPS,
+    )  # fmt: skip

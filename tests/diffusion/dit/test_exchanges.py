@@ -1,0 +1,225 @@
+"""Exchanges with the copies around them: where each number is read and written, and which steps become one."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accel_kernels.collective.exchange import room_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.ranks.collectives import Collective
+from accel.diffusion.dit.ranks.exchanges import Exchange, with_exchanges
+from accel.diffusion.dit.ranks.pieces import sent_pieces
+from accel.diffusion.dit.ranks.rooms import Places
+from accel.diffusion.dit.units import TorchCall
+
+
+def ranks_of(shape, strides, seed=0):
+    """What each rank sends: of this shape, lying as it may in a larger tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return [torch.randn(size, generator=generator).as_strided(shape, strides) for _ in range(shape[0])]
+
+
+def wanted(sent, rank, see):
+    """What a library gives: what has come, looked at and copied."""
+    return see(torch.cat([one[rank].flatten() for one in sent])).contiguous()
+
+
+def got(sent, rank, pieces):
+    layout = pieces.layout(sent[0].stride())
+    found = torch.full(pieces.target, float("nan"))
+    for peer, one in enumerate(sent):
+        begin = one.storage_offset() + rank * layout.source_rank
+        source = one.as_strided(layout.sizes, layout.source, begin)
+        found.as_strided(layout.sizes, layout.target, peer * layout.target_rank).copy_(source)
+    return found
+
+
+def heads_first(batch, tokens, heads, dim, ranks):
+    """(shape, strides of what is sent, how what has come is seen), as diffusers sends queries."""
+    shape = (ranks, tokens, batch, heads, dim)
+    wide = ranks * heads * dim
+    return (
+        shape,
+        (heads * dim, wide, tokens * wide, dim, 1),
+        lambda x: x.view(ranks * tokens, batch, heads, dim).permute(1, 0, 2, 3),
+    )
+
+
+def tokens_first(batch, tokens, heads, dim, ranks):
+    """As it sends what attention gives."""
+    shape = (ranks, heads, batch, tokens, dim)
+    row = heads * dim
+    strides = (tokens * row, dim, ranks * tokens * row, row, 1)
+    return shape, strides, lambda x: x.view(ranks * heads, batch, tokens, dim).permute(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize("way", [heads_first, tokens_first])
+@settings(max_examples=25, deadline=None)
+@given(*(st.integers(1, most) for most in (3, 7, 4, 9)), st.integers(2, 4))
+def test_each_number_comes_where_the_copies_would_put_it(way, batch, tokens, heads, dim, ranks):
+    shape, strides, see = way(batch, tokens, heads, dim, ranks)
+    sent = ranks_of(shape, strides)
+    view = see(torch.arange(math.prod(shape)))
+    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
+    assert pieces is not None
+    for rank in range(ranks):
+        assert torch.equal(got(sent, rank, pieces), wanted(sent, rank, see))
+
+
+def test_few_dimensions_are_left():
+    for way in (heads_first, tokens_first):
+        shape, strides, see = way(1, 7, 3, 8, 2)
+        view = see(torch.arange(math.prod(shape)))
+        assert sent_pieces(shape, tuple(view.shape), view.stride()).layout(strides).sizes == (7, 24)
+
+
+@pytest.mark.parametrize(
+    ("view", "strides"),
+    [
+        ((12,), (2,)),  # leaves out
+        ((2, 24), (0, 1)),  # twice
+        ((8, 3), (3, 1)),  # of a half
+        ((16, 3), (1, 16)),  # three pieces for two ranks
+        ((3, 16), (16, 1)),  # the pieces are cut elsewhere
+    ],
+)
+def test_views_that_are_left_to_copies(view, strides):
+    assert sent_pieces((2, 24), view, strides) is None
+
+
+class Sketch:
+    """A program in the making."""
+
+    def __init__(self):
+        self.values, self.steps = [], []
+
+    def value(self, shape, strides=None, base=None):
+        strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+        number = len(self.values)
+        base = number if base is None else base
+        self.values.append(TensorValue(number, shape, strides, 0, torch.float32, torch.device("cpu"), base))
+        return number
+
+    def step(self, name, taken, made, *more, function=None):
+        self.steps.append(TorchStep(function or getattr(torch, name, len), name, (Ref(taken), *more), {}, Ref(made)))
+        return made
+
+    def exchanged(self, x, copied=True):
+        """Of a value (ranks, tokens, heads, dim); what comes, (tokens, heads, dim) with the ranks' heads in order."""
+        shape = self.values[x].shape
+        ranks, total = shape[0], math.prod(shape)
+        sent = self.step("contiguous", x, self.value(shape))
+        flat = self.step("flatten", sent, self.value((total,), base=sent))
+        even = [total // ranks] * ranks
+        collective = Collective(torch.ops._c10d_functional.all_to_all_single)
+        came = self.step("all_to_all_single", flat, self.value((total,)), even, even, "0", function=collective)
+        seen = self.step("reshape", came, self.value(shape, base=came))
+        if not copied:
+            return seen
+        order = (1, 0, 2, 3)
+        steps = self.values[seen].stride
+        turned = self.value(tuple(shape[d] for d in order), tuple(steps[d] for d in order), base=came)
+        self.step("permute", seen, turned)
+        return self.step("contiguous", turned, self.value(self.values[turned].shape))
+
+    def program(self, *results):
+        return Program(self.values, self.steps, [Ref(one) for one in results])
+
+
+def exchanges(program):
+    return [step for step in program.steps if isinstance(step.function, Exchange)]
+
+
+SHAPE = (2, 5, 3, 8)
+
+
+def start(count=1):
+    sketch = Sketch()
+    taken = [sketch.value(SHAPE) for _ in range(count)]
+    for number, value in enumerate(taken):
+        sketch.values[value].root = ("input", number)
+    return sketch, taken
+
+
+def test_exchanges_that_do_not_wait_for_each_other_are_one_step():
+    sketch, inputs = start(3)
+    came = [sketch.exchanged(one) for one in inputs]
+    out = [sketch.step("neg", one, sketch.value(sketch.values[one].shape)) for one in came]
+    program = with_exchanges(sketch.program(*out))
+    (step,) = exchanges(program)
+    assert step.taken == inputs and step.made == came
+    assert [one.name for one in program.steps] == ["exchange", "neg", "neg", "neg"], "copies are part of it"
+    assert step.function.pieces.target != SHAPE
+
+
+def test_one_whose_source_waits_for_another_is_a_step_of_its_own():
+    sketch, (x,) = start()
+    came = sketch.exchanged(x, copied=False)
+    turned = sketch.step("neg", came, sketch.value(SHAPE))
+    last = sketch.exchanged(turned)
+    program = with_exchanges(sketch.program(sketch.step("neg", last, sketch.value((5, 2, 3, 8)))))
+    assert [one.name for one in program.steps] == ["exchange", "reshape", "neg", "exchange", "neg"]
+
+
+def test_what_is_returned_does_not_lie_in_a_room():
+    sketch, (x,) = start()
+    seen = sketch.exchanged(x, copied=False)
+    assert not exchanges(with_exchanges(sketch.program(seen)))
+    sketch, (x,) = start()
+    copied = sketch.exchanged(x)
+    program = with_exchanges(sketch.program(copied))
+    (step,) = exchanges(program)
+    assert step.made != [copied] and program.steps[-1].made == [copied], "its copy stays one"
+
+
+def test_sent_pieces_unequal_sizes_and_memory_that_is_written_to_stay_as_they_are():
+    sketch, (x,) = start()
+    sketch.step("neg", came := sketch.exchanged(x), out := sketch.value(sketch.values[came].shape))
+    place = next(i for i, one in enumerate(sketch.steps) if one.name == "all_to_all_single")
+    given, _, even, group = sketch.steps[place].args
+    sketch.steps[place].args = (given, [even[0] - 1, even[1] + 1], even, group)
+    assert not exchanges(with_exchanges(sketch.program(out)))
+    sketch.steps[place].args = (given, even, even, group)
+    assert exchanges(with_exchanges(sketch.program(out)))
+    sketch.values[sketch.steps[place].made[0]].pinned = True
+    assert not exchanges(with_exchanges(sketch.program(out)))
+
+
+def test_a_place_is_taken_again_once_nothing_reads_it():
+    sketch, inputs = start(2)
+    first = [sketch.exchanged(one, copied=False) for one in inputs]
+    attended = sketch.value(SHAPE)
+    sketch.steps.append(TorchStep(torch.add, "add", tuple(map(Ref, first)), {}, Ref(attended)))
+    second = sketch.exchanged(attended, copied=False)
+    both = sketch.value(SHAPE)  # while the second is read, so is the third
+    third = sketch.exchanged(sketch.step("neg", second, sketch.value(SHAPE)), copied=False)
+    sketch.steps.append(TorchStep(torch.add, "add", (Ref(second), Ref(third)), {}, Ref(both)))
+    program = with_exchanges(sketch.program(both))
+    units = [TorchCall(step, place) for place, step in enumerate(program.steps)]
+    places = Places.of(units, program.values)
+    one = room_for(1, math.prod(SHAPE), 4)
+    assert list(places.begins.values()) == [0, 0, one] and places.sizes == {"0": 2 * one}
+    assert len(places.forms) == 3
+
+
+def test_without_a_room_it_goes_through_the_library(monkeypatch):
+    """Of two ranks, of which the other sends what this one does."""
+    shape, strides, see = tokens_first(1, 5, 3, 8, 2)
+    x = ranks_of(shape, strides)[0]
+    view = see(torch.arange(math.prod(shape)))
+    sent = []
+
+    def all_to_all(flat, out, given, group):
+        sent.append((out, given, group))
+        return torch.cat([flat.chunk(2)[1]] * 2)  # to rank 1
+
+    monkeypatch.setattr(torch.ops, "_c10d_functional", SimpleNamespace(wait_tensor=lambda one: one))
+    exchange = Exchange(all_to_all, "7", sent_pieces(shape, tuple(view.shape), view.stride()))
+    (found,) = exchange([x])
+    assert torch.equal(found, wanted([x, x], 1, see))
+    assert sent == [([120, 120], [120, 120], "7")]
