@@ -130,7 +130,7 @@ def main() -> None:
 
 def sweep(room: ExchangeRoom, device: torch.device) -> list[dict[str, Any]]:
     rows, most = [], room.programs
-    for block, warps in ((2048, 4), (4096, 8), (8192, 8), (8192, 16)):
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         for programs in (most // 4, most // 2, most):
             exchange_triton.BLOCK, exchange_triton.WARPS, room.programs = block, warps, programs
             row = {"block": block, "warps": warps, "programs": programs}

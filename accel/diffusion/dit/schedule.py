@@ -17,6 +17,7 @@ from accel.diffusion.dit.products.product import is_product
 from accel.diffusion.dit.products.stacks import Stacks
 from accel.diffusion.dit.program import Program, Ref, refs
 from accel.diffusion.dit.ranks.collectives import Collective
+from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
 from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit
 
@@ -162,7 +163,8 @@ class Schedule:
             pieces = call.step.taken
             direct = [piece in makers and users[piece] == 1 and self._whole(makers[piece], piece) for piece in pieces]
             attended = self._attended(number, units)
-            if dim is None or not (any(direct) or (attended and self._strided(pieces))):
+            sent = dim is not None and self._sent(number, units)
+            if dim is None or not (any(direct) or sent or (attended and self._strided(pieces))):
                 continue
             if attended:
                 self.layouts[number] = like(self.program.values[number].shape, self.program.values[pieces[0]].stride)
@@ -184,6 +186,13 @@ class Schedule:
         users = [unit for unit in units if number in unit.takes]
         names = {unit.step.name if isinstance(unit, TorchCall) else "" for unit in users}
         return names == {"scaled_dot_product_attention"} and number not in self.results
+
+    def _sent(self, number: int, units: list[Unit]) -> bool:
+        """Whether an exchange alone takes views of the value: torch puts together what has four dimensions slowly."""
+        views = {value.number for value in self.program.values if value.base == number}
+        takers = [unit for unit in units if not views.isdisjoint(unit.takes) and not views >= unit.makes]
+        exchanges = (isinstance(unit, TorchCall) and isinstance(unit.step.function, Exchange) for unit in takers)
+        return bool(takers) and all(exchanges) and number not in self.results
 
     def _strided(self, numbers: list[int]) -> bool:
         """Whether none of the values lies in the order of its dimensions."""

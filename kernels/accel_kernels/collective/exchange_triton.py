@@ -9,22 +9,26 @@ import triton
 import triton.language as tl
 
 from accel_kernels.collective.exchange import DIMS
+from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
-BLOCK = 4096  # numbers to a step of a program
+BLOCK = 4096  # numbers to a step of a program, in rows of at most
+COLUMNS = 1024
+LEAST = 64  # columns that divide a row, so that none are left over
 WARPS = 8
 COME, WRITTEN = 0, 1  # what signals say
 
 
 @triton.jit(do_not_specialize=("rank",))
 def exchange_kernel(
-    sources, strides, buffers_ptr, signals_ptr, place, each, rank, target_rank, target_0, target_1, count, middle,
-    inner, RANKS: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr,
+    sources, strides, buffers_ptr, signals_ptr, place, each, rank, target_rank, target_0, target_1, rows, middle,
+    inner, RANKS: tl.constexpr, TENSORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of pieces (outer, middle, inner), whose inner dimension lies without gaps. strides: of each source, from the
-    piece for one rank to the next, and of the outer and the middle dimension.
+    """Of pieces (outer, middle, inner), whose inner dimension lies without gaps; rows: outer times middle. strides: of
+    each source, from the piece for one rank to the next, and of the outer and the middle dimension.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles, across = tl.cdiv(rows, ROWS), tl.cdiv(inner, COLUMNS)
     meet(signals_ptr, 2 * program, rank, RANKS)
     for step in tl.static_range(RANKS):
         peer = (rank + 1 + step) % RANKS  # no two ranks begin with the same
@@ -33,13 +37,13 @@ def exchange_kernel(
             source_ptr = sources[number] + peer.to(tl.int64) * source_rank
             room_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(sources[number].dtype.element_ty))
             target_ptr = tl.multiple_of(room_ptr, 16) + place + number * each + rank * target_rank
-            for start in range(program * BLOCK, count, programs * BLOCK):
-                i_idx = start + tl.arange(0, BLOCK)
-                mask = i_idx < count
-                i_inner, row = i_idx % inner, i_idx // inner
-                i_middle, i_outer = (row % middle).to(tl.int64), (row // middle).to(tl.int64)
-                x = tl.load(source_ptr + i_outer * source_0 + i_middle * source_1 + i_inner, mask=mask)
-                tl.store(target_ptr + i_outer * target_0 + i_middle * target_1 + i_inner, x, mask=mask)
+            for tile in range(program, tiles * across, programs):
+                row = tile // across * ROWS + tl.arange(0, ROWS)
+                column = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+                mask = (row < rows)[:, None] & (column < inner)
+                i_middle, i_outer = (row % middle).to(tl.int64)[:, None], (row // middle).to(tl.int64)[:, None]
+                x = tl.load(source_ptr + i_outer * source_0 + i_middle * source_1 + column, mask=mask)
+                tl.store(target_ptr + i_outer * target_0 + i_middle * target_1 + column, x, mask=mask)
     meet(signals_ptr, 2 * program + 1, rank, RANKS)
 
 
@@ -68,8 +72,9 @@ def exchange(tensors, buffers, signals, place, each, layouts, rank, programs):
     few = (1,) * (DIMS - len(layouts[0].sizes))
     (_, middle, inner), target = (*few, *layouts[0].sizes), (*few, *layouts[0].target)
     strides = tuple((one.source_rank, *(*few, *one.source)[:2]) for one in layouts)
+    columns = min(COLUMNS, inner & -inner) if inner % LEAST == 0 else min(COLUMNS, power_of_two(inner))
     launch(
         exchange_kernel, (programs,), tuple(tensors), strides, buffers, signals, place, each, rank,
-        layouts[0].target_rank, *target[:2], layouts[0].numel, middle, inner, len(buffers), len(tensors), BLOCK,
-        num_warps=WARPS,
+        layouts[0].target_rank, *target[:2], layouts[0].numel // inner, middle, inner, len(buffers), len(tensors),
+        BLOCK // columns, columns, num_warps=WARPS,
     )  # fmt: skip

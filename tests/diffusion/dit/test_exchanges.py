@@ -9,11 +9,13 @@ from accel_kernels.collective.exchange import room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.diffusion.dit.lowering import Pass
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange, with_exchanges
 from accel.diffusion.dit.ranks.pieces import sent_pieces
 from accel.diffusion.dit.ranks.rooms import Places
+from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import TorchCall
 
 
@@ -188,6 +190,23 @@ def test_sent_pieces_unequal_sizes_and_memory_that_is_written_to_stay_as_they_ar
     assert exchanges(with_exchanges(sketch.program(out)))
     sketch.values[sketch.steps[place].made[0]].pinned = True
     assert not exchanges(with_exchanges(sketch.program(out)))
+
+
+def test_what_is_put_together_to_be_sent_is_written_by_passes():
+    sketch = Sketch()
+    parts = [sketch.value((2, tokens, 3, 8)) for tokens in (1, 4)]
+    for number, value in enumerate(parts):
+        sketch.values[value].root = ("input", number)
+    both = sketch.value(SHAPE)
+    sketch.steps.append(TorchStep(torch.cat, "cat", (list(map(Ref, parts)), 1), {}, Ref(both)))
+    came = sketch.exchanged(both, copied=False)
+    program = sketch.program(sketch.step("neg", came, sketch.value(SHAPE)))
+    units = Schedule(with_exchanges(program)).units
+    written = [one.outputs[0] for one in units if isinstance(one, Pass) and one.takes <= set(parts)]
+    assert [(one.number, one.window.start, one.window.size) for one in written] == [(both, 0, 1), (both, 1, 4)]
+    assert "cat" not in [one.step.name for one in units if isinstance(one, TorchCall)]
+    seen = Schedule(program).units  # by the library it stays one
+    assert "cat" in [one.step.name for one in seen if isinstance(one, TorchCall)]
 
 
 def test_a_place_is_taken_again_once_nothing_reads_it():

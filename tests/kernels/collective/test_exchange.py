@@ -90,7 +90,7 @@ from accel_kernels.collective.exchange_triton import exchange_kernel as kernel
 names = kernel.arg_names
 for arch in (80, 90, 100):
     for tensors in (1, 3):
-        given = {"RANKS": 2, "TENSORS": tensors, "BLOCK": 4096}
+        given = {"RANKS": 2, "TENSORS": tensors, "ROWS": 8, "COLUMNS": 512}
         kinds = {name: "i32" for name in names} | dict.fromkeys(given, "constexpr")
         kinds |= {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
         kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
