@@ -138,7 +138,11 @@ def sweep(room: ExchangeRoom, device: torch.device) -> list[dict[str, Any]]:
             for what, pieces, see in (
                 ("qkv", [one.pieces(x) for x in one.given], one.whole), ("back", [one.back()], one.tokens)
             ):  # fmt: skip
-                row[f"{what}_us"] = round(microseconds(partial(exchange_of(pieces[0], see), pieces, room)), 1)
+                exchange = exchange_of(pieces[0], see)
+                row[f"{what}_us"] = round(microseconds(partial(exchange, pieces, room)), 1)
+                row[f"{what} without waiting before_us"] = round(
+                    microseconds(partial(exchange, pieces, room, waits=False)), 1
+                )
             rows.append(row)
     return rows
 

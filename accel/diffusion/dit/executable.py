@@ -136,7 +136,7 @@ class Executable:
             function = unit.step.function
             if isinstance(function, Exchange):
                 room = None if self.rooms is None else self.rooms.get(self.places, function.group)
-                made: Any = function(args[0], room, self.places.begins[unit.place])
+                made: Any = function(args[0], room, *self.places.found[unit.place])
             else:
                 made = self._function(unit.step, args, kwargs)
             _store(unit.step.result, made, slots)

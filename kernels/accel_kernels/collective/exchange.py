@@ -54,18 +54,21 @@ class ExchangeRoom:
         torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
         dist.barrier(group, device_ids=[device.index])
 
-    def exchange(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], place: int) -> list[torch.Tensor]:
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], place: int, waits: bool = True
+    ) -> list[torch.Tensor]:
         """Sends the pieces of each tensor, and gives what was sent to this rank: (ranks * count,) each, in the room.
 
         tensors: of one dtype and size. layouts: of each; `alike`, and none `unwritable`. place: bytes before the first
         result in the room, a multiple of 16; all take `room_for`. Results are good until something else is sent to
-        their place, which waits until all ranks have come to that.
+        their place. waits: until all ranks have come. Without, nobody may read what is in that place now after the
+        exchange before this one.
         """
         layout, size = layouts[0], tensors[0].element_size()
         each = aligned(self.ranks * layout.numel)
         addresses = self.memory.addresses, self.cells.addresses
         exchange = launcher("accel_kernels.collective.exchange_triton:exchange")
-        exchange(tensors, *addresses, place // size, each, layouts, self.rank, self.programs)
+        exchange(tensors, *addresses, place // size, each, layouts, self.rank, self.programs, waits)
         received = self.memory.numbers[place : place + room_for(len(tensors), self.ranks * layout.numel, size)]
         received = received.view(tensors[0].dtype).view(len(tensors), each)
         return list(received[:, : self.ranks * layout.numel].unbind())

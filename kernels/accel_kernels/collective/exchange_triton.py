@@ -1,14 +1,15 @@
 """Every rank writes its pieces into the memory of the others, in one launch for several tensors.
 
-Each program tells the same program of every other rank that it has come, so that what was in its place before has been
-read, and waits until they have told so; then it writes its share of all pieces, tells that it has, and waits again, so
-that all that was sent to this rank is there when the kernel ends. On signals, see `symmetric_sum_triton.py`.
+Each program writes its share of all pieces, tells the same program of every other rank that it has, and waits until
+they have told so: all that was sent to this rank is there when the kernel ends. Where what was in its place may still
+be read, it has told them before that it has come, and waited for them. On signals, see `symmetric_sum_triton.py`.
 """
 
 import triton
 import triton.language as tl
 
 from accel_kernels.collective.exchange import DIMS
+from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
@@ -16,34 +17,37 @@ BLOCK = 4096  # numbers to a step of a program, in rows of at most
 COLUMNS = 1024
 LEAST = 64  # columns that divide a row, so that none are left over
 WARPS = 8
-COME, WRITTEN = 0, 1  # what signals say
 
 
 @triton.jit(do_not_specialize=("rank",))
 def exchange_kernel(
     sources, strides, buffers_ptr, signals_ptr, place, each, rank, target_rank, target_0, target_1, rows, middle,
     inner, RANKS: tl.constexpr, TENSORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WAITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of pieces (outer, middle, inner), whose inner dimension lies without gaps; rows: outer times middle. strides: of
     each source, from the piece for one rank to the next, and of the outer and the middle dimension.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles, across = tl.cdiv(rows, ROWS), tl.cdiv(inner, COLUMNS)
-    meet(signals_ptr, 2 * program, rank, RANKS)
-    for step in tl.static_range(RANKS):
-        peer = (rank + 1 + step) % RANKS  # no two ranks begin with the same
-        for number in tl.static_range(TENSORS):
-            source_rank, source_0, source_1 = strides[number]
-            source_ptr = sources[number] + peer.to(tl.int64) * source_rank
-            room_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(sources[number].dtype.element_ty))
-            target_ptr = tl.multiple_of(room_ptr, 16) + place + number * each + rank * target_rank
-            for tile in range(program, tiles * across, programs):
-                row = tile // across * ROWS + tl.arange(0, ROWS)
-                column = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-                mask = (row < rows)[:, None] & (column < inner)
-                i_middle, i_outer = (row % middle).to(tl.int64)[:, None], (row // middle).to(tl.int64)[:, None]
-                x = tl.load(source_ptr + i_outer * source_0 + i_middle * source_1 + column, mask=mask)
-                tl.store(target_ptr + i_outer * target_0 + i_middle * target_1 + column, x, mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if WAITS:
+        meet(signals_ptr, 2 * program, rank, RANKS)
+    for number in tl.static_range(TENSORS):
+        source_rank, source_0, source_1 = strides[number]
+        for tile in range(program, tiles * across, programs):
+            row = tile // across * ROWS + tl.arange(0, ROWS)
+            column = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+            mask = (row < rows)[:, None] & (column < inner)
+            i_middle, i_outer = (row % middle).to(tl.int64)[:, None], (row // middle).to(tl.int64)[:, None]
+            source = sources[number] + i_outer * source_0 + i_middle * source_1 + column
+            target = i_outer * target_0 + i_middle * target_1 + column + place + number * each + rank * target_rank
+            for step in tl.static_range(RANKS):  # so that what stays here is moved while the links are busy
+                peer = (rank + 1 + step) % RANKS  # no two ranks send to one at a time
+                room_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(sources[number].dtype.element_ty))
+                x = tl.load(source + peer.to(tl.int64) * source_rank, mask=mask)
+                tl.store(tl.multiple_of(room_ptr, 16) + target, x, mask=mask)
     meet(signals_ptr, 2 * program + 1, rank, RANKS)
 
 
@@ -64,7 +68,7 @@ def meet(signals_ptr, cell, rank, RANKS: tl.constexpr):
     tl.debug_barrier()
 
 
-def exchange(tensors, buffers, signals, place, each, layouts, rank, programs):
+def exchange(tensors, buffers, signals, place, each, layouts, rank, programs, waits):
     """As `ExchangeRoom.exchange`. buffers, signals: (ranks,) int64, the addresses of each rank's room and cells. place,
     each: numbers before the first result, and from one to the next. programs: to share the work; the cells have two for
     each program and rank.
@@ -73,8 +77,9 @@ def exchange(tensors, buffers, signals, place, each, layouts, rank, programs):
     (_, middle, inner), target = (*few, *layouts[0].sizes), (*few, *layouts[0].target)
     strides = tuple((one.source_rank, *(*few, *one.source)[:2]) for one in layouts)
     columns = min(COLUMNS, inner & -inner) if inner % LEAST == 0 else min(COLUMNS, power_of_two(inner))
+    pdl = programmatic(buffers.device)
     launch(
         exchange_kernel, (programs,), tuple(tensors), strides, buffers, signals, place, each, rank,
         layouts[0].target_rank, *target[:2], layouts[0].numel // inner, middle, inner, len(buffers), len(tensors),
-        BLOCK // columns, columns, num_warps=WARPS,
+        BLOCK // columns, columns, waits, PDL=bool(pdl), num_warps=WARPS, **pdl,
     )  # fmt: skip

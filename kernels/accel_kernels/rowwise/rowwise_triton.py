@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels import row_numbers_triton
+from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
@@ -53,11 +54,13 @@ def rowwise(first, *others, program, shape, outputs=None):
     """Same arguments and result as the reference."""
     inputs = (first, *others)
     given = outputs or (None,) * len(program.results)
+    pdl = programmatic(first.device)
     plan = plan_of(
         program,
         tuple(shape),
         tuple((one.shape, one.stride(), one.dtype) for one in inputs),
         tuple(None if one is None else one.stride() for one in given),
+        bool(pdl),
     )
     results = tuple(
         torch.empty(size, dtype=dtype, device=first.device) if one is None else one
@@ -66,7 +69,7 @@ def rowwise(first, *others, program, shape, outputs=None):
     arguments: list[Any] = []
     for tensor, strides in zip((*inputs, *results), plan.strides, strict=True):
         arguments += [tensor, *strides]
-    launch(plan.kernel, plan.grid, *arguments, *plan.sizes, num_warps=plan.warps, enable_fp_fusion=False)
+    launch(plan.kernel, plan.grid, *arguments, *plan.sizes, num_warps=plan.warps, enable_fp_fusion=False, **pdl)
     return results
 
 
@@ -76,8 +79,11 @@ def plan_of(
     shape: tuple[int, ...],
     inputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
     outputs: tuple[tuple[int, ...] | None, ...],
+    early: bool,
 ) -> Plan:
-    """How a call is launched. inputs: shapes, strides and dtypes; outputs: strides, of those that are given."""
+    """How a call is launched. inputs: shapes, strides and dtypes; outputs: strides, of those that are given. early: see
+    `Source`.
+    """
     widths = register_widths(program)
     results = tuple(
         ((*shape, lanes(widths[number], program)), dtype)
@@ -95,7 +101,7 @@ def plan_of(
     accesses = [access_of(rows, one) for rows, one in zip(strides, tensors, strict=True)]
     wide = any(farthest(sizes, rows, one, program.width) >= 2**31 for rows, one in zip(strides, tensors, strict=True))
     tiling, programs = tiled(program, sizes, wide)
-    kernel = kernel_of(program, tuple(accesses[: len(inputs)]), tuple(accesses[len(inputs) :]), tiling)
+    kernel = kernel_of(program, tuple(accesses[: len(inputs)]), tuple(accesses[len(inputs) :]), tiling, early)
     passed = []
     for access, rows, one in zip(accesses, strides, tensors, strict=True):
         by_unit = tuple(stride // access.unit for stride in rows if stride)
@@ -104,9 +110,11 @@ def plan_of(
 
 
 @lru_cache(maxsize=1024)
-def kernel_of(program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling) -> Any:
+def kernel_of(
+    program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling, early: bool = False
+) -> Any:
     """The compiled-on-demand kernel of a text, under a name by which Python finds its lines again."""
-    return _jit(Source(program, inputs, outputs, tiling).text)
+    return _jit(Source(program, inputs, outputs, tiling, early).text)
 
 
 @lru_cache(maxsize=1024)

@@ -45,9 +45,16 @@ class TilePlace(NamedTuple):
 
 
 class Source:
-    """Writes the text; `text` is it."""
+    """Writes the text; `text` is it. early: it starts before the kernel in front has ended, and waits for that."""
 
-    def __init__(self, program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling):
+    def __init__(
+        self,
+        program: RowProgram,
+        inputs: tuple[Access, ...],
+        outputs: tuple[Access, ...],
+        tiling: Tiling,
+        early: bool = False,
+    ):
         self.program, self.tiling = program, tiling
         self.inputs = [(f"x{n}", one) for n, one in enumerate(inputs)]
         self.outputs = [(f"y{n}", one) for n, one in enumerate(outputs)]
@@ -58,7 +65,7 @@ class Source:
         self.ragged = tiling.block * tiling.parts * tiling.split > self.units
         # Every row of a tile is there.
         self.filled = tiling.rows == 1 or (tiling.inner and tiling.side > 0 and tiling.side % tiling.rows == 0)
-        self.lines: list[str] = []
+        self.lines: list[str] = ["tl.extra.cuda.gdc_wait()"] * early
         self.registers: dict[int, Register] = {}
         self.unused: set[int] = set()  # inputs that are still as they are in memory
         self._index()

@@ -209,21 +209,23 @@ def test_what_is_put_together_to_be_sent_is_written_by_passes():
     assert "cat" in [one.step.name for one in seen if isinstance(one, TorchCall)]
 
 
-def test_a_place_is_taken_again_once_nothing_reads_it():
+def test_a_place_is_taken_again_once_nothing_reads_it_after_the_exchange_before():
+    """The first two are read before the second exchange, which is read before the fourth; the third is read last."""
     sketch, inputs = start(2)
     first = [sketch.exchanged(one, copied=False) for one in inputs]
     attended = sketch.value(SHAPE)
     sketch.steps.append(TorchStep(torch.add, "add", tuple(map(Ref, first)), {}, Ref(attended)))
     second = sketch.exchanged(attended, copied=False)
-    both = sketch.value(SHAPE)  # while the second is read, so is the third
     third = sketch.exchanged(sketch.step("neg", second, sketch.value(SHAPE)), copied=False)
-    sketch.steps.append(TorchStep(torch.add, "add", (Ref(second), Ref(third)), {}, Ref(both)))
+    fourth = sketch.exchanged(sketch.step("neg", third, sketch.value(SHAPE)), copied=False)
+    both = sketch.value(SHAPE)
+    sketch.steps.append(TorchStep(torch.add, "add", (Ref(third), Ref(fourth)), {}, Ref(both)))
     program = with_exchanges(sketch.program(both))
     units = [TorchCall(step, place) for place, step in enumerate(program.steps)]
     places = Places.of(units, program.values)
     one = room_for(1, math.prod(SHAPE), 4)
-    assert list(places.begins.values()) == [0, 0, one] and places.sizes == {"0": 2 * one}
-    assert len(places.forms) == 3
+    assert list(places.found.values()) == [(0, True), (2 * one, False), (0, False), (one, False)]
+    assert places.sizes == {"0": 3 * one} and len(places.forms) == 4
 
 
 def test_without_a_room_it_goes_through_the_library(monkeypatch):

@@ -27,8 +27,8 @@ def layouts(wide: int) -> list[Layout]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_pieces_come_to_their_places(rank, dtype):
+@pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, True), (torch.float16, False)])
+def test_pieces_come_to_their_places(rank, dtype, waits):
     from accel_kernels.collective.exchange_triton import exchange
 
     inner, wide = HEADS * DIM, 3 * HEADS * DIM + 8
@@ -41,7 +41,7 @@ def test_pieces_come_to_their_places(rank, dtype):
     cells = [torch.zeros(2 * PROGRAMS, 2, dtype=torch.int32) for _ in range(2)]
     cells[rank][:, 1 - rank] = 1  # the other has come, and has written
     addresses = (torch.tensor([one.data_ptr() for one in held]) for held in (rooms, cells))
-    exchange([first, second], *addresses, PLACE, each, layouts(wide), rank, PROGRAMS)
+    exchange([first, second], *addresses, PLACE, each, layouts(wide), rank, PROGRAMS, waits)
     for number, tensor in enumerate((first, second)):
         begin = PLACE + number * each
         for peer in range(2):
@@ -49,8 +49,8 @@ def test_pieces_come_to_their_places(rank, dtype):
             came = rooms[peer][begin : begin + 2 * count].view(2, count)
             assert torch.equal(came[rank], sent), (number, peer)
             assert came[1 - rank].isnan().all(), "nothing else is written to"
-    assert cells[rank].sum() == 0, "signals are taken"
-    assert cells[1 - rank][:, rank].tolist() == [1] * 2 * PROGRAMS, "and given"
+    assert cells[rank].tolist() == [[0, 0]] * 2 * PROGRAMS if waits else cells[rank][::2].sum() == PROGRAMS
+    assert cells[1 - rank][:, rank].tolist() == [int(waits), 1] * PROGRAMS, "signals are given, and were taken"
 
 
 def test_in_three_dimensions():
@@ -65,7 +65,7 @@ def test_in_three_dimensions():
     cells = [torch.zeros(2 * PROGRAMS, 2, dtype=torch.int32) for _ in range(2)]
     cells[0][:, 1] = 1
     addresses = (torch.tensor([one.data_ptr() for one in held]) for held in (rooms, cells))
-    exchange([x], *addresses, 0, x.numel(), [layout], 0, PROGRAMS)
+    exchange([x], *addresses, 0, x.numel(), [layout], 0, PROGRAMS, True)
     for peer in range(2):
         came = rooms[peer][: x.numel()].view(TOKENS, 2, HEADS, DIM)
         assert torch.equal(came[:, 0], x[:, peer].transpose(0, 1)) and came[:, 1].isnan().all()
@@ -90,7 +90,7 @@ from accel_kernels.collective.exchange_triton import exchange_kernel as kernel
 names = kernel.arg_names
 for arch in (80, 90, 100):
     for tensors in (1, 3):
-        given = {"RANKS": 2, "TENSORS": tensors, "ROWS": 8, "COLUMNS": 512}
+        given = {"RANKS": 2, "TENSORS": tensors, "ROWS": 8, "COLUMNS": 512, "WAITS": True, "PDL": arch >= 90}
         kinds = {name: "i32" for name in names} | dict.fromkeys(given, "constexpr")
         kinds |= {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
         kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")

@@ -36,6 +36,7 @@ for launch in (*found[:-3], *found[-2:]):
     eight = re.search("tensor<.*x(i8|f8E4M3FN)>", compiled.asm["ttir"])
     narrow = {"st.global.v2.b32", "st.global.b32"} if eight else set()
     assert access == {"ld.global.v4.b32", "st.global.v4.b32"} | narrow, access
+    assert compiled.asm["ptx"].count("griddepcontrol.wait") == 1
     moved = [line for line in compiled.asm["ttgir"].splitlines() if "convert_layout" in line]
     assert all("-> tensor<1x1xf32" in line for line in moved), moved  # but one number of a row
     assert "fma" not in compiled.asm["ptx"] or "ex2" in compiled.asm["ptx"]  # but inside of functions

@@ -47,19 +47,19 @@ class Exchange(Collective):
         return room_for(tensors, torch.Size(self.pieces.shape).numel(), size)
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], room: ExchangeRoom | None = None, place: int = 0
+        self, tensors: Sequence[torch.Tensor], room: ExchangeRoom | None = None, place: int = 0, waits: bool = True
     ) -> list[torch.Tensor]:
-        """place: bytes before the first result in the room."""
+        """room, place, waits: see `ExchangeRoom.exchange`; without a room by the library."""
         pieces = self.pieces
         tensors = [one.view(pieces.shape) for one in tensors]
         layouts = [pieces.layout(one.stride()) for one in tensors]
         if room is None or any(unwritable(*one) for one in zip(tensors, layouts, strict=True)):
             return [self._by_library(one) for one in tensors]
         if alike(layouts):
-            came = room.exchange(tensors, layouts, place)
+            came = room.exchange(tensors, layouts, place, waits)
         else:
             each, given = self.room(1, tensors[0].element_size()), zip(tensors, layouts, strict=True)
-            came = [room.exchange([x], [layout], place + i * each)[0] for i, (x, layout) in enumerate(given)]
+            came = [room.exchange([x], [layout], place + i * each, waits)[0] for i, (x, layout) in enumerate(given)]
         return [one.view(pieces.target) for one in came]
 
     def _by_library(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from accel_kernels.collective.exchange import ExchangeRoom
@@ -16,38 +17,48 @@ from accel.parallel.ranks import Ranks
 PLACE = "exchanges of a block"
 
 
+class Place(NamedTuple):
+    """begin: bytes before the first result in the room. waits: see `ExchangeRoom.exchange`."""
+
+    begin: int
+    waits: bool
+
+
 @dataclass(frozen=True)
 class Places:
-    """Of the exchanges of a plan. begins: bytes before the first result in the room, by the place of the unit. sizes:
-    bytes of the room of each group, by its name. forms: equal on ranks that exchange alike.
+    """Of the exchanges of a plan, by the place of the unit. sizes: bytes of the room of each group, by its name. forms:
+    equal on ranks that exchange alike.
+
+    The first exchange with a group waits until all have come, so that of other plans nothing is read any more. A later
+    one takes no place that is read after the one before it, and need not wait.
     """
 
-    begins: dict[int, int] = field(default_factory=dict)
+    found: dict[int, Place] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     forms: tuple = ()
 
     @classmethod
     def of(cls, units: Sequence[Unit], values: list[TensorValue]) -> "Places":
-        """A place is taken again when nothing takes what is there any more."""
-        held: list[tuple[str, int, int, int]] = []  # group, begin, end, and the last unit that takes what is there
-        begins: dict[int, int] = {}
+        held: dict[str, list[tuple[int, int, int]]] = {}  # begin, end, and the last unit that takes what is there
+        before: dict[str, int] = {}  # the last exchange so far
+        found: dict[int, Place] = {}
         sizes: dict[str, int] = {}
         forms: list[tuple] = []
         for at, unit in enumerate(units):
             if not isinstance(unit, TorchCall) or not isinstance(unit.step.function, Exchange):
                 continue
             exchange, targets = unit.step.function, {values[number].base for number in refs(unit.step.result)}
-            size = exchange.room(len(targets), values[min(targets)].dtype.itemsize)
-            last = max(k for k, one in enumerate(units) if k == at or _takes(one, targets, values))
+            size, group = exchange.room(len(targets), values[min(targets)].dtype.itemsize), exchange.group
             begin = 0
-            for group, start, end, until in sorted(held, key=lambda one: one[1]):
-                if group == exchange.group and until >= at and begin + size > start and end > begin:
+            for start, end, until in sorted(held.setdefault(group, [])):
+                if until >= before[group] and begin + size > start and end > begin:
                     begin = end
-            held.append((exchange.group, begin, begin + size, last))
-            begins[unit.place] = begin
-            sizes[exchange.group] = max(sizes.get(exchange.group, 0), begin + size)
+            last = max(k for k, one in enumerate(units) if k == at or _takes(one, targets, values))
+            held[group].append((begin, begin + size, last))
+            found[unit.place] = Place(begin, group not in before)
+            sizes[group], before[group] = max(sizes.get(group, 0), begin + size), at
             forms.append((exchange.pieces, len(targets), begin))
-        return cls(begins, sizes, tuple(forms))
+        return cls(found, sizes, tuple(forms))
 
 
 def _takes(unit: Unit, bases: set[int], values: list[TensorValue]) -> bool:
