@@ -163,7 +163,7 @@ class Schedule:
             pieces = call.step.taken
             direct = [piece in makers and users[piece] == 1 and self._whole(makers[piece], piece) for piece in pieces]
             attended = self._attended(number, units)
-            sent = dim is not None and self._sent(number, units)
+            sent = call.step.name in CONCATENATIONS and self._sent(number, units)
             if dim is None or not (any(direct) or sent or (attended and self._strided(pieces))):
                 continue
             if attended:

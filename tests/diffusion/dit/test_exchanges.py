@@ -16,7 +16,7 @@ from accel.diffusion.dit.ranks.exchanges import Exchange, with_exchanges
 from accel.diffusion.dit.ranks.pieces import sent_pieces
 from accel.diffusion.dit.ranks.rooms import Places
 from accel.diffusion.dit.schedule import Schedule
-from accel.diffusion.dit.units import TorchCall
+from accel.diffusion.dit.units import StackedProduct, TorchCall
 
 
 def ranks_of(shape, strides, seed=0):
@@ -190,6 +190,29 @@ def test_sent_pieces_unequal_sizes_and_memory_that_is_written_to_stay_as_they_ar
     assert exchanges(with_exchanges(sketch.program(out)))
     sketch.values[sketch.steps[place].made[0]].pinned = True
     assert not exchanges(with_exchanges(sketch.program(out)))
+
+
+def test_products_whose_columns_are_sent_are_one():
+    """The exchange reads rows that lie apart; the library's copies too, so they are one there as well."""
+    sketch = Sketch()
+    x = sketch.value((1, 5, 16))
+    sketch.values[x].root = ("input", 0)
+    sent = []
+    for name in "qkv":
+        weight = sketch.value((48, 16))
+        sketch.values[weight].root = ("weight", name)
+        made = sketch.value((1, 5, 48))
+        sketch.steps.append(TorchStep(torch.nn.functional.linear, "linear", (Ref(x), Ref(weight)), {}, Ref(made)))
+        heads = sketch.step("reshape", made, sketch.value((1, 5, 2, 3, 8), base=made))
+        turned = sketch.value((2, 5, 1, 3, 8), (24, 48, 240, 8, 1), base=made)
+        sent.append(sketch.step("permute", heads, turned))
+    came = [sketch.exchanged(one, copied=False) for one in sent]
+    out = [sketch.step("relu", one, sketch.value((2, 5, 1, 3, 8))) for one in came]
+    program = with_exchanges(sketch.program(*out))
+    (step,) = exchanges(program)
+    assert step.taken == sent
+    products = [one for one in Schedule(program).units if isinstance(one, StackedProduct)]
+    assert [len(one.steps) for one in products] == [3]
 
 
 def test_what_is_put_together_to_be_sent_is_written_by_passes():

@@ -17,13 +17,14 @@ import torch
 from accel.diffusion.dit.lowering import Output, Pass, Window
 from accel.diffusion.dit.operations import ROWWISE, operation_of
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.ranks.exchanges import EXCHANGE
 from accel.diffusion.dit.regions import CONCATENATIONS
 from accel.diffusion.dit.units import StackedProduct, TorchCall, Unit
 
 MOST_STACKED = 256 * 2**20  # bytes of weights in one storage: what stacking them needs for a moment on top
 MOST_IMAGES = 4  # whose rows are put together by a product for each
 ALIGNED = 16  # bytes at which the columns of each begin, as attention wants its rows
-READ_APART = ("scaled_dot_product_attention", *CONCATENATIONS)
+READ_APART = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
 
 
 class Columns(NamedTuple):

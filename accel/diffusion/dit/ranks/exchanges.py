@@ -19,7 +19,8 @@ from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.pieces import Pieces, sent_pieces
 from accel.parallel.ranks import Ranks
 
-NAME = "all_to_all_single"
+COLLECTIVE = "all_to_all_single"
+EXCHANGE = "exchange"  # the name of the step
 COPIES = ("contiguous", "clone")
 
 
@@ -87,7 +88,7 @@ def with_exchanges(program: Program) -> Program:
         for one in group:
             steps[one.place] = None
         sources, targets = [Ref(one.source) for one in group], [Ref(one.target) for one in group]
-        steps[first.place] = TorchStep(first.exchange, "exchange", (sources,), {}, targets)
+        steps[first.place] = TorchStep(first.exchange, EXCHANGE, (sources,), {}, targets)
     return _needed(replace(program, steps=[step for step in steps.values() if step is not None]))
 
 
@@ -102,7 +103,7 @@ class _Found:
     def at(cls, program: Program, users: dict, makers: dict, place: int) -> "_Found | None":
         """The one whose collective has this place, if it is one."""
         step, values = program.steps[place], program.values
-        if type(step.function) is not Collective or step.name != NAME or step.kwargs or len(step.args) != 4:
+        if type(step.function) is not Collective or step.name != COLLECTIVE or step.kwargs or len(step.args) != 4:
             return None
         given, result, *splits, group = step.args[0], step.result, *step.args[1:]
         if not isinstance(given, Ref) or not isinstance(result, Ref) or not isinstance(group, str):

@@ -17,7 +17,7 @@ from accel.parallel.ranks import Ranks
 PLACE = "exchanges of a block"
 
 
-class Place(NamedTuple):
+class RoomPlace(NamedTuple):
     """begin: bytes before the first result in the room. waits: see `ExchangeRoom.exchange`."""
 
     begin: int
@@ -33,7 +33,7 @@ class Places:
     one takes no place that is read after the one before it, and need not wait.
     """
 
-    found: dict[int, Place] = field(default_factory=dict)
+    found: dict[int, RoomPlace] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     forms: tuple = ()
 
@@ -41,7 +41,7 @@ class Places:
     def of(cls, units: Sequence[Unit], values: list[TensorValue]) -> "Places":
         held: dict[str, list[tuple[int, int, int]]] = {}  # begin, end, and the last unit that takes what is there
         before: dict[str, int] = {}  # the last exchange so far
-        found: dict[int, Place] = {}
+        found: dict[int, RoomPlace] = {}
         sizes: dict[str, int] = {}
         forms: list[tuple] = []
         for at, unit in enumerate(units):
@@ -55,7 +55,7 @@ class Places:
                     begin = end
             last = max(k for k, one in enumerate(units) if k == at or _takes(one, targets, values))
             held[group].append((begin, begin + size, last))
-            found[unit.place] = Place(begin, group not in before)
+            found[unit.place] = RoomPlace(begin, group not in before)
             sizes[group], before[group] = max(sizes.get(group, 0), begin + size), at
             forms.append((exchange.pieces, len(targets), begin))
         return cls(found, sizes, tuple(forms))
