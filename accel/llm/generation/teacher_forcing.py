@@ -91,4 +91,4 @@ def _noting(forward: DecoderForward) -> Iterator[Outputs]:
 
 
 def _note(notes: list[torch.Tensor], module: nn.Module, args: tuple, output: Any) -> None:
-    notes.append(output[0] if isinstance(output, tuple) else output)
+    notes.append((output[0] if isinstance(output, tuple) else output).clone())

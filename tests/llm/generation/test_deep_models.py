@@ -17,20 +17,12 @@ from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK
+from support.llm.deep import model_of
 from support.llm.families import make, padded
 from support.precision import off
 
-LAYERS = 18
+LAYERS = 10
 LENGTHS = (9, 1, 1, 3)
-
-
-def model_of(family, dtype=torch.bfloat16, spread=1.3, **config):
-    """spread: what matrices of layers are multiplied by. The larger they are, the more do layers amplify rounding."""
-    model = make(family, **config)
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1 and not name.startswith(("model.embed", "transformer.w", "lm_head")):
-            weight.data *= spread
-    return model.to(dtype)
 
 
 def llama(layers, dtype=torch.bfloat16):
@@ -254,7 +246,7 @@ def test_some_layers_of_a_deep_model(monkeypatch):
     kinds = [[["global", "local"], LAYERS // 2]]
 
     def model():
-        made = model_of("gpt-neo", spread=1, num_layers=LAYERS, attention_types=kinds)
+        made = model_of("gpt-neo", spread=1.5, num_layers=LAYERS, attention_types=kinds)
         return accel.optimize(made, cpu="fuse")
 
     looked, look = [], mixed.differing_part
