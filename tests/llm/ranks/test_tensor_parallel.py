@@ -10,8 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import accel
 from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
-from support.llm.deep import model_of
 from support.llm.parallel import ranks
+from support.llm.runtime.deep import model_of
 
 STEPS = 6
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.
