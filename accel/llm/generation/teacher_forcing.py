@@ -53,7 +53,7 @@ class Follower:
         return self.agrees and self.calls == len(self.outputs)
 
     def __call__(self, kernels: Any, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        wanted = self.outputs[self.calls]
+        wanted = self.outputs[self.calls].to(x.device)
         added = vector_norm(wanted.double() - x.double(), dim=-1)  # before: a layer may add to its input in place
         near = _near(self.bound(kernels, step, x, kwargs), wanted, added)
         hidden = 0 if self.calls else PADDING
