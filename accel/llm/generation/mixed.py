@@ -5,6 +5,7 @@ cache. The model's Python sees that cache, with its lengths, so no CUDA graph ho
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ from transformers import DynamicCache
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
 from accel.llm.generation.decoder import UNDERSTOOD, DecoderForward, Unfit
-from accel.llm.generation.trial import expected, fused_layers, pieces_of, stock_logits, trial_lengths
+from accel.llm.generation.teacher_forcing import differing_part
+from accel.llm.generation.trial import (
+    PADDING,
+    expected,
+    fused_layers,
+    pieces_of,
+    plainly,
+    stock_logits,
+    trial_lengths,
+)
 from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.llm.runtime.step import Step
-from accel.quantization.module import dequantizing, unrounded
+from accel.quantization.module import unrounded
 
 
 class MixedForward(DecoderForward):
@@ -128,24 +138,38 @@ def try_mixed(forward: MixedForward) -> None:
     forward.apart = True
     try:
         with resting(model), unrounded(model):
-            with dequantizing(model):  # what is fused is compared with torch's own products
-                wanted, _ = stock_logits(forward, lengths)
-                bare = expected(forward, lambda: _logits(forward.reference, forward, lengths))
+            wanted, _ = stock_logits(forward, lengths)
+            bare = expected(forward, partial(_plain_logits, forward, lengths))
+            fused = partial(_masked_logits, forward, lengths)
             with fused_layers(forward):
                 with wanted.routed():
-                    got = _logits(forward.fast, forward, lengths, masked=True)[:, -wanted.logits.shape[1] :]
+                    got = fused()
                 with bare.routed():
                     plain = _logits(forward.fast, forward, lengths)
                 if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
                     _logits(forward.fast, forward, lengths, rows=1)
+                agrees = wanted.agrees(got) and bare.agrees(plain)
+                apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
     except NotUnderstood:
         raise
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
     finally:
         forward.apart, forward.seen = False, None
-    if not (wanted.agrees(got) and bare.agrees(plain)):
-        raise NotUnderstood("the whole model computes something else than its parts")
+    if not agrees or apart is not None:
+        whole = "the whole model computes something else than its parts"
+        raise NotUnderstood(": ".join(filter(None, (whole, apart))))
+
+
+def _masked_logits(forward: MixedForward, lengths: tuple) -> torch.Tensor:
+    """Of all pieces but the padding's."""
+    return _logits(forward.fast, forward, lengths, masked=True)[:, PADDING:]
+
+
+def _plain_logits(forward: MixedForward, lengths: tuple) -> torch.Tensor:
+    """Stock's, without a mask."""
+    with plainly(forward):
+        return _logits(forward.reference, forward, lengths)
 
 
 def _logits(

@@ -1,5 +1,7 @@
 """The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
 
+from functools import partial
+
 import torch
 from transformers import DynamicCache
 
@@ -8,6 +10,7 @@ from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.routing import noting, repeating, routed_modules
+from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
     Expected,
@@ -25,7 +28,7 @@ from accel.llm.generation.trial import (
 from accel.llm.generation.trial_warmup import warm_up_trial
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
-from accel.quantization.module import dequantizing, unrounded
+from accel.quantization.module import unrounded
 
 
 def find_convention(forward: DecoderForward) -> CallingConvention:
@@ -35,14 +38,13 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
-            with dequantizing(model):  # what is fused is compared with torch's own products
-                try:
-                    wanted, output = stock_logits(forward, lengths)
-                    alone = stock_alone(forward, lengths)
-                except NotUnderstood:
-                    raise
-                except Exception as error:  # the model's own, such as of attention that wants another kind of cache
-                    raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
+            try:
+                wanted, output = stock_logits(forward, lengths)
+                alone = stock_alone(forward, lengths)
+            except NotUnderstood:
+                raise
+            except Exception as error:  # the model's own, such as of attention that wants another kind of cache
+                raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
             return _convention(forward, lengths, wanted, alone, output)
     except (NotUnderstood, Unfit) as reason:
         raise NotUnderstood(str(reason)) from reason
@@ -51,27 +53,35 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
 def _convention(
     forward: DecoderForward, lengths: tuple, wanted: Expected, alone: Expected, output: type
 ) -> CallingConvention:
-    errors = []
+    errors: list[str] = []
+    far: list[torch.Tensor] = []
     for mask in (True, False):
         forward.convention = CallingConvention(output, mask, None)
         try:
             with fused_layers(forward):
                 warm_up_trial(forward, lengths)
+                fused = partial(fused_logits, forward, lengths)
                 with wanted.routed():
-                    got, prompt = fused_logits(forward, lengths), lengths[0] - PADDING
+                    got, prompt = fused(), lengths[0] - PADDING
                 if wanted.agrees(got):
-                    own = _own_positions(forward, lengths, mask, output, alone)
-                    found = CallingConvention(output, mask, own, fills=_fills(forward, lengths, wanted))
-                    return find_arguments(forward, found)
-            if wanted.first(prompt).agrees(got[:, :prompt]):
-                errors.append("steps after a prompt hang on how much the cache holds")
-            else:
-                errors.append(f"logits are off by {wanted.off(got):.1e}")
+                    apart = None if wanted.near(got) else differing_part(forward, lengths, fused)
+                    if apart is None:
+                        own = _own_positions(forward, lengths, mask, output, alone)
+                        found = CallingConvention(output, mask, own, fills=_fills(forward, lengths, wanted))
+                        return find_arguments(forward, found)
+                    errors.append(apart)
+                    far.append(got)
+                elif wanted.first(prompt).near(got[:, :prompt]):
+                    errors.append("steps after a prompt hang on how much the cache holds")
+                else:
+                    far.append(got)
         except Exception as error:  # a model that makes something else of its mask
             errors.append(reason_of(error))
         finally:
             del forward.convention
             forward.seen = None
+    if far:
+        errors.insert(0, wanted.told(min(far, key=wanted.off)))
     raise NotUnderstood(f"the whole model computes something else than its parts: {'; '.join(dict.fromkeys(errors))}")
 
 
@@ -116,7 +126,7 @@ def _fills(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
     ):
         # It slices its hidden states in a way of its own.
         return False
-    return all(Expected(one, choices).agrees(got) for one, got in zip(plain, full, strict=True))
+    return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
 
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,13 +6,16 @@ import torch
 import accel
 from accel.llm.batching.refusal import _large, refusal
 from accel.llm.batching.step import StepSize
-from accel.llm.generation import routing
+from accel.llm.generation import routing, trial
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.trial import Expected
 from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.runtime.layer import BoundLayer
 from accel.llm.runtime.router import RouterForward
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
+from support.llm.runtime.deep import model_of
 from support.llm.runtime.near_ties import deep_gpt_oss
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
@@ -62,6 +65,38 @@ def test_near_ties_of_routers_are_no_reason(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(routing, "_chosen", lambda args, kwargs: None)
         assert "come out as others" in refusal(forward)
+
+
+def layers_rounded_by_company(layer):
+    def forward(self, kernels, step, x, kwargs):
+        y = layer(self, kernels, step, x, kwargs)
+        seed = 100 * self.spec.attention.index + x.shape[:2].numel()
+        noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
+        return (y.float() * (1 + 2**-7 * noise)).to(y.dtype)
+
+    return forward
+
+
+def layers_that_look_around(layer):
+    def forward(self, kernels, step, x, kwargs):
+        return layer(self, kernels, step, x + 0.2 * x.mean((0, 1)), kwargs)
+
+    return forward
+
+
+@torch.no_grad()
+def test_rounding_that_a_deep_model_amplifies_is_no_reason(monkeypatch):
+    forward, layer, moved = forward_of(accel.optimize(model_of("llama", num_hidden_layers=14))), BoundLayer.__call__, []
+
+    def moves(self):
+        moved.append(Expected.moves(self))
+        return moved[-1]
+
+    monkeypatch.setattr(trial, "Expected", type("Watched", (Expected,), {"moves": moves}))
+    monkeypatch.setattr(BoundLayer, "__call__", layers_rounded_by_company(layer))
+    assert refusal(forward) is None and len(moved) == 1 and moved[0] < 0.1
+    monkeypatch.setattr(BoundLayer, "__call__", layers_that_look_around(layer))
+    assert refusal(forward) == "together, texts come out as others"
 
 
 def by_company(fast):

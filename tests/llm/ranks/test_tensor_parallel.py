@@ -8,8 +8,10 @@ from transformers.distributed import DistributedConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import accel
+from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
 from support.llm.parallel import ranks
+from support.llm.runtime.deep import model_of
 
 STEPS = 6
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.
@@ -115,3 +117,11 @@ def test_rounded_keys_and_values(rank_pool, saved):
     found = rank_pool(2).run(ranks.write, folder, [call()], {"kv_cache": "int8"}, {"tp_size": 2}, given)
     expect(found, one.generate(**call()).tolist(), model.generate(**call()).tolist())
     assert "keys and values in int8" in found[0]["sites"][0][3]
+
+
+def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
+    """What each rank measures is the same to the bit, and so is what it does after."""
+    model_of("llama", num_hidden_layers=10, vocab_size=families.EVEN_VOCAB).save_pretrained(tmp_path)
+    found = rank_pool(2).run(ranks.trial, str(tmp_path), {"tp_size": 2}, (9, 1, 1, 3))
+    assert found[0] == found[1] and ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
+    assert found[0]["off"] > LOGITS[torch.bfloat16] and 0 < found[0]["row"] <= DRIFT * found[0]["moves"]

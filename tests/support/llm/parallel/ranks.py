@@ -10,6 +10,8 @@ from torch import nn
 
 import accel
 from accel.errors import told
+from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
+from accel.llm.recording.recorder import resting
 from accel.parallel.sharded_layers import ranks_of
 from support.llm import families
 
@@ -92,3 +94,17 @@ def write_on_gpus(folder: str, calls: int, steps: int, plan: dict) -> dict:
     """As `write`, of so many equal calls; sums in a graph are not asked for."""
     found = write(folder, [padded_call("cuda", steps) for _ in range(calls)], {}, plan, {})
     return {name: value for name, value in found.items() if name != "collectives"}
+
+
+def trial(folder: str, plan: dict, lengths: tuple[int, ...]) -> dict:
+    """How far off the logits of its trial are, by what each bound of them is about; and what the report says of it."""
+    model = accel.optimize(load(folder, plan), cpu="fuse")
+    forward = vars(model).get("forward")
+    found = {"sites": accel.report(model).sites}
+    if forward is not None:
+        with resting(model):
+            wanted, _ = stock_logits(forward, lengths)
+            with fused_layers(forward):
+                got = fused_logits(forward, lengths)
+            found |= {"off": wanted.off(got), "row": wanted.row_off(got), "moves": wanted.moves()}
+    return found

@@ -1,0 +1,94 @@
+"""A deep model layer by layer: each fused layer is given what stock's gave before it (teacher forcing).
+
+So no layer amplifies the rounding of others, and what is wrong in masks, positions or the order of layers shows in each
+layer by itself, as large as in a model of one layer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.linalg import vector_norm
+
+from accel.llm.analysis.compare import off_by_token
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.trial import PADDING, stock_logits
+from accel.llm.runtime.layer import LayerForward
+from accel.tolerances import ADDED, FORMULA, SUM_EPS, bound
+
+Outputs = dict[nn.Module, list[torch.Tensor]]
+
+
+def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Callable[[], torch.Tensor]) -> str | None:
+    """The part that gives something else than stock's does of the same input, for a reason: a layer, or what follows
+    the layers; None where all agree. Their fused forwards are in place.
+
+    fused: gives the logits of a trial of these lengths, as `stock_logits` does. Runs it and stock once more.
+    """
+    with _noting(forward) as outputs:
+        wanted, _ = stock_logits(forward, lengths)
+    with wanted.routed(), _following(forward, outputs) as followers:
+        got = fused()
+    apart = next((one.layer.path for one in followers if not one.agreed()), None)
+    if apart is not None:
+        return f"{apart} gives something else than stock's of the same input"
+    # NaN is no number to compare: what is not near is far.
+    if not bool((off_by_token(got, wanted.logits) <= bound(FORMULA, wanted.logits.dtype)).all()):
+        return "logits are others where the last layer gives what stock's gives"
+    return None
+
+
+class Follower:
+    """Stands in for what a layer is bound to: compares what it gives, and passes on what stock's layer gave."""
+
+    def __init__(self, layer: LayerForward, outputs: list[torch.Tensor]):
+        self.layer, self.bound, self.outputs = layer, layer.bound, outputs
+        self.calls, self.agrees = 0, True
+
+    def agreed(self) -> bool:
+        """Whether it was called as often as stock's, with the same results."""
+        return self.agrees and self.calls == len(self.outputs)
+
+    def __call__(self, kernels: Any, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        wanted = self.outputs[self.calls].to(x.device)
+        added = vector_norm(wanted.double() - x.double(), dim=-1)  # before: a layer may add to its input in place
+        near = _near(self.bound(kernels, step, x, kwargs), wanted, added)
+        hidden = 0 if self.calls else PADDING
+        self.calls, self.agrees = self.calls + 1, self.agrees and bool(near[:, hidden:].all())
+        return wanted
+
+
+def _near(got: torch.Tensor, wanted: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """By token, whether rounding explains the difference. added: the norm of what stock's layer added to its input."""
+    error, whole = vector_norm(got.double() - wanted.double(), dim=-1), vector_norm(wanted.double(), dim=-1)
+    return error <= SUM_EPS * torch.finfo(wanted.dtype).eps * whole + bound(ADDED, wanted.dtype) * added
+
+
+@contextmanager
+def _following(forward: DecoderForward, outputs: Outputs) -> Iterator[list[Follower]]:
+    """Inside, layers pass on what stock's gave."""
+    forward.ready(stack=False)
+    followers = [Follower(layer, outputs[layer.module]) for layer in forward.layers]
+    try:
+        for one in followers:
+            one.layer.bound = one
+        yield followers
+    finally:
+        forward.seen = None  # to be bound anew
+
+
+@contextmanager
+def _noting(forward: DecoderForward) -> Iterator[Outputs]:
+    """Inside, notes what each layer gives, call by call."""
+    outputs: Outputs = {layer.module: [] for layer in forward.layers}
+    with ExitStack() as undo:
+        for module, notes in outputs.items():
+            undo.callback(module.register_forward_hook(partial(_note, notes)).remove)
+        yield outputs
+
+
+def _note(notes: list[torch.Tensor], module: nn.Module, args: tuple, output: Any) -> None:
+    notes.append((output[0] if isinstance(output, tuple) else output).clone())
