@@ -8,20 +8,20 @@ wait for each other are one: by a kernel that writes into a room of each rank, o
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels.collective.exchange import ExchangeRoom, alike, room_for, unwritable
 from torch.distributed import distributed_c10d as c10d
 
-from accel.diffusion.dit.program import Program, Ref, TorchStep, refs
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.pieces import Pieces, sent_pieces
 from accel.parallel.ranks import Ranks
 
 COLLECTIVE = "all_to_all_single"
 EXCHANGE = "exchange"  # the name of the step
-COPIES = ("contiguous", "clone")
+COPY = "contiguous"  # `clone` keeps the strides of what it takes
 
 
 class Exchange(Collective):
@@ -37,11 +37,6 @@ class Exchange(Collective):
     @property
     def ranks(self) -> Ranks:
         return Ranks.of(c10d._resolve_process_group(self.group))  # type: ignore[arg-type]
-
-    @property
-    def form(self) -> tuple:
-        """Equal for exchanges of the same form."""
-        return self.group, self.pieces
 
     def room(self, tensors: int, size: int) -> int:
         """Bytes of a room that results take, of so many tensors of numbers of so many bytes."""
@@ -76,14 +71,12 @@ class Exchange(Collective):
 
 def with_exchanges(program: Program) -> Program:
     """The program with a step for each exchange of equal pieces, instead of copies and a collective."""
-    users, makers = program.users(), program.makers()
-    found = [
-        one for place in range(len(program.steps)) if (one := _Found.at(program, users, makers, place)) is not None
-    ]
+    search = _Search(program)
+    found = [one for place in range(len(program.steps)) if (one := search.at(place)) is not None]
     if not found:
         return program
     steps: dict[int, TorchStep | None] = dict(enumerate(program.steps))
-    for group in _grouped(found, program):
+    for group in search.grouped(found):
         first = group[0]
         for one in group:
             steps[one.place] = None
@@ -92,78 +85,108 @@ def with_exchanges(program: Program) -> Program:
     return _needed(replace(program, steps=[step for step in steps.values() if step is not None]))
 
 
-class _Found:
-    """An exchange: the value that is sent, that which has come, and the place of the step that makes this."""
+class _Found(NamedTuple):
+    """source, target: the values that are sent and that have come. Places of steps: place, of what makes the target;
+    collective; made, of what makes the source, -1 for what is given.
+    """
 
-    def __init__(self, exchange: Exchange, source: int, target: int, place: int, collective: int, made: int):
-        self.exchange, self.source, self.target, self.place = exchange, source, target, place
-        self.collective, self.made = collective, made  # places of the collective, and of what makes the source
+    exchange: Exchange
+    source: int
+    target: int
+    place: int
+    collective: int
+    made: int
 
-    @classmethod
-    def at(cls, program: Program, users: dict, makers: dict, place: int) -> "_Found | None":
-        """The one whose collective has this place, if it is one."""
-        step, values = program.steps[place], program.values
+
+class _Search:
+    def __init__(self, program: Program):
+        self.steps, self.values = program.steps, program.values
+        self.users, self.makers = program.users(), program.makers()
+        self.returned = {self.values[number].base for number in refs(program.result)}
+
+    def at(self, place: int) -> _Found | None:
+        """The exchange whose collective has this place, if it is one."""
+        step = self.steps[place]
         if type(step.function) is not Collective or step.name != COLLECTIVE or step.kwargs or len(step.args) != 4:
             return None
-        given, result, *splits, group = step.args[0], step.result, *step.args[1:]
-        if not isinstance(given, Ref) or not isinstance(result, Ref) or not isinstance(group, str):
+        given, sizes, group = step.args[0], step.args[1:3], step.args[3]
+        if not isinstance(given, Ref) or not isinstance(step.result, Ref) or not isinstance(group, str):
             return None
-        sent, came = values[given.number], values[result.number]
-        ranks = len(splits[0] or ())
-        if ranks < 2 or any(list(one or ()) != [sent.numel // ranks] * ranks for one in splits):
+        sent, came, ranks = self.values[given.number], self.values[step.result.number], len(sizes[0] or ())
+        if ranks < 2 or any(list(one or ()) != [sent.numel // ranks] * ranks for one in sizes):
             return None
         if sent.pinned or came.pinned or len(sent.shape) != 1 or came.shape != sent.shape:
             return None
-        source, shape = given.number, (ranks, sent.numel // ranks)
-        copied = program.steps[makers[sent.base]] if sent.base in makers else None
-        if copied is not None and copied.name in COPIES and _plain(copied) and values[sent.base].numel == sent.numel:
-            before = values[copied.taken[0]]
-            if before.shape[0] == ranks and not before.pinned and before.shape == values[sent.base].shape:
-                source, shape = before.number, before.shape
-        returned = {values[number].base for number in refs(program.result)}
-        views = [value.number for value in values if value.base == came.number]
-        takers = {user for number in views for user in users[number]}
-        takers = {user for user in takers if any(values[made].base != came.number for made in program.steps[user].made)}
-        target, last = came.number, place
-        pieces = sent_pieces(shape, came.shape, (1,))
-        if len(takers) == 1 and came.number not in returned:
-            (user,) = takers
-            after = program.steps[user]
-            view = values[after.taken[0]] if after.name in COPIES and _plain(after) else None
-            if view is not None and view.offset == 0 and view.base == came.number and after.made[0] not in returned:
-                whole = sent_pieces(shape, view.shape, view.stride)
-                if whole is not None:
-                    pieces, target, last = whole, after.made[0], user
-        if pieces is None or values[target].base in returned or values[target].pinned:
+        source = self._before(sent, ranks)
+        shape = (ranks, sent.numel // ranks) if source is sent else source.shape
+        target, last, pieces = self._after(came, place, shape)
+        if pieces is None or self.values[target].base in self.returned or self.values[target].pinned:
             return None
-        made = makers.get(source, -1)
-        return cls(Exchange(step.function.function, group, pieces), source, target, last, place, made)
+        exchange = Exchange(step.function.function, group, pieces)
+        return _Found(exchange, source.number, target, last, place, self.makers.get(source.number, -1))
+
+    def _before(self, sent: TensorValue, ranks: int) -> TensorValue:
+        """What is copied to be sent, piece after piece; the value itself where it is no such copy."""
+        copy = self.makers.get(sent.base)
+        if copy is None or not _copies(self.steps[copy]):
+            return sent
+        source, copied = self.values[self.steps[copy].taken[0]], self.values[sent.base]
+        whole = copied.numel == sent.numel and copied.shape == source.shape
+        return source if whole and not source.pinned and source.shape[0] == ranks else sent
+
+    def _after(self, came: TensorValue, place: int, shape: tuple[int, ...]) -> tuple[int, int, Pieces | None]:
+        """The value that an exchange of this shape may give, the place of the step that makes it, and its pieces: the
+        copy of what has come, where nothing else takes that and the copy is not returned; else what has come.
+        """
+        views = [value.number for value in self.values if value.base == came.number]
+        takers = {user for number in views for user in self.users[number] if self._takes(user, came.number)}
+        if len(takers) == 1 and came.number not in self.returned:
+            (user,) = takers
+            copy = self.steps[user]
+            if _copies(copy) and copy.made[0] not in self.returned:
+                view = self.values[copy.taken[0]]
+                pieces = sent_pieces(shape, view.shape, view.stride) if view.offset == 0 else None
+                if pieces is not None:
+                    return copy.made[0], user, pieces
+        return came.number, place, sent_pieces(shape, came.shape, (1,))
+
+    def _takes(self, user: int, base: int) -> bool:
+        """Whether a step does more than to make views of this memory."""
+        return any(self.values[made].base != base for made in self.steps[user].made)
+
+    def grouped(self, found: list[_Found]) -> list[list[_Found]]:
+        """Those of one form that follow each other, with nothing sent in between, and whose sources are there before
+        the first.
+        """
+        known = {one.collective for one in found}
+        others = [
+            place
+            for place, step in enumerate(self.steps)
+            if isinstance(step.function, Collective) and place not in known
+        ]
+        groups: list[list[_Found]] = []
+        for one in found:
+            last = groups[-1] if groups else None
+            if (
+                last is not None
+                and self._form(last[0]) == self._form(one)
+                and one.made < last[0].place
+                and not any(last[-1].collective < place < one.collective for place in others)
+            ):
+                last.append(one)
+            else:
+                groups.append([one])
+        return groups
+
+    def _form(self, one: _Found) -> tuple:
+        value = self.values[one.source]
+        return one.exchange.group, one.exchange.pieces, value.dtype, value.device
 
 
-def _plain(step: TorchStep) -> bool:
-    return len(step.args) == 1 and isinstance(step.args[0], Ref) and not step.kwargs and isinstance(step.result, Ref)
-
-
-def _grouped(found: list[_Found], program: Program) -> list[list[_Found]]:
-    """Those that follow each other, with nothing sent in between, and whose sources are there before the first."""
-    groups: list[list[_Found]] = []
-    between = [place for place, step in enumerate(program.steps) if isinstance(step.function, Collective)]
-    known = {one.collective for one in found}
-    values = program.values
-    for one in found:
-        last = groups[-1] if groups else None
-        alike = last is not None and (
-            last[0].exchange.form == one.exchange.form
-            and values[last[0].source].dtype == values[one.source].dtype
-            and values[last[0].source].device == values[one.source].device
-            and one.made < last[0].place
-            and not any(last[-1].collective < place < one.collective and place not in known for place in between)
-        )
-        if alike and last is not None:
-            last.append(one)
-        else:
-            groups.append([one])
-    return groups
+def _copies(step: TorchStep) -> bool:
+    """Whether it makes a dense copy of what it takes."""
+    plain = len(step.args) == 1 and isinstance(step.args[0], Ref) and not step.kwargs
+    return step.name == COPY and plain and isinstance(step.result, Ref)
 
 
 def _needed(program: Program) -> Program:
