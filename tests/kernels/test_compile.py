@@ -52,9 +52,13 @@ def assemble(self, src, *args):
 CUDABackend.make_llir, CUDABackend.make_cubin = lower, assemble
 
 
-def launches(arch, small):
+launched_by = {}  # by the name of a kernel, an operation
+
+
+def launches(arch, small, ops=OPS):
     with absent_gpu(arch) as found:
-        for op in OPS:
+        for op in ops:
+            before = len(found)
             for number, case in enumerate(op.cases):
                 for turn in range(len(DTYPES) if small or not case.small else 0):
                     args, more = case.make(GPU, DTYPES[(number + turn) % len(DTYPES)])
@@ -63,18 +67,22 @@ def launches(arch, small):
                         if op.instead is not None:
                             op.instead(*args, **more)
                         break
+            launched_by.update((launch.name, op) for launch in found[before:])
     return found
 
 
 for arch in (90, 80, 100):
-    last = {launch.name: launch for launch in launches(arch, arch == 90)}
+    ops, turns = OPS, []
+    if arch != 90 and not everything:
+        turns = sorted(by_generation & launched_by.keys())[0 if arch == 80 else 2 :: 4]
+        ops = list({launched_by[name].name: launched_by[name] for name in turns}.values())
+    last = {launch.name: launch for launch in launches(arch, arch == 90, ops)}
     chosen = {launch.way: launch for launch in launches(arch, False)} if everything else {}
     if arch == 90:
         chosen |= {name: launch for name, launch in last.items() if name not in elsewhere}
         assert elsewhere <= last.keys()
     else:
-        turns = sorted(by_generation & last.keys())[0 if arch == 80 else 4 :: 8]
-        chosen |= {name: last[name] for name in turns}
+        chosen |= {name: last[name] for name in turns if name in last}
     for launch in chosen.values():
         compiled = launch.compiled()
         assert compiled.asm["cubin"], launch.name
