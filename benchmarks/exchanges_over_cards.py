@@ -65,11 +65,13 @@ def through_library(pieces: torch.Tensor, see: Callable) -> torch.Tensor:
     return see(came).contiguous()
 
 
-def exchange_of(pieces: torch.Tensor, see: Callable) -> Exchange:
-    view = see(torch.empty(pieces.shape, device="meta"))
-    found = sent_pieces(tuple(pieces.shape), tuple(view.shape), view.stride())
+def exchange_of(pieces: list[torch.Tensor], see: Callable) -> Exchange:
+    shape = tuple(pieces[0].shape)
+    view = see(torch.empty(shape, device="meta"))
+    found = sent_pieces(shape, tuple(view.shape), view.stride())
     assert found is not None
-    return Exchange(torch.ops._c10d_functional.all_to_all_single, dist.group.WORLD.group_name, found)
+    all_to_all, group = torch.ops._c10d_functional.all_to_all_single, dist.group.WORLD.group_name
+    return Exchange(all_to_all, group, found, [x.stride() for x in pieces])
 
 
 def measure(name: str, room: ExchangeRoom, device: torch.device) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def measure(name: str, room: ExchangeRoom, device: torch.device) -> dict[str, An
     }
     row: dict[str, Any] = {"size": name, "bytes sent": one.given[0].nbytes * (room.ranks - 1) // room.ranks}
     for what, (pieces, see) in ways.items():
-        exchange = exchange_of(pieces[0], see)
+        exchange = exchange_of(pieces, see)
         ours = partial(exchange, pieces, room)
         wanted = [through_library(x, see) for x in pieces]
         for got, want in zip(ours(), wanted, strict=True):
@@ -96,7 +98,7 @@ def one_after_another(room: ExchangeRoom, device: torch.device) -> int:
     steps = []
     for one in cases:
         for pieces, see in (([one.pieces(x) for x in one.given], one.whole), ([one.back()], one.tokens)):
-            steps.append((exchange_of(pieces[0], see), pieces, [through_library(x, see) for x in pieces]))
+            steps.append((exchange_of(pieces, see), pieces, [through_library(x, see) for x in pieces]))
     wrong = 0
     for turn in range(200):
         exchange, pieces, wanted = steps[turn * 7 % len(steps)]
@@ -138,7 +140,7 @@ def sweep(room: ExchangeRoom, device: torch.device) -> list[dict[str, Any]]:
             for what, pieces, see in (
                 ("qkv", [one.pieces(x) for x in one.given], one.whole), ("back", [one.back()], one.tokens)
             ):  # fmt: skip
-                exchange = exchange_of(pieces[0], see)
+                exchange = exchange_of(pieces, see)
                 row[f"{what}_us"] = round(microseconds(partial(exchange, pieces, room)), 1)
                 row[f"{what} without waiting before_us"] = round(
                     microseconds(partial(exchange, pieces, room, waits=False)), 1

@@ -89,10 +89,10 @@ def alike(layouts: Sequence[Layout]) -> bool:
     return len({(one.sizes, one.target, one.target_rank) for one in layouts}) == 1
 
 
-def unwritable(tensor: torch.Tensor, layout: Layout) -> str | None:
-    """Why pieces that lie so cannot be written by the kernel."""
-    if tensor.dtype not in FLOATS:
-        return f"dtype {tensor.dtype}"
+def unwritable(dtype: torch.dtype, layout: Layout) -> str | None:
+    """Why pieces of this dtype that lie so cannot be written by the kernel."""
+    if dtype not in FLOATS:
+        return f"dtype {dtype}"
     if len(layout.sizes) > DIMS or layout.source[-1] != 1 or layout.target[-1] != 1:
         return "pieces in more dimensions, or with gaps between numbers"
     return "a piece of so many numbers" if layout.numel > MOST else None

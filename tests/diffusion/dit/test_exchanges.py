@@ -263,7 +263,56 @@ def test_without_a_room_it_goes_through_the_library(monkeypatch):
         return torch.cat([flat.chunk(2)[1]] * 2)  # to rank 1
 
     monkeypatch.setattr(torch.ops, "_c10d_functional", SimpleNamespace(wait_tensor=lambda one: one))
-    exchange = Exchange(all_to_all, "7", sent_pieces(shape, tuple(view.shape), view.stride()))
+    exchange = Exchange(all_to_all, "7", sent_pieces(shape, tuple(view.shape), view.stride()), [strides])
     (found,) = exchange([x])
     assert torch.equal(found, wanted([x, x], 1, see))
     assert sent == [([120, 120], [120, 120], "7")]
+
+
+class Room:
+    """Notes what it is given, and gives what rank 0 of ranks that all send the same gets."""
+
+    def __init__(self):
+        self.layouts = []
+
+    def exchange(self, tensors, layouts, place, waits):
+        self.layouts.append(layouts)
+        found = []
+        for x, layout in zip(tensors, layouts, strict=True):
+            came = torch.empty(x.numel())
+            for peer in range(2):
+                source = x.as_strided(layout.sizes, layout.source, x.storage_offset())
+                came.as_strided(layout.sizes, layout.target, peer * layout.target_rank).copy_(source)
+            found.append(came)
+        return found
+
+
+def test_tensors_that_lie_otherwise_than_recorded_are_one_launch_all_the_same():
+    """On this rank two of them do: with rows that lie apart, which is no matter, and with lanes that do."""
+    shape, strides, see = heads_first(1, 5, 3, 8, 2)
+    view = see(torch.arange(math.prod(shape)))
+    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
+    exchange = Exchange(None, "7", pieces, [strides] * 3)
+    dense, other, last = (ranks_of(shape, strides, seed)[0] for seed in range(3))
+    wide = torch.randn(5, 200)[:, :48].unflatten(1, (2, 3, 8)).permute(1, 0, 2, 3).unsqueeze(2)
+    lanes = torch.randn(*shape, 2)[..., 0]
+    room = Room()
+    for tensors, same in (((dense, other, last), True), ((dense, wide, last), True), ((dense, wide, lanes), False)):
+        for x, got in zip(tensors, exchange(list(tensors), room), strict=True):
+            assert torch.equal(got, wanted([x, x], 0, see))
+        layouts = room.layouts.pop()
+        assert not room.layouts and len(layouts) == 3
+        assert (layouts == exchange.layouts) == (tensors[1] is other or not same)
+
+
+def test_pieces_that_no_launch_can_write_go_through_the_library_on_all_ranks():
+    shape, strides, see = heads_first(1, 5, 3, 8, 2)
+    view = see(torch.arange(math.prod(shape)))
+    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
+    asked = []
+    apart = tuple(2 * step for step in strides)
+    exchange = Exchange(None, "7", pieces, [strides, apart])
+    exchange._by_library = asked.append
+    given = [ranks_of(shape, strides)[0] for _ in range(2)]  # here both could be written
+    exchange(given, Room())
+    assert len(asked) == 2

@@ -6,12 +6,12 @@ what has come into the order it goes on with. Here both are part of one step, an
 wait for each other are one: by a kernel that writes into a room of each rank, or by the library.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from accel_kernels.collective.exchange import ExchangeRoom, alike, room_for, unwritable
+from accel_kernels.collective.exchange import ExchangeRoom, Layout, alike, room_for, unwritable
 from torch.distributed import distributed_c10d as c10d
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
@@ -27,36 +27,45 @@ COPY = "contiguous"  # `clone` keeps the strides of what it takes
 class Exchange(Collective):
     """Called with tensors of one form, (ranks, ...): piece r of each goes to rank r; gives what has come, for each.
 
-    function, group: torch's collective and the name of the group, by which it runs without a room.
+    function, group: torch's collective and the name of the group, by which it runs without a room. strides: of each
+    tensor, as it was recorded.
     """
 
-    def __init__(self, function: Any, group: str, pieces: Pieces):
+    def __init__(self, function: Any, group: str, pieces: Pieces, strides: Sequence[tuple[int, ...]]):
         super().__init__(function)
-        self.group, self.pieces = group, pieces
+        self.group, self.pieces, self.strides = group, pieces, tuple(strides)
+        self.layouts = [pieces.layout(one) for one in self.strides]
 
     @property
     def ranks(self) -> Ranks:
         return Ranks.of(c10d._resolve_process_group(self.group))  # type: ignore[arg-type]
 
-    def room(self, tensors: int, size: int) -> int:
-        """Bytes of a room that results take, of so many tensors of numbers of so many bytes."""
-        return room_for(tensors, torch.Size(self.pieces.shape).numel(), size)
+    @property
+    def form(self) -> tuple:
+        """Equal on ranks that exchange alike."""
+        return self.pieces, self.strides
+
+    def room(self, size: int) -> int:
+        """Bytes of a room that its results take, of numbers of so many bytes."""
+        return room_for(len(self.strides), torch.Size(self.pieces.shape).numel(), size)
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], room: ExchangeRoom | None = None, place: int = 0, waits: bool = True
     ) -> list[torch.Tensor]:
-        """room, place, waits: see `ExchangeRoom.exchange`; without a room by the library."""
-        pieces = self.pieces
+        """room, place, waits: see `ExchangeRoom.exchange`; without a room by the library.
+
+        Ranks must launch alike, and tensors may lie otherwise on one of them, where weights of one product lie apart.
+        So what decides is how they were recorded, and what no launch can write is copied to lie so.
+        """
+        pieces, dtype = self.pieces, tensors[0].dtype
         tensors = [one.view(pieces.shape) for one in tensors]
-        layouts = [pieces.layout(one.stride()) for one in tensors]
-        if room is None or any(unwritable(*one) for one in zip(tensors, layouts, strict=True)):
+        if room is None or not _together(dtype, self.layouts):
             return [self._by_library(one) for one in tensors]
-        if alike(layouts):
-            came = room.exchange(tensors, layouts, place, waits)
-        else:
-            each, given = self.room(1, tensors[0].element_size()), zip(tensors, layouts, strict=True)
-            came = [room.exchange([x], [layout], place + i * each, waits)[0] for i, (x, layout) in enumerate(given)]
-        return [one.view(pieces.target) for one in came]
+        layouts = [pieces.layout(one.stride()) for one in tensors]
+        if not _together(dtype, layouts):
+            tensors = [_lying(*one) for one in zip(tensors, self.strides, strict=True)]
+            layouts = self.layouts
+        return [one.view(pieces.target) for one in room.exchange(tensors, layouts, place, waits)]
 
     def _by_library(self, tensor: torch.Tensor) -> torch.Tensor:
         pieces, ranks, count = self.pieces, self.pieces.shape[0], self.pieces.numel
@@ -67,6 +76,15 @@ class Exchange(Collective):
         sizes, strides = zip(*((one.size, one.target) for one in axes), strict=True)
         found.as_strided(sizes, strides).copy_(came.view(sizes))
         return found
+
+
+def _together(dtype: torch.dtype, layouts: Sequence[Layout]) -> bool:
+    """Whether one launch can write tensors that lie so."""
+    return alike(layouts) and not any(unwritable(dtype, one) for one in layouts)
+
+
+def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def with_exchanges(program: Program) -> Program:
@@ -80,17 +98,21 @@ def with_exchanges(program: Program) -> Program:
         first = group[0]
         for one in group:
             steps[one.place] = None
+        exchange = Exchange(first.function, first.group, first.pieces, [one.strides for one in group])
         sources, targets = [Ref(one.source) for one in group], [Ref(one.target) for one in group]
-        steps[first.place] = TorchStep(first.exchange, EXCHANGE, (sources,), {}, targets)
+        steps[first.place] = TorchStep(exchange, EXCHANGE, (sources,), {}, targets)
     return _needed(replace(program, steps=[step for step in steps.values() if step is not None]))
 
 
 class _Found(NamedTuple):
-    """source, target: the values that are sent and that have come. Places of steps: place, of what makes the target;
-    collective; made, of what makes the source, -1 for what is given.
+    """function, group, pieces, strides: see `Exchange`. source, target: the values that are sent and that have come.
+    Places of steps: place, of what makes the target; collective; made, of what makes the source, -1 for what is given.
     """
 
-    exchange: Exchange
+    function: Callable
+    group: str
+    pieces: Pieces
+    strides: tuple[int, ...]
     source: int
     target: int
     place: int
@@ -118,12 +140,13 @@ class _Search:
         if sent.pinned or came.pinned or len(sent.shape) != 1 or came.shape != sent.shape:
             return None
         source = self._before(sent, ranks)
-        shape = (ranks, sent.numel // ranks) if source is sent else source.shape
+        piece = sent.numel // ranks
+        shape, strides = ((ranks, piece), (piece, 1)) if source is sent else (source.shape, source.stride)
         target, last, pieces = self._after(came, place, shape)
         if pieces is None or self.values[target].base in self.returned or self.values[target].pinned:
             return None
-        exchange = Exchange(step.function.function, group, pieces)
-        return _Found(exchange, source.number, target, last, place, self.makers.get(source.number, -1))
+        made = self.makers.get(source.number, -1)
+        return _Found(step.function.function, group, pieces, strides, source.number, target, last, place, made)
 
     def _before(self, sent: TensorValue, ranks: int) -> TensorValue:
         """What is copied to be sent, piece after piece; the value itself where it is no such copy."""
@@ -132,7 +155,7 @@ class _Search:
             return sent
         source, copied = self.values[self.steps[copy].taken[0]], self.values[sent.base]
         whole = copied.numel == sent.numel and copied.shape == source.shape
-        return source if whole and not source.pinned and source.shape[0] == ranks else sent
+        return source if whole and not source.pinned and source.shape[:1] == (ranks,) else sent
 
     def _after(self, came: TensorValue, place: int, shape: tuple[int, ...]) -> tuple[int, int, Pieces | None]:
         """The value that an exchange of this shape may give, the place of the step that makes it, and its pieces: the
@@ -180,7 +203,7 @@ class _Search:
 
     def _form(self, one: _Found) -> tuple:
         value = self.values[one.source]
-        return one.exchange.group, one.exchange.pieces, value.dtype, value.device
+        return one.group, one.pieces, value.dtype, value.device
 
 
 def _copies(step: TorchStep) -> bool:

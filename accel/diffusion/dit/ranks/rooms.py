@@ -48,7 +48,7 @@ class Places:
             if not isinstance(unit, TorchCall) or not isinstance(unit.step.function, Exchange):
                 continue
             exchange, targets = unit.step.function, {values[number].base for number in refs(unit.step.result)}
-            size, group = exchange.room(len(targets), values[min(targets)].dtype.itemsize), exchange.group
+            size, group = exchange.room(values[min(targets)].dtype.itemsize), exchange.group
             begin = 0
             for start, end, until in sorted(held.setdefault(group, [])):
                 if until >= before[group] and begin + size > start and end > begin:
@@ -57,7 +57,7 @@ class Places:
             held[group].append((begin, begin + size, last))
             found[unit.place] = RoomPlace(begin, group not in before)
             sizes[group], before[group] = max(sizes.get(group, 0), begin + size), at
-            forms.append((exchange.pieces, len(targets), begin))
+            forms.append((exchange.form, begin))
         return cls(found, sizes, tuple(forms))
 
 
