@@ -2,13 +2,14 @@
 
 Each program writes its share of all pieces, tells the same program of every other rank that it has, and waits until
 they have told so: all that was sent to this rank is there when the kernel ends. Where what was in its place may still
-be read, it has told them before that it has come, and waited for them. On signals, see `symmetric_sum_triton.py`.
+be read, it has told them before that it has come, and waited for them.
 """
 
 import triton
 import triton.language as tl
 
 from accel_kernels.collective.exchange import DIMS
+from accel_kernels.collective.signals_triton import meet
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
@@ -49,23 +50,6 @@ def exchange_kernel(
                 x = tl.load(source + peer.to(tl.int64) * source_rank, mask=mask)
                 tl.store(tl.multiple_of(room_ptr, 16) + target, x, mask=mask)
     meet(signals_ptr, 2 * program + 1, rank, RANKS)
-
-
-@triton.jit
-def meet(signals_ptr, cell, rank, RANKS: tl.constexpr):
-    """Tells every other rank, and waits until it has told. cell: (RANKS,) signals of each rank are behind it."""
-    tl.debug_barrier()  # every thread has written before the first of them tells so
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            cell_ptr = tl.load(signals_ptr + peer).to(tl.pointer_type(tl.int32)) + cell * RANKS + rank
-            while tl.atomic_cas(cell_ptr, 0, 1, sem="release", scope="sys") != 0:
-                pass
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            cell_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32)) + cell * RANKS + peer
-            while tl.atomic_cas(cell_ptr, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-    tl.debug_barrier()
 
 
 def exchange(tensors, buffers, signals, place, each, layouts, rank, programs, waits):

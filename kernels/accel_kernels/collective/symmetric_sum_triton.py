@@ -2,14 +2,15 @@
 
 Each program copies its piece of this rank's part to where the others can read it, tells the same program of each other
 rank, waits until all have told it, and adds their pieces up in the order of the ranks, so that all get the same bits.
-A signal is a cell that goes from 0 to 1 when it is given and back when it is taken. Cells and pieces are found through
-tables of addresses. As `one_shot_all_reduce` of torch (`torch/csrc/distributed/c10d/symm_mem`), with what follows it.
+Pieces are found through a table of addresses. As `one_shot_all_reduce` of torch
+(`torch/csrc/distributed/c10d/symm_mem`), with what follows it.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.collective.signals_triton import meet
 from accel_kernels.dependent_launch_triton import programmatic
 from accel_kernels.warmup import launch
 
@@ -43,18 +44,7 @@ def symmetric_sum_kernel(
     part = tl.load(part_ptr + i_idx, mask=mask, other=0.0)
     own_ptr = tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
     tl.store(own_ptr + place + i_idx, part, mask=mask)
-    tl.debug_barrier()  # every thread has written before the first of them tells so
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            cell_ptr = tl.load(signals_ptr + peer).to(tl.pointer_type(tl.int32)) + block * RANKS + rank
-            while tl.atomic_cas(cell_ptr, 0, 1, sem="release", scope="sys") != 0:
-                pass
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            cell_ptr = tl.load(signals_ptr + rank).to(tl.pointer_type(tl.int32)) + block * RANKS + peer
-            while tl.atomic_cas(cell_ptr, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-    tl.debug_barrier()
+    meet(signals_ptr, block, rank, RANKS)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(RANKS):
         peer_ptr = tl.multiple_of(tl.load(buffers_ptr + peer).to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
