@@ -61,7 +61,8 @@ def seeded():
 
 
 GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
-SHARES = {16: 12, 8: 6, 4: 3}  # by the least rows of a table that has no share of its own: one in how many is enough
+# By the least rows of a table that has no share of its own: one in how many is enough.
+SHARES = {16: 20, 8: 10, 4: 5, 3: 2}
 
 
 def pytest_collection_modifyitems(config, items):
