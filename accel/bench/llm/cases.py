@@ -15,6 +15,7 @@ from accel.bench.llm.interleaved import TimedCase, Variant
 from accel.bench.llm.models import prompt
 from accel.bench.llm.traffic import Traffic
 from accel.bench.timing import seconds
+from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.inputs import example_inputs
 
 if TYPE_CHECKING:
@@ -202,11 +203,12 @@ def _from_past(work: Work, variant: Variant, rows: int, past: int) -> Callable[[
         prefill_chunk_size=max(1, CHUNK // rows),
         return_dict_in_generate=True,
     )
-    cache = started.past_key_values
+    cache = cache_of(started)
+    given = cache_given(type(work.stock).prepare_inputs_for_generation, cache)
     cache.crop(past - cache.get_seq_length())
 
     def timed(tokens: int) -> float:
-        taken = seconds(lambda: variant.generate(inputs, tokens, past_key_values=cache), work.device)
+        taken = seconds(lambda: variant.generate(inputs, tokens, **given), work.device)
         cache.crop(past - cache.get_seq_length())
         return taken
 

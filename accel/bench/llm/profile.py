@@ -19,6 +19,7 @@ from accel.bench.llm.ranges import MARK, PREFIX, REST, Ranges
 from accel.bench.llm.traffic import ROLES, Traffic, copy_bandwidth
 from accel.bench.machine import commit, machine, now
 from accel.bench.timing import burst, synchronize
+from accel.libraries.cache import cache_given, cache_of
 
 WARM_UP, STEPS, TIMED = 5, 6, 40
 ROUNDS, TOKENS = 3, 32  # generate() calls, and tokens between a short and a long one
@@ -41,10 +42,11 @@ class Steps:
         self.model = model
         inputs = prompt(model, rows, context)
         self.token = inputs["input_ids"][:, -1:].clone()
-        self.cache = model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
+        self.cache = cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
 
     def __call__(self, *_: object) -> None:
-        self.cache = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).past_key_values
+        given = cache_given(type(self.model).forward, self.cache)
+        self.cache = cache_of(self.model(input_ids=self.token, use_cache=True, **given))
 
 
 @torch.no_grad()

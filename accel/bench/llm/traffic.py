@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel.bench.timing import seconds
+from accel.libraries.cache import cache_of
 from accel.llm.recording.inputs import example_inputs
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Traffic:
         """Found by watching a short forward of the stock model: roles are places in the order of calls, not names."""
         watched = _Watch(stock)
         with watched:
-            cache = stock(**example_inputs(stock, 1, 4, padded=False), use_cache=True).past_key_values
+            cache = cache_of(stock(**example_inputs(stock, 1, 4, padded=False), use_cache=True))
         roles = watched.roles()
         matrices = ((p, roles[id(m)]) for m in stock.modules() if id(m) in roles for p in m._parameters.values())
         traffic = cls(products=[(p, role) for p, role in matrices if p is not None and p.dim() >= 2])

@@ -1,6 +1,5 @@
 """The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from accel.libraries.cache import cache_argument
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
 from accel.llm.pipeline.placement import layer_placement
@@ -59,7 +59,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     """Why it is not run at all."""
     if (reason := model_side_effects(model)) is not None:
         return reason
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    if cache_argument(type(model).forward) is None:
         return "its forward takes no cache"
     words = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(words, torch.Tensor) or words.dim() != 2:

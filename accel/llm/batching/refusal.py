@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams
@@ -127,9 +127,9 @@ def _stock_alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray
     """The same of stock, each text in a call of its own."""
     rows = []
     for text, ends in zip(ids, lengths[1:].T, strict=True):
-        given = {"input_ids": text[None, : ends[-1]], "past_key_values": DynamicCache(config=forward.module.config)}
+        given = forward.given_cache(DynamicCache(config=forward.module.config))
         with plainly(forward):
-            rows.append(forward.reference(**given, use_cache=True, return_dict=True).logits[0, ends - 1])
+            rows.append(forward.reference(input_ids=text[None, : ends[-1]], **given).logits[0, ends - 1])
     return torch.stack(rows)
 
 

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from accel.errors import of_a_kernel, reason_of
+from accel.libraries.cache import DynamicCache
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import expected
@@ -121,7 +122,7 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
 
     def run(call: Callable) -> torch.Tensor:
         cache = DynamicCache(config=forward.module.config)
-        given = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        given = forward.given_cache(cache)
         return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)[:, HIDDEN:]
 
     try:
@@ -142,7 +143,7 @@ def _kept(forward: Any, piece: dict, changed: dict) -> tuple[Kept, ...]:
 
     def run() -> Any:
         cache = DynamicCache(config=model.config)
-        return forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+        return forward.reference(**piece, **forward.given_cache(cache))
 
     wanted, found = run().logits, []
     for (path, name), value in changed.items():

@@ -12,10 +12,10 @@ from accel_kernels import KV
 from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import DynamicCache
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
+from accel.libraries.cache import DynamicCache, cache_argument, cache_field, with_present_names
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.prefill import Prompts
@@ -35,11 +35,11 @@ from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
 
-# What a fast call understands; of anything else the call runs stock. The tokenizer is for stop strings: generate()
-# hands it to the model as well, which has no use for it.
+# What a fast call understands besides the cache; of anything else the call runs stock. The tokenizer is for stop
+# strings: generate() hands it to the model as well, which has no use for it.
 UNDERSTOOD = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep",
-    "return_dict", "tokenizer",
+    "input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", "return_dict",
+    "tokenizer",
 }  # fmt: skip
 ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -75,12 +75,13 @@ class DecoderForward(FastForward):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("names", "stored", "seen", "reason", "lock")
+        own = ("names", "cache_name", "stored", "seen", "reason", "lock")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
+        self.cache_name = cache_argument(type(self.module).forward)
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
         self.apart = False  # while it is tried: no weights are moved beside others
@@ -110,10 +111,9 @@ class DecoderForward(FastForward):
         return super().mode()
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        kwargs, cache = self.taken_apart(args, kwargs)
         given = kwargs.get
-        ids, embeds, cache = given("input_ids"), given("inputs_embeds"), given("past_key_values")
+        ids, embeds = given("input_ids"), given("inputs_embeds")
         use_cache, as_dict = self._wanted(kwargs)
         tokens = ids if embeds is None else embeds
         if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
@@ -141,8 +141,18 @@ class DecoderForward(FastForward):
         mask = self._mask(given("attention_mask"), rows, start, new)
         positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
         logits = self.run(store, tokens, positions, mask, keep)
-        output = self.convention.output(logits=logits, past_key_values=cache, **self.convention.handed_on(self.module))
+        kind, kept = self.convention.output, self.convention.handed_on(self.module)
+        output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
         return output if as_dict else output.to_tuple()
+
+    def taken_apart(self, args: tuple, kwargs: dict) -> tuple[dict, Any]:
+        """The arguments of a call by their present names, and the cache, which is then not among them."""
+        named = dict(zip(self.names, args, strict=False)) | with_present_names(type(self.module).forward, kwargs)
+        return named, named.pop(self.cache_name, None)
+
+    def given_cache(self, cache: Any) -> dict[str, Any]:
+        """What a call is given besides tokens, to store them in this cache and return it."""
+        return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
         """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
@@ -301,7 +311,7 @@ class DecoderForward(FastForward):
     ) -> torch.Tensor:
         """The logits of one forward."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
-        given = {name: tokens, "past_key_values": DynamicCache(), "use_cache": True, "return_dict": True}
+        given = {name: tokens} | self.given_cache(DynamicCache())
         if positions is not None:
             given["position_ids"] = positions
         if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
-from transformers import DynamicCache
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache
 from accel.llm.generation.decoder import UNDERSTOOD, DecoderForward, Unfit
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
@@ -38,13 +38,12 @@ class MixedForward(DecoderForward):
     """Runs calls with a cache; `layers` by their `LayerForward`, all others as they are."""
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        kwargs, cache = self.taken_apart(args, kwargs)
         use_cache, _ = self._wanted(kwargs)
         for name, value in kwargs.items():
             if name not in UNDERSTOOD and value is not None and value is not False and not _empty(value):
                 raise Unfit(f"called with {name}")
-        ids, embeds, cache = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         tokens = ids if embeds is None else embeds
         if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
             raise Unfit("inputs of another form")
@@ -53,7 +52,7 @@ class MixedForward(DecoderForward):
         if not use_cache:
             raise Unfit("no cache")
         if cache is None:
-            kwargs["past_key_values"] = cache = DynamicCache(config=self.module.config)
+            cache = DynamicCache(config=self.module.config)
         rows, new = tokens.shape[:2]
         self.ready()
         store = self.adopt(cache)
@@ -65,7 +64,7 @@ class MixedForward(DecoderForward):
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
         with self.steps.taken(Step(self.kvs(store, rows * new, start == 0))):
-            output = self.stock(**kwargs)
+            output = self.stock(**kwargs, **{self.cache_name: cache})
         store.advance(new)
         return output
 
@@ -111,7 +110,7 @@ class MixedForward(DecoderForward):
         """Runs pieces of a text, one after another."""
         cache = DynamicCache(config=self.module.config)
         for piece in pieces:
-            self.fast(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+            self.fast(**piece, **self.given_cache(cache))
 
     def _stack(self) -> list[nn.Module]:
         mine = {id(layer.module) for layer in self.layers}
@@ -179,5 +178,5 @@ def _logits(
     cache, found = DynamicCache(config=forward.module.config), []
     for piece in pieces_of(forward, lengths):
         given = piece if masked else {"input_ids": piece["input_ids"][:rows]}
-        found.append(call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits)
+        found.append(call(**given, **forward.given_cache(cache)).logits)
     return torch.cat(found, dim=1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import table_of_positions
@@ -37,9 +38,10 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
         with unpaged(model) if stock else nullcontext():
             pending = time.perf_counter()
             cache = caches.get(stock)
-            output = model.forward(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, return_dict=True)
+            given = cache_given(type(model).forward, cache)
+            output = model.forward(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **given)
             times[stock].append(time.perf_counter() - pending)
-        caches[stock] = output.past_key_values
+        caches[stock] = cache_of(output)
 
     before = ledger.stock_on_cpu
     try:

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from transformers import DynamicCache
 
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.decoder import DecoderForward, Unfit

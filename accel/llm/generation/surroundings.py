@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from transformers import DynamicCache
-
+from accel.libraries.cache import DynamicCache
 from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
 from accel.llm.generation.relied import ModelRelied, reading, relevant
 from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, written
@@ -25,7 +24,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
         with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)
             for piece in pieces:
-                forward.reference(**piece, past_key_values=cache, use_cache=True, return_dict=True)
+                forward.reference(**piece, **forward.given_cache(cache))
         with fused_layers(forward):
             forward.apart = True
             try:

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
-from transformers import DynamicCache
 
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.analysis.compare import off_by_token
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
@@ -163,8 +163,8 @@ def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) ->
     store, found = DynamicCache(config=forward.module.config), []
     with plainly(forward):
         for piece in pieces_of(forward, lengths):
-            output = forward.reference(**piece, past_key_values=store, use_cache=True, return_dict=True)
-            extra = [name for name, value in output.items() if name not in ("logits", "past_key_values")]
+            output = forward.reference(**piece, **forward.given_cache(store))
+            extra = [name for name, value in output.items() if name != "logits" and value is not cache_of(output)]
             if extra:
                 raise NotUnderstood(f"its output has {', '.join(extra)}")
             found.append(output.logits)
@@ -184,13 +184,9 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
     ids, mask, _ = trial_inputs(forward, short_prompt(lengths))
 
     def run() -> torch.Tensor:
-        given = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "past_key_values": DynamicCache(config=forward.module.config),
-        }
+        given = forward.given_cache(DynamicCache(config=forward.module.config))
         with plainly(forward):
-            return forward.reference(**given, use_cache=True, return_dict=True).logits[:, PADDING:]
+            return forward.reference(input_ids=ids, attention_mask=mask, **given).logits[:, PADDING:]
 
     return expected(forward, run)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 from accel_kernels.warmup import warmup
-from transformers import DynamicCache
 
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import STEP
 from accel.llm.generation.trial import (

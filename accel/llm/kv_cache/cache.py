@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from accel.llm.kv_cache.blocks import Shape
 from accel.llm.kv_cache.store import CachedRows, Store
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
+from accel.libraries.cache import DynamicCache, cache_given
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
@@ -168,7 +169,8 @@ def record(
     ids = example_ids(model, few(model))
     try:
         with resting(model), recorder.attached(model):
-            type(model).forward(model, input_ids=ids, past_key_values=recorder.cache, use_cache=True)
+            forward = type(model).forward
+            forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:

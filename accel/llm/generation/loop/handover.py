@@ -19,6 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import utils
 
 from accel.errors import reason_of
+from accel.libraries.cache import NAMES, generating_cache
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
@@ -26,7 +27,7 @@ from accel.llm.kv_cache.store import Store
 
 DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
 # What a step's arguments follow from; with any other argument of the model stock's loop goes on.
-FOLLOWED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+FOLLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *NAMES}
 
 
 def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
@@ -86,7 +87,7 @@ def _deferred(device: torch.device, request: GenerateRequest) -> bool:
     """Whether stock's loop itself is a token behind on this device: it would end the stream with the wrong one."""
     check = getattr(utils, "DeferredStopCheck", None)
     try:
-        return check is not None and check.is_supported(device, request.kwargs.get("past_key_values"), False, False)
+        return check is not None and check.is_supported(device, generating_cache(request.kwargs), False, False)
     except TypeError:  # asked otherwise in another version
         return True
 

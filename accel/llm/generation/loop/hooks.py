@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from accel.libraries.cache import generating_cache
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
@@ -153,7 +154,7 @@ class PrepareCache(GenerateHook):
             return result
         given = self.arguments(args, kwargs)
         model_kwargs, config = given["model_kwargs"], given["generation_config"]
-        cache = model_kwargs.get("past_key_values")
+        cache = generating_cache(model_kwargs)
         if cache is not None and not (config.output_attentions or config.output_hidden_states):  # such calls run stock
             store = adopt(cache, self.forward.shapes(), wanted=given.get("max_cache_length", 0))
             if isinstance(store, Store) and given.get("generation_mode") in ONE_BY_ONE:
@@ -227,7 +228,7 @@ class PrepareInputs(GenerateHook):
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = self.stock(input_ids, *args, **kwargs)
-        store = store_of(inputs.get("past_key_values"))
+        store = store_of(generating_cache(inputs))
         if store is not None and store.pending is not None and store.pending.ids is input_ids:
             store.pending.inputs = inputs
         return inputs

@@ -23,6 +23,7 @@ from transformers.generation import stopping_criteria
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
+from accel.libraries.cache import generating_cache
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
@@ -264,7 +265,7 @@ class TokenLoop:
     def _look(self) -> None:
         """Somebody's code has run: the next step looks at the model, or calls it where it is not the forward alone."""
         self.trusted = 0
-        ours = store_of(self.request.kwargs["past_key_values"]) is self.store and self.store.length == self.stored
+        ours = store_of(generating_cache(self.request.kwargs)) is self.store and self.store.length == self.stored
         if not (ours and undisturbed(self.forward)):
             self.fused = self.late = False
 

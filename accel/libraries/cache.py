@@ -1,0 +1,83 @@
+"""The cache of transformers: its classes, the argument a forward takes it by, and the field of an output that holds it.
+
+transformers 5.24 renamed `past_key_values` (and `cache_params`) to `cache`. So the argument is the one annotated as a
+cache, the field the one that holds one; names are asked only where nothing is annotated.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = ["Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer"]
+
+NAMES = ("cache", "past_key_values", "cache_params")  # of arguments and fields, the newest first
+
+
+@lru_cache(maxsize=1024)
+def cache_argument(forward: Callable) -> str | None:
+    """The name of the parameter by which a forward takes the cache of a text; None where it takes none."""
+    parameters = inspect.signature(forward).parameters
+    annotated = [name for name, one in parameters.items() if _is_cache(one.annotation)]
+    return next((name for name in (*annotated, *NAMES) if name in parameters), None)
+
+
+@lru_cache(maxsize=1024)
+def renamed_arguments(forward: Callable) -> dict[str, str]:
+    """Old names by which a forward still takes an argument, with the present ones.
+
+    transformers' decorator renames them; it keeps both names in its closure.
+    """
+    found: dict[str, str] = {}
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        names = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+        old, new = names.get("old_name"), names.get("new_name")
+        if isinstance(old, str) and isinstance(new, str):
+            found[old] = new
+        forward = inner
+    return found
+
+
+def with_present_names(forward: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call under the names that a forward has for them now; what is given by both counts once."""
+    renamed = renamed_arguments(forward)
+    if not renamed.keys() & kwargs.keys():
+        return kwargs
+    present = {name: value for name, value in kwargs.items() if name not in renamed}
+    return {renamed[name]: kwargs[name] for name in renamed if name in kwargs} | present
+
+
+def cache_given(forward: Callable, cache: object) -> dict[str, Any]:
+    """The keyword by which a forward is given this cache."""
+    name = cache_argument(forward)
+    return {} if name is None else {name: cache}
+
+
+def generating_cache(model_kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments that generate() goes on with; None where there is none."""
+    return next((model_kwargs[name] for name in NAMES if model_kwargs.get(name) is not None), None)
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what a forward returned; None where it has none."""
+    return next((value for value in output.values() if isinstance(value, Cache)), None)
+
+
+@lru_cache(maxsize=256)
+def cache_field(output: type) -> str:
+    """The field of this class of outputs that holds a cache."""
+    named = {one.name: one.type for one in fields(output)}
+    annotated = [name for name, kind in named.items() if _is_cache(kind)]
+    return next((name for name in (*annotated, *NAMES) if name in named), NAMES[0])
+
+
+def _is_cache(annotation: object) -> bool:
+    if isinstance(annotation, str):
+        words = annotation.replace("|", " ").replace("[", " ").replace("]", " ").replace(",", " ").split()
+        return any(word.rpartition(".")[2].endswith("Cache") for word in words)
+    kinds = (annotation, *typing.get_args(annotation))
+    return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
