@@ -80,8 +80,9 @@ class Engine:
         if reason is not None:
             self._fail(request, reason)
         elif self._complete(request):
+            ended = bool(request.tokens) and request.tokens[-1] in request.eos
             for one in (request, *request.further()):
-                self._tell(finish(one))
+                self._tell(finish(one) if ended else self._full(one))
         else:
             self.ids.add(request.id)
             self.ids.update(map(request.child_id, range(request.children)))
@@ -263,7 +264,16 @@ class Engine:
             told = str(self.sampler.error(row)) if reason is None else reason
             self._fail(self._leave(row, keep=False), told)
         for row in news.ended:
-            self._tell(finish(self._leave(row, keep=True)))
+            request = self._leave(row, keep=True)
+            self._tell(self._full(request) if row in news.full else finish(request))
+
+    def _full(self, request: Request) -> Request:
+        """It ends with as many tokens as it may come to; it has failed where more were asked for."""
+        prompt, tokens, asked = len(request.prompt), len(request.tokens), request.max_new_tokens
+        request.cut = asked is None or tokens < asked
+        wanted = "" if asked is None else f" of max_new_tokens={asked}"
+        reason = f"cut after {tokens} tokens{wanted}: a prompt of {prompt}, and a request may come to"
+        return finish(request, f"{reason} {self.limits.context} tokens" if request.cut else None)
 
     def _leave(self, row: int, keep: bool) -> Request:
         self.sampler.clear(row)

@@ -8,6 +8,15 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 
+@dataclass
+class BatchOutput(GenerationOutput):
+    """What a caller of `generate_batch` gets of a request. cut: whether the answer ended at a limit of the engine, with
+    fewer tokens than were asked for; `error` says which.
+    """
+
+    cut: bool = False
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and what is to be done with it. The engine alone writes its state.
@@ -18,7 +27,7 @@ class Request:
     same prompt, each a request of its own under `child_id`. settings: by which `sampling` was found.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
-    seconds as well, -1 before.
+    seconds as well, -1 before. cut: see `BatchOutput`.
     """
 
     id: str
@@ -36,6 +45,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     error: str | None = None
+    cut: bool = False
     created: float = field(default_factory=time.perf_counter)
     started: float = -1
     ended: float = -1
@@ -60,9 +70,9 @@ class Request:
             for number in range(self.children)
         ]  # fmt: skip
 
-    def output(self) -> GenerationOutput:
-        """What a caller of `generate_batch` gets of it; a copy, so that what follows does not change it."""
-        return GenerationOutput(
+    def output(self) -> BatchOutput:
+        """A copy, so that what follows does not change it."""
+        return BatchOutput(
             request_id=self.id,
             prompt_ids=self.prompt,
             generated_tokens=self.tokens[:],
@@ -72,4 +82,5 @@ class Request:
             created_time=self.created,
             lifespan=(self.started, self.ended),
             timestamps=self.timestamps[:] if self.record_timestamps else None,
+            cut=self.cut,
         )
