@@ -7,7 +7,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
 from accel.llm.batching.answers import Answers, finish
 from accel.llm.batching.limits import Limits
-from accel.llm.batching.request import Request
+from accel.llm.batching.request import CUT, Request
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams
@@ -269,11 +269,11 @@ class Engine:
 
     def _full(self, request: Request) -> Request:
         """It ends with as many tokens as it may come to; it has failed where more were asked for."""
-        prompt, tokens, asked = len(request.prompt), len(request.tokens), request.max_new_tokens
-        request.cut = asked is None or tokens < asked
-        wanted = "" if asked is None else f" of max_new_tokens={asked}"
-        reason = f"cut after {tokens} tokens{wanted}: a prompt of {prompt}, and a request may come to"
-        return finish(request, f"{reason} {self.limits.context} tokens" if request.cut else None)
+        tokens, asked = len(request.tokens), request.max_new_tokens
+        if asked is None or tokens >= asked:
+            return finish(request)
+        room = f"a prompt of {len(request.prompt)}, where a request may come to {self.limits.context}"
+        return finish(request, f"{CUT} {tokens} of max_new_tokens={asked} tokens: {room}")
 
     def _leave(self, row: int, keep: bool) -> Request:
         self.sampler.clear(row)

@@ -8,13 +8,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 
-@dataclass
-class BatchOutput(GenerationOutput):
-    """What a caller of `generate_batch` gets of a request. cut: whether the answer ended at a limit of the engine, with
-    fewer tokens than were asked for; `error` says which.
-    """
-
-    cut: bool = False
+CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 
 
 @dataclass(eq=False)
@@ -27,7 +21,7 @@ class Request:
     same prompt, each a request of its own under `child_id`. settings: by which `sampling` was found.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
-    seconds as well, -1 before. cut: see `BatchOutput`.
+    seconds as well, -1 before.
     """
 
     id: str
@@ -45,7 +39,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     error: str | None = None
-    cut: bool = False
     created: float = field(default_factory=time.perf_counter)
     started: float = -1
     ended: float = -1
@@ -70,9 +63,9 @@ class Request:
             for number in range(self.children)
         ]  # fmt: skip
 
-    def output(self) -> BatchOutput:
-        """A copy, so that what follows does not change it."""
-        return BatchOutput(
+    def output(self) -> GenerationOutput:
+        """What a caller of `generate_batch` gets of it; a copy, so that what follows does not change it."""
+        return GenerationOutput(
             request_id=self.id,
             prompt_ids=self.prompt,
             generated_tokens=self.tokens[:],
@@ -82,5 +75,9 @@ class Request:
             created_time=self.created,
             lifespan=(self.started, self.ended),
             timestamps=self.timestamps[:] if self.record_timestamps else None,
-            cut=self.cut,
         )
+
+
+def was_cut(output: GenerationOutput) -> bool:
+    """Whether the answer ended at a limit of the engine, with fewer tokens than were asked for."""
+    return output.error is not None and output.error.startswith(CUT)
