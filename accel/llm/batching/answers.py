@@ -80,7 +80,8 @@ class Answers:
             row = int(rows[place])
             try:
                 over[place] |= self._tell(row)
-                told.append(self._request(row))
+                if self._request(row).streaming:
+                    told.append(self._request(row))
             except Exception as error:  # of a stopping criterion of the user's
                 failed[row] = f"a stopping criterion raised {reason_of(error)}"
         full = ~over & (self.count[rows] >= self.most[rows])

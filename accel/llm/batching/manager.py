@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
 from accel.llm.batching.ending import Stop, interrupted
+from accel.llm.batching.limits import Limits
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
 from accel.llm.batching.request import Request
@@ -32,12 +33,14 @@ class BatchManager(ContinuousBatchingManager):
     the requests in that step, not all; a stop during KeyboardInterrupt waits for nobody; settings are each request's
     own.
 
-    model: in evaluation mode from here on. build: makes an engine, at the first `warmup` or `start` and again after one
+    model: in evaluation mode from here on. limits: gives those of the engines that are made, where known. build: makes an engine, at the first `warmup` or `start` and again after one
     was given back. settings: gives what a generation configuration asks for; raises ValueError or TypeError for what
     is not understood. continuous_batching_config: of its fields only those that say how much and which results matter;
     those about stock's kernels change nothing. ranks: by which managers of ranks that share the model go together. The
     first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
     """
+
+    limits: Callable[[], Limits] | None = None
 
     def __init__(
         self,
@@ -225,6 +228,23 @@ class BatchManager(ContinuousBatchingManager):
             logit_processor_kwargs, generated,
         )  # fmt: skip
         return self._submit(*self._request(prompt_ids(input_ids, self._vocabulary), wanted))
+
+    def check(
+        self,
+        input_ids: Iterable[int],
+        max_new_tokens: int | None = None,
+        eos_token_id: Tokens = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        **logit_processor_kwargs: Any,
+    ) -> None:
+        """Raises ValueError or TypeError for a request that makes no sense, and that `add_request` would let fail."""
+        wanted = Submission(
+            "", max_new_tokens, False, False, eos_token_id, stop_strings, tokenizer, logit_processor_kwargs
+        )
+        _, wrong = self._request(prompt_ids(input_ids, self._vocabulary), wanted)
+        if wrong is not None:
+            raise wrong
 
     def _request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
         """What is asked for, and what is wrong with it. prompt: or why it is none."""
