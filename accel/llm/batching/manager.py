@@ -33,11 +33,12 @@ class BatchManager(ContinuousBatchingManager):
     the requests in that step, not all; a stop during KeyboardInterrupt waits for nobody; settings are each request's
     own.
 
-    model: in evaluation mode from here on. limits: gives those of the engines that are made, where known. build: makes an engine, at the first `warmup` or `start` and again after one
+    model: in evaluation mode from here on. build: makes an engine, at the first `warmup` or `start` and again after one
     was given back. settings: gives what a generation configuration asks for; raises ValueError or TypeError for what
     is not understood. continuous_batching_config: of its fields only those that say how much and which results matter;
     those about stock's kernels change nothing. ranks: by which managers of ranks that share the model go together. The
     first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
+    limits: gives those of the engines that are made, where known.
     """
 
     limits: Callable[[], Limits] | None = None

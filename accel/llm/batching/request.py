@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 
 

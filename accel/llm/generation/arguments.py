@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from accel.errors import of_a_kernel, reason_of
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept

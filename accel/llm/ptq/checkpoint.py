@@ -106,7 +106,7 @@ def _same(file: Path, run: dict[str, str | None]) -> None:
     try:
         before = json.loads(file.read_text())
         differing = [name for name in run if before.get(name) != run[name]]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{file} is damaged; delete the folder {file.parent} to begin anew") from None
     if differing:
         name = differing[0]

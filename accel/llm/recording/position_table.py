@@ -6,6 +6,7 @@ the tokens of a text. Its shape says nothing: a weight may have as many rows as 
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -25,22 +26,32 @@ class PositionTable(TorchDispatchMode):
         super().__init__()
         self.tokens = tokens
         self.most: int | None = None
-        self.held = set(filter(None, map(_memory, (*model.parameters(), *model.buffers()))))
-        self.made: list[torch.Tensor] = []  # of what the model holds; kept, so that nothing else takes its memory
+        self.held = WeakValueDictionary[int, torch.UntypedStorage]()  # of the model, and made of that alone
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._hold(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if given and all(_memory(one) in self.held for one in given):
-            made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-            self.made += made
-            self.held.update(filter(None, map(_memory, made)))
+        if given and all(map(self._holds, given)):
+            for one in tree_leaves(result):
+                if isinstance(one, torch.Tensor):
+                    self._hold(one)
         for table, dim, numbers in _reads(func.overloadpacket, args):
-            first = self._first(numbers) if _memory(table) in self.held else None
+            first = self._first(numbers) if self._holds(table) else None
             if first is not None:
                 most = table.shape[dim] - first
                 self.most = most if self.most is None else min(self.most, most)
         return result
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        memory = _memory(tensor)
+        if memory is not None and memory.data_ptr():
+            self.held[memory.data_ptr()] = memory
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        memory = _memory(tensor)
+        return memory is not None and memory.data_ptr() in self.held
 
     def _first(self, numbers: torch.Tensor) -> int | None:
         """That of the first token, where the numbers count tokens; they come text by text."""
@@ -65,9 +76,9 @@ def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int,
         yield from ((args[0], dim, one) for dim, one in enumerate(numbers) if one is not None and one.dim())
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
-    """By which a tensor and its views are known; None for one without memory of its own."""
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """That of a tensor and its views; None for one without memory of its own."""
     try:
-        return tensor.untyped_storage().data_ptr() or None
+        return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
