@@ -52,8 +52,8 @@ def load_saved(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
 
 
 def whole(kind: Any, folder: Path, **given: Any) -> nn.Module:
-    """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model, and
-    for settings of which none can be made.
+    """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model,
+    and for settings of which none can be made.
     """
     given |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with readable(folder):
@@ -121,8 +121,8 @@ def read_json(file: Path) -> dict:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Inside, what is raised of files that make no model is a ValueError that names them, and the setting of config.json
-    without which there would be one. Short memory and a GPU that failed are raised as they are.
+    """Inside, what is raised of files that make no model is a ValueError that names them, and the setting of
+    config.json without which there would be one. Short memory and a GPU that failed are raised as they are.
     """
     try:
         yield
