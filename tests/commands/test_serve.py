@@ -306,6 +306,11 @@ def test_without_continuous_batching(stock):
         server = serving()
         try:
             assert complete(server, "The") == streamed(server, "The") == stock.answer("The", 8)
+            body = {"model": FOLDER, "prompt": "The"}
+            for wrong in ({"max_tokens": -1}, {"stop": 5, "stream": True}, {"temperature": -1, "stream": True}):
+                status, detail = post(server, "completions", body | wrong)
+                assert status == 400 and next(iter(wrong)) in detail
+            assert complete(server, "The", 40, stop="e") == stock.answer("The", 40, stop="e")
             (timed,) = server._model_manager.loaded_models.values()
             assert accel.report(timed.model).optimized
         finally:

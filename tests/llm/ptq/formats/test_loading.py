@@ -265,7 +265,8 @@ NONSENSE = (0, -1, 1e9, 2.5, "x", None, [], {}, True, 10**12, "1" * 50)
 SETTINGS = (
     "pad_token_id", "num_key_value_heads", "num_attention_heads", "head_dim", "hidden_size", "vocab_size",
     "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps", "rope_parameters",
-    "max_position_embeddings", "tie_word_embeddings", "attention_bias", "layer_types", "dtype", "eos_token_id", "initializer_range",
+    "max_position_embeddings", "tie_word_embeddings", "attention_bias", "layer_types", "dtype", "eos_token_id",
+    "initializer_range",
 )  # fmt: skip
 # So many layers, or so large weights, are made until memory ends.
 ENDLESS = {("num_hidden_layers", value) for value in (1e9, 10**12, "1" * 50)}
