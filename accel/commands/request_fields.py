@@ -36,13 +36,13 @@ TEXTS = ("model", "prompt", "suffix", "generation_config", "instructions")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def checked(handler: type) -> type:
+def refusing(handler: type) -> type:
     """A handler of transformers' server that refuses what makes no sense with status 400 and a sentence."""
 
-    class Checked(handler):  # type: ignore[misc, valid-type]
+    class Refusing(handler):  # type: ignore[misc, valid-type]
         async def handle_request(self, body: dict, request_id: str) -> Any:
             try:
-                check(body)
+                check_fields(body)
                 return await super().handle_request(body, request_id)
             except (ValueError, TypeError, TemplateError) as error:
                 logger.warning(f"request {request_id} is refused: {told(error)}", exc_info=True)
@@ -56,11 +56,11 @@ def checked(handler: type) -> type:
             check_config(config)
             return config
 
-    Checked.__name__ = Checked.__qualname__ = handler.__name__
-    return Checked
+    Refusing.__name__ = Refusing.__qualname__ = handler.__name__
+    return Refusing
 
 
-def check(body: dict[str, Any]) -> None:
+def check_fields(body: dict[str, Any]) -> None:
     """Raises TypeError or ValueError, which name the value and what is valid. Other fields are stock's to refuse."""
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() & NUMBERS:

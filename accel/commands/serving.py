@@ -21,12 +21,13 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 import accel
-from accel.commands.request_fields import checked
+from accel.commands.request_fields import refusing
 from accel.errors import reason_of
 from accel.llm.batching.engine import Engine
+from accel.llm.batching.hook import NAME, InitContinuousBatching, limits_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.request import was_cut
-from accel.llm.batching.submission import StopStrings
+from accel.llm.batching.submission import StopStrings, Submission, prompt_ids
 
 logger = logging.get_logger("transformers.accel")
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
@@ -99,7 +100,7 @@ class OwnSettings(utils.CBGenerateManager):
 
     def _refuse(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
         """Raises ValueError for a request that could not run."""
-        words = model.config.get_text_config().vocab_size
+        words = vocabulary(model)
         bias = config.sequence_bias or ()
         sequences = bias if isinstance(bias, dict) else [sequence for sequence, _ in bias]
         biased = [token for sequence in sequences for token in sequence]
@@ -111,7 +112,7 @@ class OwnSettings(utils.CBGenerateManager):
         self._cb.refuse(inputs["input_ids"], config)
 
 
-class Call(NamedTuple):
+class ServedCall(NamedTuple):
     """What the server asks of one request. settings: for `add_request`. stops: where the manager has no such setting.
     streaming: whether the server wants every token.
     """
@@ -127,7 +128,7 @@ class WithSettings:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
-        self._call: ContextVar[Call | None] = ContextVar("call", default=None)
+        self._call: ContextVar[ServedCall | None] = ContextVar("call", default=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.manager, name)
@@ -143,7 +144,7 @@ class WithSettings:
             stops = StopStrings(config.stop_strings, tokenizer, 0)
             if self.ends:
                 settings |= {"stop_strings": stops.strings, "tokenizer": tokenizer}
-        token = self._call.set(Call(config, settings, None if self.ends else stops, streaming))
+        token = self._call.set(ServedCall(config, settings, None if self.ends else stops, streaming))
         try:
             yield
         finally:
@@ -162,7 +163,12 @@ class WithSettings:
         """Raises ValueError or TypeError for a request that would come out failed."""
         call = self._call.get()
         if isinstance(self.manager, BatchManager) and call is not None:
-            self.manager.check(input_ids, config.max_new_tokens, config.eos_token_id, **call.settings)
+            manager, given = self.manager, dict(call.settings)
+            ends = given.pop("stop_strings", None), given.pop("tokenizer", None)
+            wanted = Submission("", config.max_new_tokens, False, False, config.eos_token_id, *ends, given)
+            _, wrong = manager.request(prompt_ids(input_ids, vocabulary(manager.model)), wanted)
+            if wrong is not None:
+                raise wrong
         elif not len(input_ids):
             raise ValueError("the prompt is empty; give at least one token")
 
@@ -195,7 +201,9 @@ class Answer:
     the manager knows no stop strings, it ends here. end: ends the request.
     """
 
-    def __init__(self, call: Call, callback: Callable[[GenerationOutput], object], end: Callable[[], object]) -> None:
+    def __init__(
+        self, call: ServedCall, callback: Callable[[GenerationOutput], object], end: Callable[[], object]
+    ) -> None:
         self.call, self.callback, self.end = call, callback, end
         self.seen, self.ended = 0, False
 
@@ -219,6 +227,11 @@ class Answer:
             self.callback(output)
 
 
+def vocabulary(model: Any) -> int:
+    """Numbers of tokens that the model reads."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
 def own_settings(config: GenerationConfig) -> dict[str, Any]:
     """What `BatchManager.add_request` takes for a request with this configuration, in the task that serves it."""
     seed = SEED.get()
@@ -230,8 +243,10 @@ def longest_request(manager: ContinuousBatchingManager) -> int | None:
     engine = getattr(manager, "engine", None)
     if isinstance(engine, Engine):
         return engine.limits.context
-    limits = getattr(manager, "limits", None)  # of the engine that is being made
-    return None if limits is None else limits().context
+    hook = vars(manager.model).get(NAME) if isinstance(manager, BatchManager) else None
+    if not isinstance(hook, InitContinuousBatching):
+        return None
+    return limits_of(hook.forward, manager.continuous_batching_config).context  # of the engine that is being made
 
 
 def note_seed(seed: int) -> None:
@@ -243,9 +258,9 @@ def note_seed(seed: int) -> None:
 OURS: tuple[tuple[Any, str, Any], ...] = (
     (utils, "CBGenerateManager", OwnSettings),
     (utils, "set_torch_seed", note_seed),
-    (chat_completion, "ChatCompletionHandler", checked(chat_completion.ChatCompletionHandler)),
-    (completion, "CompletionHandler", checked(completion.CompletionHandler)),
-    (response, "ResponseHandler", checked(response.ResponseHandler)),
+    (chat_completion, "ChatCompletionHandler", refusing(chat_completion.ChatCompletionHandler)),
+    (completion, "CompletionHandler", refusing(completion.CompletionHandler)),
+    (response, "ResponseHandler", refusing(response.ResponseHandler)),
 )
 
 

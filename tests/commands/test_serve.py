@@ -1,6 +1,5 @@
 """`accel serve`: transformers' server over loopback, with the client of openai."""
 
-import asyncio
 import json
 import re
 import socket
@@ -13,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.command_line import run_command
@@ -316,66 +315,6 @@ def test_without_continuous_batching(stock):
         finally:
             end(server)
     assert (model_manager.ModelManager, utils.CBGenerateManager) == before
-
-
-def test_settings_for_stocks_own_manager(stock):
-    """Of a model that is not batched by ours: those that stock can give a request."""
-    from accel.commands.serving import WithSettings
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    config = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=32, per_request_processors=True)
-    sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=7, max_new_tokens=5)
-    manager = WithSettings(model.init_continuous_batching(sampled, config))
-    assert manager._of(sampled) == {"temperature": 2.0, "top_k": 7}
-    assert manager._of(GenerationConfig(do_sample=False)) == {"top_k": 1}
-    manager.start()
-    with manager.settings(GenerationConfig(do_sample=False)):
-        name = manager.add_request(AutoTokenizer.from_pretrained(FOLDER)("The").input_ids)
-    result = manager.get_result(name, timeout=30)
-    manager.stop()
-    assert AutoTokenizer.from_pretrained(FOLDER).decode(result.generated_tokens) == stock.answer("The", 5)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_stop_strings_for_stocks_own_manager(stock, streaming):
-    from accel.commands.serving import WithSettings
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
-    config = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=32, per_request_processors=True)
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=40, stop_strings=["e"])
-    manager = WithSettings(model.init_continuous_batching(greedy, config))
-    manager.start()
-
-    async def ask():
-        got, ended = [], asyncio.Event()
-        with manager.settings(greedy, tokenizer, streaming):
-            manager.register_result_handler("x", lambda one: (got.append(one), one.is_finished() and ended.set()))
-            manager.add_request(tokenizer("The").input_ids, request_id="x", max_new_tokens=40, streaming=streaming)
-        await asyncio.wait_for(ended.wait(), 30)
-        await asyncio.to_thread(manager.stop)
-        return got
-
-    got = asyncio.run(ask())
-    assert len(got) == (len(got[-1].generated_tokens) if streaming else 1)
-    assert tokenizer.decode(got[-1].generated_tokens) == stock.answer("The", 40, stop=["e"])
-
-
-def test_tasks_keep_their_settings_apart():
-    from accel.commands.serving import WithSettings
-
-    processor = SimpleNamespace(supported_keys={"temperature": float})
-    manager = WithSettings(SimpleNamespace(add_request=lambda **given: given, logit_processor=processor))
-
-    async def one(temperature):
-        with manager.settings(GenerationConfig(do_sample=True, temperature=temperature)):
-            await asyncio.sleep(0.01)
-            return manager.add_request()
-
-    async def all_of_them():
-        return await asyncio.gather(*map(one, (0.5, 1.5, 2.5)))
-
-    assert asyncio.run(all_of_them()) == [{"temperature": 0.5}, {"temperature": 1.5}, {"temperature": 2.5}]
-    assert manager.add_request() == {}
 
 
 def test_the_command_takes_what_transformers_takes(monkeypatch):

@@ -173,7 +173,6 @@ class InitContinuousBatching(MethodHook):
             partial(_defaults, self.forward, batching),
             Alone() if self.lockstep is None else Together(self.lockstep),
         )
-        made.limits = partial(limits_of, self.forward, batching, workload_hints)
         self.managers.add(made)
         return made
 
@@ -212,7 +211,6 @@ class InitContinuousBatching(MethodHook):
             if wanted.context > has.context or wanted.rows > has.rows:
                 manager.destroy()
                 manager.build_by(partial(self.build, manager.continuous_batching_config, hints))
-                manager.limits = partial(limits_of, self.forward, manager.continuous_batching_config, hints)
 
     def leave(self) -> None:
         """Ends all managers that compute by the fused forward: it is about to be taken apart."""

@@ -13,7 +13,6 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
 from accel.llm.batching.ending import Stop, interrupted
-from accel.llm.batching.limits import Limits
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
 from accel.llm.batching.request import Request
@@ -38,10 +37,7 @@ class BatchManager(ContinuousBatchingManager):
     is not understood. continuous_batching_config: of its fields only those that say how much and which results matter;
     those about stock's kernels change nothing. ranks: by which managers of ranks that share the model go together. The
     first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
-    limits: gives those of the engines that are made, where known.
     """
-
-    limits: Callable[[], Limits] | None = None
 
     def __init__(
         self,
@@ -228,26 +224,9 @@ class BatchManager(ContinuousBatchingManager):
             request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
             logit_processor_kwargs, generated,
         )  # fmt: skip
-        return self._submit(*self._request(prompt_ids(input_ids, self._vocabulary), wanted))
+        return self._submit(*self.request(prompt_ids(input_ids, self._vocabulary), wanted))
 
-    def check(
-        self,
-        input_ids: Iterable[int],
-        max_new_tokens: int | None = None,
-        eos_token_id: Tokens = None,
-        stop_strings: str | Iterable[str] | None = None,
-        tokenizer: Any = None,
-        **logit_processor_kwargs: Any,
-    ) -> None:
-        """Raises ValueError or TypeError for a request that makes no sense, and that `add_request` would let fail."""
-        wanted = Submission(
-            "", max_new_tokens, False, False, eos_token_id, stop_strings, tokenizer, logit_processor_kwargs
-        )
-        _, wrong = self._request(prompt_ids(input_ids, self._vocabulary), wanted)
-        if wrong is not None:
-            raise wrong
-
-    def _request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
+    def request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
         """What is asked for, and what is wrong with it. prompt: or why it is none."""
         request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
         config, eos = self.generation_config, wanted.eos_token_id
@@ -317,7 +296,7 @@ class BatchManager(ContinuousBatchingManager):
         ends = (-1 if eos is None else eos, stop_strings, tokenizer)
         common = max_new_tokens, streaming, record_timestamps, *ends, logit_processor_kwargs
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
-        asked = [self._request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
+        asked = [self.request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
         if not self.is_tp_driver:
             self._results.ask(one.id for request, _ in asked for one in family(request))
             return ids
