@@ -46,7 +46,7 @@ class PositionTable(TorchDispatchMode):
 
     def _hold(self, tensor: torch.Tensor) -> None:
         memory = _memory(tensor)
-        if memory is not None and memory.data_ptr():
+        if memory is not None:
             self.held[memory.data_ptr()] = memory
 
     def _holds(self, tensor: torch.Tensor) -> bool:
@@ -77,8 +77,9 @@ def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int,
 
 
 def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """That of a tensor and its views; None for one without memory of its own."""
+    """That of a tensor and its views; None for one without memory of its own, such as one of several ranks."""
     try:
-        return tensor.untyped_storage()
+        memory = tensor.untyped_storage()
+        return memory if memory.data_ptr() else None
     except (RuntimeError, NotImplementedError):
         return None
