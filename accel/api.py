@@ -139,6 +139,7 @@ def quantize(
     again to have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
+    Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on.
     """
     if not is_language_model(model):
         raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")

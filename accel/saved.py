@@ -4,13 +4,16 @@ Weights are read from safetensors alone: a pickle may run any code when it is re
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from accel.errors import fatal
 
 INDEX = "model_index.json"  # of a pipeline
 PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transformers and of diffusers, in shards too
@@ -49,9 +52,12 @@ def load_saved(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
 
 
 def whole(kind: Any, folder: Path, **given: Any) -> nn.Module:
-    """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model."""
+    """kind.from_pretrained(folder), from safetensors. Raises ValueError for weights that are not those of the model,
+    and for settings of which none can be made.
+    """
     given |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = kind.from_pretrained(folder, **given)
+    with readable(folder):
+        model, found = kind.from_pretrained(folder, **given)
     check_keys(folder, model, found)
     return model
 
@@ -106,11 +112,57 @@ def read_json(file: Path) -> dict:
     """The object in a file. Raises ValueError, naming it, where it holds none."""
     try:
         found = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} is damaged: it holds no object")
     return found
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Inside, what is raised of files that make no model is a ValueError that names them, and the setting of
+    config.json without which there would be one. Short memory and a GPU that failed are raised as they are.
+    """
+    try:
+        yield
+    except Exception as error:  # classes of models and configurations raise whatever nonsense leads them to
+        if fatal(error) or (isinstance(error, ValueError) and str(folder) in str(error)):
+            raise
+        raise ValueError(f"{_at_fault(folder)}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what it says, with its kind where that says nothing by itself."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ValueError | RuntimeError) and line else f"{type(error).__name__}: {line}"
+
+
+def _at_fault(folder: Path) -> str:
+    """The configuration and the setting without which a model can be made, where it is a setting; else the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = folder / "config.json"
+
+    def makes(settings: dict) -> bool:
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+        except Exception as error:
+            if fatal(error):
+                raise
+            return False
+        return True
+
+    try:
+        said = {name: value for name, value in read_json(file).items() if name != "quantization_config"}
+    except (OSError, ValueError):
+        return str(folder)
+    if "model_type" not in said or makes(said):
+        return str(folder)
+    others = (name for name in said if name not in ("model_type", "architectures"))
+    name = next((one for one in others if makes({n: value for n, value in said.items() if n != one})), None)
+    return str(file) if name is None else f"{file}: {name} is {said[name]!r}"
 
 
 def refuse_pickles(folder: Path) -> None:

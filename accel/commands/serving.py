@@ -1,7 +1,8 @@
 """transformers' own server, in which every model is optimized and every request has settings of its own.
 
-No HTTP is ours. Three names of `transformers.cli.serving` mean something of ours while the server is set up and runs:
-the class that loads models, the one that hands requests to continuous batching, and the function that seeds a request.
+No HTTP is ours. Some names of `transformers.cli.serving` mean something of ours while the server is set up and runs:
+the class that loads models, the one that hands requests to continuous batching, the function that seeds a request, and
+the handlers, which look at a request's fields first.
 """
 
 import copy
@@ -9,18 +10,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
-from transformers.cli.serving import model_manager, utils
+from transformers.cli.serving import chat_completion, completion, model_manager, response, utils
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.utils import logging
 
 import accel
+from accel.commands.request_fields import refusing
 from accel.errors import reason_of
 from accel.llm.batching.engine import Engine
+from accel.llm.batching.hook import NAME, InitContinuousBatching, limits_of
 from accel.llm.batching.manager import BatchManager
+from accel.llm.batching.request import was_cut
+from accel.llm.batching.submission import StopStrings, Submission, prompt_ids
 
 logger = logging.get_logger("transformers.accel")
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
@@ -70,9 +77,9 @@ class OwnSettings(utils.CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._refuse(inputs)
         try:
-            with self._cb.settings(gen_config):
+            with self._cb.settings(gen_config, processor, streaming=True):
+                self._refuse(model, inputs, gen_config)
                 return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         except ValueError as error:  # such as an id that is under way
             raise HTTPException(400, str(error)) from error
@@ -80,23 +87,40 @@ class OwnSettings(utils.CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._refuse(inputs)
         try:
-            with self._cb.settings(gen_config):
+            with self._cb.settings(gen_config, processor, streaming=False):
+                self._refuse(model, inputs, gen_config)
                 return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         except utils.CBWorkerDeadError:
             raise
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         except RuntimeError as error:  # why a request failed, which the client would not be told
-            self._refuse(inputs)
             raise HTTPException(500, str(error)) from error
 
-    def _refuse(self, inputs: Any) -> None:
-        """Raises HTTPException for a prompt that is longer than any request may be."""
+    def _refuse(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
+        """Raises ValueError for a request that could not run."""
+        words = vocabulary(model)
+        bias = config.sequence_bias or ()
+        sequences = bias if isinstance(bias, dict) else [sequence for sequence, _ in bias]
+        biased = [token for sequence in sequences for token in sequence]
+        if wrong := [token for token in biased if not 0 <= token < words]:
+            raise ValueError(f"logit_bias of token {wrong[0]}; valid are token ids below {words}")
         tokens, most = len(inputs["input_ids"]), self._cb.longest()
         if most is not None and tokens > most:
-            raise HTTPException(400, f"a prompt of {tokens} tokens, where a request may come to {most}")
+            raise ValueError(f"a prompt of {tokens} tokens, where a request may come to {most}")
+        self._cb.refuse(inputs["input_ids"], config)
+
+
+class ServedCall(NamedTuple):
+    """What the server asks of one request. settings: for `add_request`. stops: where the manager has no such setting.
+    streaming: whether the server wants every token.
+    """
+
+    config: GenerationConfig
+    settings: dict[str, Any]
+    stops: StopStrings | None
+    streaming: bool
 
 
 class WithSettings:
@@ -104,26 +128,65 @@ class WithSettings:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
-        self._settings: ContextVar[dict[str, Any] | None] = ContextVar("settings", default=None)
+        self._call: ContextVar[ServedCall | None] = ContextVar("call", default=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.manager, name)
 
     @contextmanager
-    def settings(self, config: GenerationConfig) -> Iterator[None]:
-        """Inside, in this task, requests are drawn by this configuration."""
-        token = self._settings.set(self._of(config))
+    def settings(self, config: GenerationConfig, processor: Any = None, streaming: bool = False) -> Iterator[None]:
+        """Inside, in this task, requests are drawn, and end, by this configuration. processor: or the tokenizer itself.
+        Raises ValueError for stop strings without one.
+        """
+        settings, stops = self._of(config), None
+        if config.stop_strings:
+            tokenizer = getattr(processor, "tokenizer", processor)
+            stops = StopStrings(config.stop_strings, tokenizer, 0)
+            if self.ends:
+                settings |= {"stop_strings": stops.strings, "tokenizer": tokenizer}
+        token = self._call.set(ServedCall(config, settings, None if self.ends else stops, streaming))
         try:
             yield
         finally:
-            self._settings.reset(token)
+            self._call.reset(token)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the manager ends requests at stop strings."""
+        return isinstance(self.manager, BatchManager)
 
     def longest(self) -> int | None:
         """Tokens that a request may come to, where that is known."""
         return longest_request(self.manager)
 
+    def refuse(self, input_ids: list[int], config: GenerationConfig) -> None:
+        """Raises ValueError or TypeError for a request that would come out failed."""
+        call = self._call.get()
+        if isinstance(self.manager, BatchManager) and call is not None:
+            manager, given = self.manager, dict(call.settings)
+            ends = given.pop("stop_strings", None), given.pop("tokenizer", None)
+            wanted = Submission("", config.max_new_tokens, False, False, config.eos_token_id, *ends, given)
+            _, wrong = manager.request(prompt_ids(input_ids, vocabulary(manager.model)), wanted)
+            if wrong is not None:
+                raise wrong
+        elif not len(input_ids):
+            raise ValueError("the prompt is empty; give at least one token")
+
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
-        return self.manager.add_request(*args, **kwargs, **(self._settings.get() or {}))
+        call = self._call.get()
+        if call is None:
+            return self.manager.add_request(*args, **kwargs)
+        streaming = {"streaming": True} if call.stops is not None else {}
+        return self.manager.add_request(*args, **(kwargs | call.settings | streaming))
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
+        """Outputs come as the server can tell them, see `Answer`."""
+        self.manager.register_result_handler(request_id, self.answer(request_id, callback))
+
+    def answer(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> Callable:
+        """The callback, for what a manager gives."""
+        call = self._call.get()
+        return callback if call is None else Answer(call, callback, lambda: self.cancel_request(request_id))
 
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
         if isinstance(self.manager, BatchManager):
@@ -133,6 +196,42 @@ class WithSettings:
         return {name: kinds[name](value) for name, value in wanted.items() if name in kinds and value is not None}
 
 
+class Answer:
+    """Hands outputs of one request on as the server can tell them: one that was cut is as long as it may be, and where
+    the manager knows no stop strings, it ends here. end: ends the request.
+    """
+
+    def __init__(
+        self, call: ServedCall, callback: Callable[[GenerationOutput], object], end: Callable[[], object]
+    ) -> None:
+        self.call, self.callback, self.end = call, callback, end
+        self.seen, self.ended = 0, False
+
+    def __call__(self, output: GenerationOutput) -> None:
+        if self.ended:
+            return
+        if was_cut(output):
+            self.call.config.max_new_tokens = len(output.generated_tokens)  # by which the server tells "length"
+            output = replace(output, error=None, status=RequestStatus.FINISHED)
+        stops, tokens = self.call.stops, output.generated_tokens
+        for count in range(self.seen + 1, len(tokens) + 1 if stops is not None else 0):
+            if stops is not None and stops(tokens[:count]):
+                self.ended = True
+                over = output.is_finished()
+                output = replace(output, generated_tokens=tokens[:count], status=RequestStatus.FINISHED)
+                if not over:
+                    self.end()
+                break
+        self.seen = len(tokens)
+        if self.call.streaming or stops is None or output.is_finished():
+            self.callback(output)
+
+
+def vocabulary(model: Any) -> int:
+    """Numbers of tokens that the model reads."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
 def own_settings(config: GenerationConfig) -> dict[str, Any]:
     """What `BatchManager.add_request` takes for a request with this configuration, in the task that serves it."""
     seed = SEED.get()
@@ -140,9 +239,14 @@ def own_settings(config: GenerationConfig) -> dict[str, Any]:
 
 
 def longest_request(manager: ContinuousBatchingManager) -> int | None:
-    """Tokens that a request may come to, where that is known: once an engine of ours is there."""
+    """Tokens that a request may come to, where that is known: of managers of ours."""
     engine = getattr(manager, "engine", None)
-    return engine.limits.context if isinstance(engine, Engine) else None
+    if isinstance(engine, Engine):
+        return engine.limits.context
+    hook = vars(manager.model).get(NAME) if isinstance(manager, BatchManager) else None
+    if not isinstance(hook, InitContinuousBatching):
+        return None
+    return limits_of(hook.forward, manager.continuous_batching_config).context  # of the engine that is being made
 
 
 def note_seed(seed: int) -> None:
@@ -154,6 +258,9 @@ def note_seed(seed: int) -> None:
 OURS: tuple[tuple[Any, str, Any], ...] = (
     (utils, "CBGenerateManager", OwnSettings),
     (utils, "set_torch_seed", note_seed),
+    (chat_completion, "ChatCompletionHandler", refusing(chat_completion.ChatCompletionHandler)),
+    (completion, "CompletionHandler", refusing(completion.CompletionHandler)),
+    (response, "ResponseHandler", refusing(response.ResponseHandler)),
 )
 
 

@@ -100,6 +100,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
+    forward.most_positions = specs[0][0].most_positions
     try:
         try_mixed(forward)
         forward.relied_model = relied_on(forward, forward.write)
@@ -126,6 +127,7 @@ def _bind(
     whole = (model, "", *parts, stack, forwards, steps)
     forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
     forward.experts, forward.routers = _inside(forwards, context)
+    forward.most_positions = specs[0][0].most_positions
     if forward.ranks is not None:
         inside = [one.path for one in (*forward.experts, *forward.routers)]
         if not all_agree(forward.ranks, "what experts and routers compute", inside):

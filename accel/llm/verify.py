@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from accel.llm.logits import GREEDY, Decode, Logits, Prompt
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
-from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, table_of_positions
+from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, most_configured
 from accel.llm.routed import Layers
 from accel.planning.plan import Plan
 from accel.quantization.activation_quantization import rounding
@@ -52,15 +52,14 @@ def subject(obj: Any, args: tuple, kwargs: dict) -> tuple[PreTrainedModel, dict,
 
 def _example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Random prompts, which leave room for the text that is written on."""
-    most = table_of_positions(model)
-    return example_inputs(model) if most is None else example_inputs(model, tokens=max(1, min(TOKENS, most // 2)))
+    return example_inputs(model, tokens=max(1, min(TOKENS, (most_configured(model) or 2 * TOKENS) // 2)))
 
 
 def _new(model: PreTrainedModel, inputs: dict) -> int:
-    """Tokens to be written: NEW, or as many as the model has positions for. The last one needs none."""
-    most = table_of_positions(model)
+    """Tokens to be written: NEW, or as many as the model may have positions for. The last one needs none."""
+    most = most_configured(model)
     read = next(inputs[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in inputs)
-    return NEW if most is None else max(1, min(NEW, most - read + 1))
+    return NEW if most is None or read > most else max(1, min(NEW, most - read + 1))
 
 
 def tokenized(model: PreTrainedModel, tokenizer: Any, texts: str | list[str]) -> dict[str, torch.Tensor]:

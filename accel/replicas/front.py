@@ -55,6 +55,10 @@ class Replicas(WithSettings):
         for name in list(self._tasks):
             self.cancel_request(name)
 
+    @property
+    def ends(self) -> bool:
+        return True
+
     def longest(self) -> int | None:
         """Tokens that a request may come to, once a replica has said so."""
         return self._longest
@@ -70,7 +74,9 @@ class Replicas(WithSettings):
         """Hands a request to a replica. Raises ValueError for an id that is under way."""
         if request_id in self._tasks:
             raise ValueError(f"request_id={request_id!r}: a request with this id is under way; give another id")
-        settings = dict(self._settings.get() or {})
+        call = self._call.get()
+        settings = {} if call is None else dict(call.settings)
+        settings.pop("tokenizer", None)  # the replica has it
         if "seed" not in settings:  # the same wherever it goes on
             settings["seed"] = int(torch.randint(2**63 - 1, ()))
         question = Question(list(input_ids), max_new_tokens, eos_token_id, settings, streaming, [])
@@ -85,7 +91,7 @@ class Replicas(WithSettings):
         """
         if request_id in self._callbacks:
             raise ValueError(f"request_id={request_id!r}: this request is under way and has a result handler already")
-        self._callbacks[request_id] = callback
+        self._callbacks[request_id] = self.answer(request_id, callback)
 
     def cancel_request(self, request_id: str) -> None:
         """The request ends, here and at its replica. Ids that are not under way are ignored."""

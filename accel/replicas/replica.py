@@ -62,7 +62,8 @@ class Replica:
         **server: Any,
     ) -> None:
         models = OptimizedModels(options=options, model_timeout=-1, **server)
-        self.model, _ = models.load_model_and_processor(models.process_model_name(model))
+        self.model, processor = models.load_model_and_processor(models.process_model_name(model))
+        self.tokenizer = getattr(processor, "tokenizer", processor)
         manager = self.model.init_continuous_batching(self.model.generation_config, batching)
         if not isinstance(manager, BatchManager):
             raise RuntimeError(f"{model} is not batched by accel: {accel.report(self.model).summary()}")
@@ -78,6 +79,7 @@ class Replica:
             streaming=question.streaming,
             eos_token_id=question.eos_token_id,
             generated=question.generated,
+            tokenizer=self.tokenizer if "stop_strings" in question.settings else None,
             **question.settings,
         )
         if name is None:

@@ -1,8 +1,5 @@
 """Choices made by measuring on this card, once a shape, and remembered on disk for the next process."""
 
-import json
-import os
-import tempfile
 import threading
 import time
 import weakref
@@ -14,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from accel_kernels.caches.cache_file import CacheFile
 from accel_kernels.errors import set_aside
 from accel_kernels.trials import put_off
 
 ROUNDS, MOST_REPEATS = 3, 3
 ROUND = 2e-3  # seconds of one round of a race, about
 CYCLES = 2e9  # a second, of the fastest clock
+LARGEST = 2**63 - 1  # size of a tensor
 
 
 class Place(NamedTuple):
@@ -104,6 +103,8 @@ class Choices(ABC):
 
     def _teach(self, key: str, choice: str) -> None:
         place = self.place(key)
+        if not all(1 <= size <= LARGEST for size in place.sizes):
+            raise ValueError(f"{key!r} has a size that no tensor has")
         self._lessons.setdefault(place.kind, {})[place] = choice
 
     def neighbor(self, key: str, reach: float) -> str | None:
@@ -122,29 +123,20 @@ class Choices(ABC):
 
     def _read(self) -> dict[str, str]:
         if self._stored is None:
-            try:
-                stored = json.loads(self.cache.read_text()) if self.cache is not None else {}
-            except (OSError, ValueError):
-                stored = {}  # no cache yet, or a damaged one: it is measured and written again
-            stored = stored.items() if isinstance(stored, dict) else ()
-            self._stored = {key: choice for key, choice in stored if isinstance(choice, str)}
+            self._stored = {} if self.cache is None else CacheFile(self.cache, str).read()
             for key, choice in self._stored.items():
                 try:
                     self._teach(key, choice)
-                except ValueError:  # the form of another version
+                except ValueError:  # the form of another version, or damaged
                     continue
         return self._stored
 
     def _save(self) -> None:
-        if self.cache is None:
-            return
-        try:
-            self.cache.parent.mkdir(parents=True, exist_ok=True)
-            with self._lock, tempfile.NamedTemporaryFile("w", dir=self.cache.parent, delete=False) as file:
-                json.dump(self._read() | self.measured, file, indent=1)
-            os.replace(file.name, self.cache)
-        except OSError:
-            self.cache = None  # a read-only home only costs measuring again next time
+        """All that was measured, as an earlier time may have found the disk full."""
+        if self.cache is not None:
+            with self._lock:
+                measured = dict(self.measured)
+            CacheFile(self.cache, str).add(measured)
 
 
 def race(runs: Sequence[Callable[[], object]]) -> list[float]:

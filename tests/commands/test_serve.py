@@ -1,6 +1,5 @@
 """`accel serve`: transformers' server over loopback, with the client of openai."""
 
-import asyncio
 import json
 import re
 import socket
@@ -8,10 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.command_line import run_command
@@ -30,10 +31,12 @@ BLOCKS = 2  # of 256 tokens: less than the clients want at once
 def stock():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
 
-    def answer(text, most, ids=None):
+    def answer(text, most, ids=None, stop=None):
         ids = tokenizer(text, return_tensors="pt").input_ids if ids is None else ids
         with torch.no_grad():
-            out = model.generate(ids, max_new_tokens=most, do_sample=False)
+            out = model.generate(
+                ids, max_new_tokens=most, do_sample=False, stop_strings=stop, tokenizer=stop and tokenizer
+            )
         return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
     def chat(text, most):
@@ -139,6 +142,30 @@ def test_many_clients_at_once(server, stock):
     settled(server)
 
 
+@pytest.mark.parametrize("stop", ["e", [" t", "zzz"]])
+def test_an_answer_ends_at_a_stop_string(server, stock, stop):
+    """As `generate()` ends it; the next request is not ended by it."""
+    whole, wanted = stock.answer("The", 40), stock.answer("The", 40, stop=stop)
+    assert 0 < len(wanted) < len(whole)
+    given = {"model": FOLDER, "prompt": "The", "max_tokens": 40, "temperature": 0, "stop": stop}
+    one = server.client.completions.create(**given).choices[0]
+    assert (one.text, one.finish_reason) == (wanted, "stop")
+    parts = [part.choices[0] for part in server.client.completions.create(**given, stream=True)]
+    assert "".join(part.text or "" for part in parts) == wanted and parts[-1].finish_reason == "stop"
+    assert complete(server, "The", 40) == whole
+    settled(server)
+
+
+def test_an_answer_that_is_cut_has_the_reason_length(server, stock):
+    text = "The " * 510
+    given = {"model": FOLDER, "prompt": text, "max_tokens": 40, "temperature": 0}
+    one = server.client.completions.create(**given)
+    room = 512 - one.usage.prompt_tokens + 1
+    assert 0 < room < 40 and one.usage.completion_tokens == room and one.choices[0].finish_reason == "length"
+    parts = [part.choices[0] for part in server.client.completions.create(**given, stream=True)]
+    assert "".join(part.text or "" for part in parts) == one.choices[0].text and parts[-1].finish_reason == "length"
+
+
 def test_requests_have_settings_of_their_own(server, stock):
     """The first request that ever came was greedy; in stock all others would be."""
 
@@ -175,22 +202,68 @@ def test_clients_that_hang_up(server, stock):
         (b"{", 422),
         (b"[]", 422),
         (b'{"model": "X", "prompt": "The", "nonsense": 1}', 422),
-        (b'{"model": "X", "prompt": "The", "max_tokens": 3, "temperature": -1}', None),
-        (b'{"model": "X", "prompt": "The", "max_tokens": -3}', None),
+        (b'{"model": "X", "prompt": "The", "temperature": NaN}', 400),
     ],
 )
 def test_malformed_requests(server, stock, body, status):
-    from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
-
-    body = body.replace(b"X", FOLDER.encode())
-    url = f"http://127.0.0.1:{server.port}/v1/completions"
-    try:
-        got = urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=20).status
-    except HTTPError as error:
-        got = error.code
-    assert got == status or (status is None and got in (200, 400, 422, 500))
+    assert post(server, "completions", body.replace(b"X", FOLDER.encode()))[0] == status
     assert complete(server, "The", 3) == stock.answer("The", 3)
+
+
+BOTH = {
+    "max_tokens": (-1, 0, "many", 2.5, [8], True, 10**30),
+    "temperature": (-1, "hot", [], True),
+    "top_p": (-0.1, 1.5, "all"),
+    "n": (0, -1, 2, "one"),
+    "seed": ("x", 1.5, 2**70),
+    "frequency_penalty": (-1, -5, "much"),
+    "stop": ("", [""], 5, ["a", 3], {}),
+    "stream": ("yes",),
+    "model": (5, []),
+    "generation_config": ("{", "[]", 5, '{"max_new_tokens": -1}', '{"max_new_tokens": "x"}',
+                          '{"do_sample": true, "temperature": -1}', '{"repetition_penalty": 0}'),
+}  # fmt: skip
+ONE = {"prompt": (5, ["a", "b"], {})}
+CHAT = {
+    "max_completion_tokens": (-1, "x"),
+    "messages": ([], "hello", [{}], [5], [{"role": "user", "content": 5}], [{"role": "user", "content": [{}]}],
+                 [{"role": "user", "content": [{"type": "text"}]}], [{"content": "no role"}]),
+    "logit_bias": (5, {"x": 1}, {"5": "much"}, {"100000": 1}),
+    "tools": (5, ["a"]),
+    "chat_template_kwargs": (5,),
+}  # fmt: skip
+RESPONSES = {"max_output_tokens": (-1, "x"), "input": (5, [], ["a"], [{"role": 5}])}
+WRONG = [
+    (path, name, value)
+    for path, fields in (("completions", BOTH | ONE), ("chat/completions", BOTH | CHAT), ("responses", RESPONSES))
+    for name, values in fields.items()
+    for value in values
+]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_what_makes_no_sense_is_refused_and_the_reason_names_it(server, stock, path):
+    """Streamed or not; the server goes on."""
+    words = {"completions": {"prompt": "The"}, "responses": {"input": "The"}}
+    body = words.get(path, {"messages": [{"role": "user", "content": "The"}]}) | {"model": FOLDER}
+    for name, value in ((name, value) for place, name, value in WRONG if place == path):
+        for stream in (False, True):
+            status, detail = post(server, path, body | {"stream": stream} | {name: value})
+            shown = name if not isinstance(value, str) or name != "generation_config" else ""
+            assert (status, shown in detail) == (400, True), (name, value, stream, status, detail)
+    assert complete(server, "The", 3) == stock.answer("The", 3)
+    settled(server)
+
+
+def post(server, path, body):
+    """Status and detail; body: bytes, or what is to be JSON."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{server.port}/v1/{path}"
+    try:
+        return urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=20).status, ""
+    except HTTPError as error:
+        return error.code, error.read().decode()
 
 
 @pytest.mark.parametrize("call", [complete, streamed])
@@ -232,47 +305,16 @@ def test_without_continuous_batching(stock):
         server = serving()
         try:
             assert complete(server, "The") == streamed(server, "The") == stock.answer("The", 8)
+            body = {"model": FOLDER, "prompt": "The"}
+            for wrong in ({"max_tokens": -1}, {"stop": 5, "stream": True}, {"temperature": -1, "stream": True}):
+                status, detail = post(server, "completions", body | wrong)
+                assert status == 400 and next(iter(wrong)) in detail
+            assert complete(server, "The", 40, stop="e") == stock.answer("The", 40, stop="e")
             (timed,) = server._model_manager.loaded_models.values()
             assert accel.report(timed.model).optimized
         finally:
             end(server)
     assert (model_manager.ModelManager, utils.CBGenerateManager) == before
-
-
-def test_settings_for_stocks_own_manager(stock):
-    """Of a model that is not batched by ours: those that stock can give a request."""
-    from accel.commands.serving import WithSettings
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    config = ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=32, per_request_processors=True)
-    sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=7, max_new_tokens=5)
-    manager = WithSettings(model.init_continuous_batching(sampled, config))
-    assert manager._of(sampled) == {"temperature": 2.0, "top_k": 7}
-    assert manager._of(GenerationConfig(do_sample=False)) == {"top_k": 1}
-    manager.start()
-    with manager.settings(GenerationConfig(do_sample=False)):
-        name = manager.add_request(AutoTokenizer.from_pretrained(FOLDER)("The").input_ids)
-    result = manager.get_result(name, timeout=30)
-    manager.stop()
-    assert AutoTokenizer.from_pretrained(FOLDER).decode(result.generated_tokens) == stock.answer("The", 5)
-
-
-def test_tasks_keep_their_settings_apart():
-    from accel.commands.serving import WithSettings
-
-    processor = SimpleNamespace(supported_keys={"temperature": float})
-    manager = WithSettings(SimpleNamespace(add_request=lambda **given: given, logit_processor=processor))
-
-    async def one(temperature):
-        with manager.settings(GenerationConfig(do_sample=True, temperature=temperature)):
-            await asyncio.sleep(0.01)
-            return manager.add_request()
-
-    async def all_of_them():
-        return await asyncio.gather(*map(one, (0.5, 1.5, 2.5)))
-
-    assert asyncio.run(all_of_them()) == [{"temperature": 0.5}, {"temperature": 1.5}, {"temperature": 2.5}]
-    assert manager.add_request() == {}
 
 
 def test_the_command_takes_what_transformers_takes(monkeypatch):

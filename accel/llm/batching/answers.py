@@ -14,10 +14,12 @@ NO_ID = -1  # drawn where there was nothing to draw from; also: not an id that e
 
 class News(NamedTuple):
     """What a step has brought: rows that have ended, requests of which somebody wants every token, and rows that have
-    failed, with the reason where it is known here.
+    failed, with the reason where it is known here. full: of the ended ones, those with as many ids as they may come to,
+    which nothing else has ended.
     """
 
     ended: list[int]
+    full: set[int]
     told: list[Request]
     failed: dict[int, str | None]
 
@@ -65,11 +67,11 @@ class Answers:
         if failed:
             rows, ids, logprobs = rows[good], ids[good], None if logprobs is None else logprobs[good]
         if not len(rows):
-            return News([], [], failed)
+            return News([], set(), [], failed)
         self._widen(int(self.count[rows].max()) + 1, 0)
         self._ids[rows, self.count[rows]] = ids
         self.count[rows] += 1
-        over = (self.count[rows] >= self.most[rows]) | (self._eos[rows] == ids[:, None]).any(1)
+        over = (self._eos[rows] == ids[:, None]).any(1)
         if logprobs is not None:
             for row, logprob in zip(rows.tolist(), logprobs.tolist(), strict=True):
                 self._request(row).logprobs.append(logprob)
@@ -78,10 +80,13 @@ class Answers:
             row = int(rows[place])
             try:
                 over[place] |= self._tell(row)
-                told.append(self._request(row))
+                if self._request(row).streaming:
+                    told.append(self._request(row))
             except Exception as error:  # of a stopping criterion of the user's
                 failed[row] = f"a stopping criterion raised {reason_of(error)}"
-        return News([row for row in rows[over].tolist() if row not in failed], told, failed)
+        full = ~over & (self.count[rows] >= self.most[rows])
+        ended = [row for row in rows[over | full].tolist() if row not in failed]
+        return News(ended, set(rows[full].tolist()), told, failed)
 
     def _tell(self, row: int) -> bool:
         """Lets the request know of its last token; whether its own criteria end it."""

@@ -7,7 +7,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
 from accel.llm.batching.answers import Answers, finish
 from accel.llm.batching.limits import Limits
-from accel.llm.batching.request import Request
+from accel.llm.batching.request import CUT, Request
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams
@@ -80,8 +80,9 @@ class Engine:
         if reason is not None:
             self._fail(request, reason)
         elif self._complete(request):
+            ended = bool(request.tokens) and request.tokens[-1] in request.eos
             for one in (request, *request.further()):
-                self._tell(finish(one))
+                self._tell(finish(one) if ended else self._full(one))
         else:
             self.ids.add(request.id)
             self.ids.update(map(request.child_id, range(request.children)))
@@ -263,7 +264,16 @@ class Engine:
             told = str(self.sampler.error(row)) if reason is None else reason
             self._fail(self._leave(row, keep=False), told)
         for row in news.ended:
-            self._tell(finish(self._leave(row, keep=True)))
+            request = self._leave(row, keep=True)
+            self._tell(self._full(request) if row in news.full else finish(request))
+
+    def _full(self, request: Request) -> Request:
+        """It ends with as many tokens as it may come to; it has failed where more were asked for."""
+        tokens, asked = len(request.tokens), request.max_new_tokens
+        if asked is None or tokens >= asked:
+            return finish(request)
+        room = f"a prompt of {len(request.prompt)}, where a request may come to {self.limits.context}"
+        return finish(request, f"{CUT} {tokens} of max_new_tokens={asked} tokens: {room}")
 
     def _leave(self, row: int, keep: bool) -> Request:
         self.sampler.clear(row)

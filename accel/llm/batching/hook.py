@@ -24,7 +24,7 @@ from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.pipeline.stretch import StretchGraphs
-from accel.llm.recording.inputs import table_of_positions
+from accel.llm.recording.inputs import most_configured
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.patch import Patch
@@ -251,11 +251,10 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
     hints: of the requests to come, those of `generate_batch`. Without, a request may be as long as the model's texts.
     """
     known = hints is not None and hints.max_prompt_length and hints.max_generated_length
-    text = forward.module.config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None) or Limits.context
+    context = most_configured(forward.module) or Limits.context
     if known:
         context = hints.max_prompt_length + hints.max_generated_length
-    context = min(context, table_of_positions(forward.module) or context)
+    context = min(context, forward.most_positions or context)
     rows = config.max_requests_per_batch
     if rows is None:
         rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)

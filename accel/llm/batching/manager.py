@@ -224,9 +224,9 @@ class BatchManager(ContinuousBatchingManager):
             request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
             logit_processor_kwargs, generated,
         )  # fmt: skip
-        return self._submit(*self._request(prompt_ids(input_ids, self._vocabulary), wanted))
+        return self._submit(*self.request(prompt_ids(input_ids, self._vocabulary), wanted))
 
-    def _request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
+    def request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
         """What is asked for, and what is wrong with it. prompt: or why it is none."""
         request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
         config, eos = self.generation_config, wanted.eos_token_id
@@ -296,7 +296,7 @@ class BatchManager(ContinuousBatchingManager):
         ends = (-1 if eos is None else eos, stop_strings, tokenizer)
         common = max_new_tokens, streaming, record_timestamps, *ends, logit_processor_kwargs
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
-        asked = [self._request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
+        asked = [self.request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
         if not self.is_tp_driver:
             self._results.ask(one.id for request, _ in asked for one in family(request))
             return ids

@@ -47,7 +47,7 @@ def refusal(forward: DecoderForward) -> str | None:
     reason = forward.mode()
     if reason is not None:
         return reason
-    if not within_positions(forward.module, tuple(map(max, STEPS)))[0]:
+    if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:
         return "too few positions to try it"
     try:
         with torch.no_grad(), resting(forward.module):

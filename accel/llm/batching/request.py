@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
+
 
 @dataclass(eq=False)
 class Request:
@@ -73,3 +75,8 @@ class Request:
             lifespan=(self.started, self.ended),
             timestamps=self.timestamps[:] if self.record_timestamps else None,
         )
+
+
+def was_cut(output: GenerationOutput) -> bool:
+    """Whether the answer ended at a limit of the engine, with fewer tokens than were asked for."""
+    return output.error is not None and output.error.startswith(CUT)

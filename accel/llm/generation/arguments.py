@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from accel.errors import of_a_kernel, reason_of
 from accel.libraries.cache import DynamicCache
@@ -29,7 +28,7 @@ HIDDEN = 2  # tokens of the second row that are padding
 
 def find_arguments(forward: DecoderForward, convention: CallingConvention) -> CallingConvention:
     """The convention with what else the model takes. Its layers are fused now."""
-    parts, changed = _counted(forward.module) if "position_ids" in forward.names else ((), {})
+    parts, changed = _counted(forward) if "position_ids" in forward.names else ((), {})
     names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
     names = [(name, form) for name, form in names if name in forward.names]
     # All is allowed while it is tried.
@@ -55,14 +54,15 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     )
 
 
-def _counted(model: PreTrainedModel) -> tuple[tuple[int, ...], dict]:
+def _counted(forward: DecoderForward) -> tuple[tuple[int, ...], dict]:
     """How many parts the positions have that generate() counts, and what the counting leaves in the model: tensors by
     (path of the module, name). The model is as before.
     """
+    model = forward.module
     count = getattr(model, COUNT, None)
     if count is None:
         return (), {}
-    ids = example_ids(model, within_positions(model, PIECES)[0])
+    ids = example_ids(model, within_positions(forward.most_positions, PIECES)[0])
     modules = dict(model.named_modules())
     with resting(model):
         before = {path: dict(vars(module)) for path, module in modules.items()}
@@ -84,7 +84,7 @@ def _counted(model: PreTrainedModel) -> tuple[tuple[int, ...], dict]:
 
 def _pieces(forward: Any) -> Iterator[dict]:
     """What a prompt, a step and a longer one are called with; padding on the left of the second row."""
-    lengths = within_positions(forward.module, PIECES)
+    lengths = within_positions(forward.most_positions, PIECES)
     ids = example_ids(forward.module, sum(lengths), seed=2)
     mask = torch.ones_like(ids)
     mask[1, :HIDDEN] = 0

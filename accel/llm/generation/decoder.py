@@ -52,6 +52,7 @@ class DecoderForward(FastForward):
     """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
 
     convention: CallingConvention  # once the model is tried
+    most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from torch import nn
 from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.inputs import table_of_positions
+from accel.llm.recording.inputs import most_configured
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
 from accel.patching.ledger import Ledger
 
@@ -28,7 +28,7 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
     reason = model_side_effects(model)
     if reason is not None:
         raise NotUnderstood(reason)
-    most = min(PROMPT + MOST, table_of_positions(model) or PROMPT + MOST)
+    most = min(PROMPT + MOST, most_configured(model) or PROMPT + MOST)
     ids = example_ids(model, most, seed=2)[:1]
     caches: dict[bool, Any] = {}
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -19,7 +19,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
     call: runs pieces of a text fused, where stock layers are between; else all layers are. Then modules around them are
     shown what only the fused forward has; between stock layers they are shown what stock would show them.
     """
-    pieces = list(pieces_of(forward, within_positions(forward.module, (PROMPT, 1))))
+    pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)

@@ -21,7 +21,6 @@ from accel.llm.generation.trial import (
     trial_lengths,
 )
 from accel.llm.kv_cache.store import Shape
-from accel.llm.recording.inputs import table_of_positions
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding
@@ -54,7 +53,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
     with _one_of_a_kind(forward):
         fused_logits(forward, lengths)
         ids, _, positions = trial_inputs(forward, max((*PADDED, *longer)) + 1)
-        short, most = short_prompt(lengths), table_of_positions(forward.module)
+        short, most = short_prompt(lengths), forward.most_positions
         positions %= short  # a model with a table of positions may have fewer than that
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
         prompts = [(1, length) for length in (short, *fit)] + [(rows, short) for rows in WIDE]

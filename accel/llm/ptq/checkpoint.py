@@ -63,7 +63,8 @@ class Checkpoint:
 
     def finish(self) -> None:
         """The model is saved."""
-        shutil.rmtree(self.folder)
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,10 +75,14 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + PART)
-    write(part)
-    with open(part, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        write(part)
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except Exception:  # a full disk needs the room
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _read(file: Path) -> LayerResult:
@@ -106,7 +111,7 @@ def _same(file: Path, run: dict[str, str | None]) -> None:
     try:
         before = json.loads(file.read_text())
         differing = [name for name in run if before.get(name) != run[name]]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{file} is damaged; delete the folder {file.parent} to begin anew") from None
     if differing:
         name = differing[0]

@@ -59,6 +59,18 @@ class Run:
         return Counter(self.skipped.values())
 
 
+UNSAVED = "_accel_unsaved"  # of a model, while it is
+
+
+@dataclass
+class Unsaved:
+    """A model that is quantized, and of which the last save failed: by which call, and what was done."""
+
+    run: dict[str, str | None]
+    activations: str | None
+    done: Run
+
+
 def quantize(
     model: PreTrainedModel,
     scheme: str,
@@ -76,6 +88,14 @@ def quantize(
     activations = _activations(activations, scheme, method, calibration)
     if is_static(activations):
         parsed = replace(parsed, activations=activations)
+    asked = {"scheme": scheme, "method": method, "activations": parsed.activations}
+    left = vars(model).get(UNSAVED)
+    if left is not None and out is not None:
+        data = [] if calibration is None else batches(model, calibration, tokenizer)
+        run = left.run | asked | {"calibration": data_digest(data)}
+        if (run, activations) == (left.run, left.activations):  # the same call: all but the saving is done
+            _save(model, tokenizer, Checkpoint(out, run), left)
+            return left.done
     chosen, skipped = linears(model, parsed)
     schemes = dict.fromkeys(chosen, replace(parsed, activations=activations))
     head = Scheme.of_head(scheme)
@@ -93,7 +113,6 @@ def quantize(
     checkpoint, known = None, {}
     if out is not None:
         digests: dict[str, str | None] = {"model": model_digest(model), "calibration": data_digest(data)}
-        asked = {"scheme": scheme, "method": method, "activations": parsed.activations}
         checkpoint = Checkpoint(out, asked | digests)
         known = checkpoint.known()
     done = Run(skipped=skipped, taken=len(known))
@@ -123,11 +142,18 @@ def quantize(
     with torch.inference_mode(False), torch.no_grad():
         done.rows = _put(model, results, chosen, schemes, originals, device)
     if checkpoint is not None:
-        model.save_pretrained(out)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(out)
-        checkpoint.finish()
+        _save(model, tokenizer, checkpoint, Unsaved(checkpoint.run, activations, done))
     return done
+
+
+def _save(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, unsaved: Unsaved) -> None:
+    """Where that fails, the same call can do it again."""
+    vars(model)[UNSAVED] = unsaved
+    model.save_pretrained(checkpoint.out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(checkpoint.out)
+    checkpoint.finish()
+    del vars(model)[UNSAVED]
 
 
 class Originals:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 2, 48
 FEW = 7  # tokens enough to see what a model computes
 LEAST = 4  # tokens of a prompt, some of which are padding
-SPARE_ROWS = 8  # of a table of positions, some of which may belong to none
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "token_type_ids"}  # what forward and generate() both take
 
 
@@ -37,8 +36,7 @@ def example_inputs(
     device. A model that takes no attention mask gets prompts of one length.
     """
     device = placement(model)[0]
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
-    tokens = min(tokens, most)
+    tokens = min(tokens, most_configured(model) or tokens)
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = torch.randint(_vocabulary(model), (rows, tokens), generator=generator)
     if "attention_mask" not in inspect.signature(model.forward).parameters:
@@ -51,20 +49,12 @@ def example_inputs(
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def table_of_positions(model: "PreTrainedModel") -> int | None:
-    """Positions there are, where the model has a table of them, beyond which a GPU would fail for good; else None."""
-    most = _most_positions(model)
-    tensors = (*model.parameters(), *model.buffers())
-    tables = most and any(t.dim() > 1 and most <= t.shape[0] <= most + SPARE_ROWS for t in tensors)
-    return most if tables else None
-
-
-def within_positions(model: "PreTrainedModel", lengths: tuple[int, ...]) -> tuple[int, ...]:
+def within_positions(most: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens of a prompt and of steps after it: these, or fewer where the model has fewer positions, or 0 in a prompt
-    where it has too few.
+    where it has too few. most: positions there are, None for any number.
     """
-    most, (_, *steps) = _most_positions(model), lengths
-    if not most or sum(lengths) <= most or table_of_positions(model) is None:
+    _, *steps = lengths
+    if most is None or sum(lengths) <= most:
         return lengths
     if most < LEAST + sum(steps):
         steps = [1 for _ in steps]
@@ -73,14 +63,14 @@ def within_positions(model: "PreTrainedModel", lengths: tuple[int, ...]) -> tupl
 
 
 def few(model: "PreTrainedModel") -> int:
-    """FEW, or as many as the model has positions for."""
-    most = _most_positions(model)
-    return most if most and most < FEW and table_of_positions(model) else FEW
+    """FEW, or as many as the model may have positions for."""
+    return min(FEW, most_configured(model) or FEW)
 
 
-def _most_positions(model: "PreTrainedModel") -> int | None:
-    """What the configuration says."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def most_configured(model: "PreTrainedModel") -> int | None:
+    """Positions by the configuration: of a table, or of the longest text in training; None where it does not say."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def _vocabulary(model: "PreTrainedModel") -> int:

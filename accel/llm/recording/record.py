@@ -89,7 +89,7 @@ class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in a loud
-    record, the formula found in an ordinary one.
+    record, the formula found in an ordinary one. most_positions: of the model, where it reads a table of them.
     """
 
     layer: nn.Module
@@ -100,6 +100,7 @@ class LayerRecord:
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
     attended: Attended | None = None
+    most_positions: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""

@@ -30,6 +30,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
+from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
@@ -167,14 +168,18 @@ def record(
         seen, look, scores, AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0, model.config
     )
     ids = example_ids(model, few(model))
+    table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), recorder.attached(model):
+        with resting(model), recorder.attached(model), recorder.until_shown:
+            recorder.until_shown.enter_context(table)
             forward = type(model).forward
             forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:
         del recorder.cache.recorder  # a circle, in which all that was seen would wait for the garbage collector
+    for layer in seen.layers:
+        layer.most_positions = table.most
     return seen
 
 
@@ -189,7 +194,8 @@ def _refused(error: Exception) -> str:
 class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
 
-    open: the calls under way, of a layer and of modules inside; current: the record of that layer.
+    open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown: what
+    ends with the first layer.
     """
 
     current: LayerRecord
@@ -198,6 +204,7 @@ class Recorder:
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
         self.open: list[Call] = []
         self.looking = False  # whoever looks may run modules
+        self.until_shown = ExitStack()
         self.cache = RecordingCache(self, config)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
@@ -266,6 +273,7 @@ class Recorder:
 
     def _show(self) -> None:
         self.looking = True
+        self.until_shown.close()
         try:
             self.look(self.current, self.record)
         finally:

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, paths_in, put_in_place, readable
+from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, paths_in, put_in_place
 from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
@@ -24,7 +24,7 @@ from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import installed_anew
 from accel.quantization.patch import exchange
-from accel.saved import check_keys
+from accel.saved import check_keys, readable
 
 T = TypeVar("T")
 STEP = "accel.load"

@@ -12,6 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import accel
 from accel.llm.analysis.analyze import formulas
+from accel.llm.recording.recorder import record
 from accel.llm.runtime.attention_kinds import KINDS
 from support.llm.edits.modules import llama_with
 from support.llm.families import BY_NAME, available, make, prompt
@@ -207,6 +208,29 @@ def test_models_of_few_positions_are_fused(name, positions):
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), rtol=1e-4, atol=1e-4)
     assert not accel.report(model).fallbacks
+
+
+READ = [  # by a family with these sizes, of which some are those of a table
+    ("llama", {"hidden_size": 64, "max_position_embeddings": 64}, None),
+    ("llama", {"intermediate_size": 100, "max_position_embeddings": 98}, None),
+    ("mixtral", {"vocab_size": 64, "num_local_experts": 2, "max_position_embeddings": 64}, None),
+    ("gpt2", {"n_positions": 50}, 50),
+    ("opt", {"max_position_embeddings": 50}, 50),  # in a table of 52 rows
+    ("gptj", {"max_position_embeddings": 50}, 50),  # in a buffer, which is copied before it is read
+]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(("name", "sizes", "positions"), READ)
+def test_a_table_of_positions_is_what_is_read_by_position(name, sizes, positions):
+    seen = record(make(name, **sizes), lambda *_: None)
+    assert {layer.most_positions for layer in seen.layers} == {positions}
+
+
+def test_a_table_is_as_long_as_it_is_whatever_the_configuration_says():
+    model = make("gpt2")
+    model.transformer.wpe = nn.Embedding(20, model.config.n_embd)
+    assert record(model, lambda *_: None).layers[0].most_positions == 20
 
 
 @pytest.mark.parametrize("positions", [8, 50])

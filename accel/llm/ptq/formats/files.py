@@ -17,7 +17,7 @@ from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import NAMES, SAID
 from accel.parallel.division import Described
 from accel.quantization.activations import SCALE
-from accel.saved import read_json
+from accel.saved import first_line, read_json, readable
 
 PARTS = (*compressed.NAMES, SCALE)  # of a quantized linear
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,11 +34,8 @@ def read_config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
     """The configuration and its `quantization_config`. Raises ValueError for what no library could read."""
     file = folder / "config.json"
     _check_said(file, read_json(file).get(SAID))
-    try:
+    with readable(folder):
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # whatever classes of configurations raise for values of other kinds
-        reason_of(error)
-        raise ValueError(f"{file}: {first_line(error)}") from error
     said = getattr(config, SAID, None)
     if said is None:
         return config, None
@@ -46,7 +43,8 @@ def read_config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
     if said.get("quant_method") != compressed.METHOD:
         try:
             AutoQuantizationConfig.from_dict(copy.deepcopy(said))
-        except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        except Exception as error:  # whatever classes of configurations raise for values of other kinds
+            reason_of(error)
             raise ValueError(f"{file}: {SAID} of {said.get('quant_method')}: {first_line(error)}") from error
     return config, said
 
@@ -64,12 +62,6 @@ def _check_said(file: Path, said: Any) -> None:
         value = said.get(name)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what it says, with its kind where that says nothing by itself."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, ValueError | RuntimeError) and line else f"{type(error).__name__}: {line}"
 
 
 @contextmanager
@@ -150,7 +142,7 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
             files: dict[Path, set[str]] = {}
             for name, file in places.items():
                 files.setdefault(folder / file, set()).add(name)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{folder / INDEX} is damaged") from None
     else:
         files = {folder / WEIGHTS: set()}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -21,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accel.llm.ptq.calibration.linears import head_path
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import first_line, located, quantized_linears, read_config, weight_files
+from accel.llm.ptq.formats.files import located, quantized_linears, read_config, weight_files
 from accel.llm.ptq.formats.quantization_config import SAID, Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride, untie
 from accel.quantization.activations import is_static
@@ -41,12 +40,11 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
     if told is None or not in_layout(told):
-        with readable(folder):
-            return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
+        return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     linears = quantized_linears(folder)
     said = compared(folder, told, linears)
     replace, finish = partial(put_in_place, linears=linears, make=Held), partial(_finish, said=said)
-    with entered(replace, finish) as method, readable(folder):
+    with entered(replace, finish) as method:
         config.quantization_config = {"quant_method": method}
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
 
@@ -54,15 +52,6 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
 def in_layout(told: Mapping) -> bool:
     """Whether a `quantization_config` is of the layout that is read here."""
     return told.get("quant_method") == compressed.METHOD
-
-
-@contextmanager
-def readable(folder: Path) -> Iterator[None]:
-    """Inside, what transformers raises of files that it cannot read is a ValueError."""
-    try:
-        yield
-    except (RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder}: {first_line(error)}") from error
 
 
 def compared(folder: Path, told: Mapping, linears: Mapping[str, Parts]) -> Said:

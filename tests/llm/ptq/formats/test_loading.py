@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -255,4 +256,60 @@ def test_damaged_shards_are_named(saved):
     index.write_text(content)
     shutil.move(shards[1], folder / "elsewhere")
     with pytest.raises(ValueError, match=f"{shards[1].name} is missing"):
+        accel.load(folder)
+
+
+# -- settings that make no sense ---------------------------------------------------------------------------------------
+
+NONSENSE = (0, -1, 1e9, 2.5, "x", None, [], {}, True, 10**12, "1" * 50)
+SETTINGS = (
+    "pad_token_id", "num_key_value_heads", "num_attention_heads", "head_dim", "hidden_size", "vocab_size",
+    "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps", "rope_parameters",
+    "max_position_embeddings", "tie_word_embeddings", "attention_bias", "layer_types", "dtype", "eos_token_id",
+    "initializer_range",
+)  # fmt: skip
+# So many layers, or so large weights, are made until memory ends.
+ENDLESS = {("num_hidden_layers", value) for value in (1e9, 10**12, "1" * 50)}
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_settings_that_make_no_sense_are_named(quantized, saved, tmp_path):
+    """A folder loads, or a ValueError says what of it does not: nothing else is raised."""
+    folder = tmp_path / "saved"
+    if quantized:
+        saved(num_hidden_layers=1)
+    else:
+        make("llama-biases", num_hidden_layers=1).save_pretrained(folder)
+    before = (folder / "config.json").read_text()
+    for name, value in product(SETTINGS, NONSENSE):
+        if isinstance(value, int | float | str) and (name, value) in ENDLESS:
+            continue
+        configured(folder, **{name: value})
+        try:
+            accel.load(folder)
+        except ValueError as error:
+            assert str(folder) in str(error), (name, value, error)
+        except Exception as error:
+            pytest.fail(f"{name}={value!r}: {type(error).__name__}: {error}")
+        (folder / "config.json").write_text(before)
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("pad_token_id", 10**9), ("num_key_value_heads", 0), ("num_attention_heads", 0), ("head_dim", -4)],
+)
+def test_the_setting_at_fault_is_named(name, value, saved):
+    _, folder = saved(num_hidden_layers=1)
+    configured(folder, **{name: value})
+    with pytest.raises(ValueError, match=rf"config\.json: {name} is {value}: "):
+        accel.load(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_deeply_is_named(file, saved):
+    _, folder = saved(num_hidden_layers=1)
+    (folder / file).write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=str(folder)):
         accel.load(folder)

@@ -1,0 +1,85 @@
+"""The table of learned or precomputed positions that a model reads, found in a run by what is read from it.
+
+A table is whatever the model holds, or makes of what it holds alone, from which rows are taken by numbers that count
+the tokens of a text. Its shape says nothing: a weight may have as many rows as there are positions.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ATEN = torch.ops.aten
+
+
+class PositionTable(TorchDispatchMode):
+    """While active, sees which tables are read by position. tokens: of each text that the model is run on.
+
+    most: positions that there are, of the smallest table; None where none was read.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int):
+        super().__init__()
+        self.tokens = tokens
+        self.most: int | None = None
+        self.held = WeakValueDictionary[int, torch.UntypedStorage]()  # of the model, and made of that alone
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._hold(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if given and all(map(self._holds, given)):
+            for one in tree_leaves(result):
+                if isinstance(one, torch.Tensor):
+                    self._hold(one)
+        for table, dim, numbers in _reads(func.overloadpacket, args):
+            first = self._first(numbers) if self._holds(table) else None
+            if first is not None:
+                most = table.shape[dim] - first
+                self.most = most if self.most is None else min(self.most, most)
+        return result
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        memory = _memory(tensor)
+        if memory is not None:
+            self.held[memory.data_ptr()] = memory
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        memory = _memory(tensor)
+        return memory is not None and memory.data_ptr() in self.held
+
+    def _first(self, numbers: torch.Tensor) -> int | None:
+        """That of the first token, where the numbers count tokens; they come text by text."""
+        if numbers.is_floating_point() or numbers.dtype is torch.bool or not numbers.numel():
+            return None
+        if self.tokens < 2 or numbers.shape[-1] % self.tokens:
+            return None
+        texts = numbers.reshape(-1, self.tokens)
+        return int(texts[0, 0]) if bool((texts.diff() == 1).all()) else None
+
+
+def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """What is read by numbers in this call: from which tensor, along which dimension, by which numbers."""
+    if function is ATEN.embedding:
+        yield args[0], 0, args[1]
+    elif function is ATEN.index_select:
+        yield args[0], args[1], args[2]
+    elif function is ATEN.gather:
+        yield args[0], args[1], args[2].movedim(args[1], -1)
+    elif function is ATEN.index:
+        numbers: Iterable[torch.Tensor | None] = args[1]
+        yield from ((args[0], dim, one) for dim, one in enumerate(numbers) if one is not None and one.dim())
+
+
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """That of a tensor and its views; None for one without memory of its own, such as one of several ranks."""
+    try:
+        memory = tensor.untyped_storage()
+        return memory if memory.data_ptr() else None
+    except (RuntimeError, NotImplementedError):
+        return None

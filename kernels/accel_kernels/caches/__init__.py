@@ -1,0 +1,1 @@
+"""What processes find out and keep on disk, for each other and for later ones."""
