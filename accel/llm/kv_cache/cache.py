@@ -79,9 +79,9 @@ class StoreLayer(DynamicLayer):
         store, index, kept, stock = self.store, self.index, None, self.stock()
         if self.get_seq_length():
             kept = [t.clone(memory_format=torch.contiguous_format) for t in self.read()]
-        vars(self).clear()
+        self.__dict__.clear()
         self.__class__ = type(stock)
-        vars(self).update(vars(stock))
+        self.__dict__.update(vars(stock))
         if kept is not None:
             self.lazy_initialization(*kept)
             self.keys, self.values = kept
