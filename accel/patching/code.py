@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from accel.patching.structure import own_classes, torch_functions, written_in
+from accel.patching.structure import TABLES, enclosed, own_classes, torch_functions, written_in
 
 CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")  # by whoever calls a module
 OWN = __name__.partition(".")[0]  # whose modules stand in for stock's: what they run is not stock's code
-TABLES = ("_local_mapping", "_global_mapping")  # of a registry of transformers
 
 
 class CodeTable(NamedTuple):
@@ -155,7 +154,7 @@ class _Followed:
         if not isinstance(value, FunctionType) or (value, kind) in self._visited:
             return
         self._visited.add((value, kind))
-        for inner in (getattr(value, "__wrapped__", None), *_enclosed(value)):  # what a decorator goes around
+        for inner in (getattr(value, "__wrapped__", None), *enclosed(value)):  # what a decorator goes around
             self._follow(inner, kind)
         if kind is None and _package(value.__module__ or "") not in self.packages:
             return
@@ -187,11 +186,6 @@ class _Followed:
 
 def _package(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _enclosed(function: FunctionType) -> list[object]:
-    cells = function.__closure__ or ()
-    return [cell.cell_contents for cell in cells if cell != type(cell)()]
 
 
 def _names(code: CodeType) -> set[str]:

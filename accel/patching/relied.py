@@ -35,12 +35,13 @@ from torch import Tensor, nn
 
 from accel.errors import reason_of
 from accel.patching.code import ClassCode, Code
-from accel.patching.structure import mentioned, overridden, stock_method, tampered
+from accel.patching.structure import mentioned, overridden, stock_method, tampered, trains
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
 # Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
 IRRELEVANT = {"gradient_checkpointing", "_gradient_checkpointing_func", "forward", "config"}
 THERE = "there"
+TRAINING_INSIDE = "training mode inside"
 
 
 def changed_since(what: str) -> str:
@@ -199,7 +200,7 @@ def _hung(own: nn.Module | None, parts: Parts) -> str | None:
     members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
         if isinstance(part, nn.Module) and part is not own:
-            reason = "training mode inside" if part.training and _trains(part, members) else tampered(part)
+            reason = TRAINING_INSIDE if part.training and _trains(part, members) else tampered(part)
             if reason is not None:
                 return reason
     return None
@@ -208,9 +209,9 @@ def _hung(own: nn.Module | None, parts: Parts) -> str | None:
 def _trains(part: nn.Module, members: set[int]) -> bool:
     """Whether a part, or one inside it that is not looked at, may compute something else in training mode.
 
-    Modules are made in training mode, as those of an adapter are. Few have code that asks for it.
+    Modules are made in training mode, as those of an adapter are.
     """
-    return "training" in mentioned([type(part)]) or any(id(child) not in members for child in part.children())
+    return trains(part) or any(id(child) not in members for child in part.children())
 
 
 def _views(part: object, called: bool) -> Iterator:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from accel.patching.structure import tampered
+from accel.patching.structure import tampered, trains
 
 
 def settings(module: nn.Module) -> tuple:
@@ -13,7 +13,7 @@ def settings(module: nn.Module) -> tuple:
 
 def as_understood(module: nn.Module, known: tuple) -> bool:
     """Whether a module may be computed from its weights still: these were its settings, and nothing hangs on it."""
-    return settings(module) == known and tampered(module) is None
+    return settings(module) == known and tampered(module) is None and not trains(module)
 
 
 def plain_value(value: object) -> bool:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from types import CodeType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "t
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
 CALLED = ("forward", "__call__")
+TABLES = ("_local_mapping", "_global_mapping")  # of a registry of transformers
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -72,6 +73,11 @@ def own_forward(module: nn.Module) -> str:
         return type(forward).__name__
     function = forward.__func__
     return f"{function.__module__}.{function.__qualname__}, by the package kernels"
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether it is in training mode and its code asks for that; few have code that does."""
+    return module.training and "training" in mentioned([type(module)])
 
 
 def overridden(part: object) -> str | None:
@@ -143,6 +149,7 @@ def mentioned(kinds: Iterable[type]) -> set[str]:
             continue
         followed.add(function)
         used = _names(function.__code__)
+        waiting += chain.from_iterable(map(_functions, enclosed(function)))  # what a decorator goes around
         if "super" in used:
             waiting += chain.from_iterable(_functions(one[name]) for one in written for name in used & one.keys())
         for name in used - names:
@@ -159,11 +166,20 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _functions(value: object) -> Iterator:
-    """The Python functions in a class attribute, inside what wraps them."""
+    """The Python functions in a class attribute, inside what wraps them, or in a registry."""
+    for table in TABLES:
+        if isinstance(found := getattr(value, table, None), dict):
+            yield from found.values()
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     while inspect.isfunction(value):
         yield value
         value = getattr(value, "__wrapped__", None)
+
+
+def enclosed(function: FunctionType) -> list[object]:
+    """What a function takes from the one that it is written in."""
+    cells = function.__closure__ or ()
+    return [cell.cell_contents for cell in cells if cell != type(cell)()]
 
 
 def stock_method(part: object, value: object, name: str = "forward") -> bool:

@@ -21,8 +21,8 @@ class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
-    whole: the module of them all, where there is one; alone: it takes the input and nothing else. act: the activation's
-    module; settings: of it, see `settings`. All by name, from the layer; "" for what there is not.
+    whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
+    module and of the activation's, see `settings`. All by name, from the layer; "" for what there is not.
     """
 
     whole: str = ""
@@ -30,8 +30,7 @@ class MlpSpec:
     first: tuple[str, ...] = ()
     down: str = ""
     activation: str = ""
-    act: str = ""
-    settings: tuple = ()
+    settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
 
 
@@ -90,8 +89,7 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                 first=names,
                 down=layer.name(down.module),
                 activation=name,
-                act=layer.name(act.module),
-                settings=settings(act.module),
+                settings=tuple((layer.name(call.module), settings(call.module)) for call in (act, whole) if call),
                 halves=halves,
             )
             parts = (*first, down, act) if whole is None else (*first, down, act, whole)

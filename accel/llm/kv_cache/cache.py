@@ -13,7 +13,7 @@ STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class StoreLayer(DynamicLayer):
-    """One layer of a Store, used as a DynamicLayer. All tokens are kept, by layers with a sliding window too.
+    """One layer of a Store, used as a DynamicLayer.
 
     `keys` and `values` are views into the store: right until the next call, and edits of them are edits of the cache.
     What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) makes
@@ -23,6 +23,14 @@ class StoreLayer(DynamicLayer):
 
     def __init__(self, store: Store, index: int):
         self.store, self.index = store, index  # what else a stock layer has is read from the store
+
+    def stock(self) -> DynamicLayer:
+        """The layer that it stands for, empty."""
+        return DynamicLayer()
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the stock layer would hold."""
+        return self.store.read(self.index)
 
     @property
     def shape(self) -> Shape:
@@ -64,16 +72,16 @@ class StoreLayer(DynamicLayer):
             # an edit of what is shown must not be lost
             self.leave()
             return (self.keys, self.values)[which]
-        return self.store.read(self.index)[which] if self.is_initialized else None
+        return self.read()[which] if self.is_initialized else None
 
     def leave(self) -> None:
         """Becomes the stock layer it stands for, with tensors of its own."""
-        store, index, kept = self.store, self.index, None
+        store, index, kept, stock = self.store, self.index, None, self.stock()
         if self.get_seq_length():
-            kept = [t.clone(memory_format=torch.contiguous_format) for t in store.read(index)]
-        del self.store, self.index
-        self.__class__ = DynamicLayer
-        DynamicLayer.__init__(self)
+            kept = [t.clone(memory_format=torch.contiguous_format) for t in self.read()]
+        self.__dict__.clear()
+        self.__class__ = type(stock)
+        self.__dict__.update(vars(stock))
         if kept is not None:
             self.lazy_initialization(*kept)
             self.keys, self.values = kept
@@ -105,6 +113,10 @@ class StoreLayer(DynamicLayer):
             self.leave()
             return self.update(key_states, value_states, *args, **kwargs)
         self.store.write(self.index, key_states, value_states)
+        return self.seen(key_states.shape[2])
+
+    def seen(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that an update by so many tokens gives."""
         return self.store.read(self.index)
 
     def get_seq_length(self) -> int:
@@ -140,12 +152,76 @@ class StoreLayer(DynamicLayer):
         """Is there."""
 
 
+class SlidingStoreLayer(StoreLayer, DynamicSlidingWindowLayer):
+    """The same in the place of a layer with a sliding window. All tokens are kept; shown are those that stock keeps.
+
+    recorded_from: the length from which on stock would drop nothing, until the next crop; None where it drops.
+    """
+
+    def __init__(self, store: Store, index: int, window: int, recorded_from: int | None = None):
+        super().__init__(store, index)
+        self.sliding_window, self.recorded_from = window, recorded_from
+
+    @property
+    def record_past(self) -> bool:
+        return self.recorded_from is not None
+
+    @property
+    def cumulative_length(self) -> int:
+        return self.get_seq_length()
+
+    def stock(self) -> DynamicLayer:
+        layer = DynamicSlidingWindowLayer(self.sliding_window)
+        layer.cumulative_length, layer.record_past = self.cumulative_length, self.record_past
+        return layer
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        recorded = 0 if self.recorded_from is None else max(self.cumulative_length - self.recorded_from, 0)
+        return self._last(recorded)
+
+    def seen(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._last(new)
+
+    def _last(self, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the window holds before the next token, and so many more."""
+        keys, values = self.store.read(self.index)
+        first = -self.sliding_window + 1 - beside
+        return keys[:, :, first:], values[:, :, first:]
+
+    def activate_past_recording(self) -> None:
+        if self.recorded_from is None:
+            self.recorded_from = self.cumulative_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.record_past:
+            self.recorded_from = self.cumulative_length
+
+    def reset(self) -> None:
+        super().reset()
+        if self.record_past:
+            self.recorded_from = 0
+
+
+OURS = (StoreLayer, SlidingStoreLayer)
+
+
+def _store_layer(store: Store, index: int, before: Any) -> StoreLayer:
+    """In the place of another layer, or of none yet."""
+    if not isinstance(before, DynamicSlidingWindowLayer):
+        return StoreLayer(store, index)
+    recorded = before.recorded_from if isinstance(before, SlidingStoreLayer) else None
+    if recorded is None and getattr(before, "record_past", False):
+        recorded = before.cumulative_length
+    return SlidingStoreLayer(store, index, before.sliding_window, recorded)
+
+
 def store_of(cache: Any) -> Store | None:
     """The store under a cache that is wholly ours: every layer in its place, all of them alike."""
-    if type(cache) is not DynamicCache or not cache.layers or type(cache.layers[0]) is not StoreLayer:
+    if type(cache) is not DynamicCache or not cache.layers or type(cache.layers[0]) not in OURS:
         return None
     store, layers = cache.layers[0].store, cache.layers
-    mine = all(type(layer) is StoreLayer and layer.store is store for layer in layers)
+    mine = all(type(layer) in OURS and layer.store is store for layer in layers)
     in_order = mine and [layer.index for layer in layers] == list(range(len(store.shapes)))
     return store if in_order and store.whole else None
 
@@ -170,7 +246,8 @@ def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
             _fill(store, cache)
         except torch.OutOfMemoryError:
             return "no memory to take the cache over"
-        cache.layers[:] = [StoreLayer(store, index) for index in range(len(shapes))]
+        before = [*cache.layers, *(None for _ in range(len(shapes) - len(cache.layers)))]
+        cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
     store.wanted = wanted or store.wanted
     return store
 
@@ -185,7 +262,7 @@ def _foreign(cache: Any, shapes: Sequence[Shape]) -> str | None:
     if len(layers) > len(shapes) or (len(layers) < len(shapes) and cache.layer_class_to_replicate is not DynamicLayer):
         return "a cache of another number of layers"
     for layer in layers:
-        if type(layer) not in (*STOCK, StoreLayer):
+        if type(layer) not in (*STOCK, *OURS):
             return f"a cache layer of another kind: {type(layer).__name__}"
     lengths = [layer.get_seq_length() for layer in layers]
     if not any(lengths):
@@ -217,7 +294,7 @@ def _fill(store: Store, cache: DynamicCache) -> None:
 
 
 def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, not to be edited: a look at them that makes no stock layer of one that rounds."""
-    if type(layer) is StoreLayer and layer.shape.codes is not None:
+    """All keys and values of a layer, not to be edited: a look at them makes no stock layer of one of ours."""
+    if type(layer) in OURS:
         return layer.store.read(layer.index)
     return layer.keys, layer.values

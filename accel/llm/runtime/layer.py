@@ -33,12 +33,9 @@ class LayerForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.spec, self.steps = spec, steps
-        called, looked_at = spec.linears, [norm.name for norm in spec.norms]
-        if not spec.mlp.first:
-            called = (*called, spec.mlp.whole)
-        elif spec.mlp.whole:
-            looked_at.append(spec.mlp.whole)
-        self.layer_parts = LayerParts(module, called, [*looked_at, *filter(None, (spec.mlp.act,))])
+        called = spec.linears if spec.mlp.first else (*spec.linears, spec.mlp.whole)
+        looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in spec.mlp.settings))
+        self.layer_parts = LayerParts(module, called, looked_at)
 
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
@@ -70,8 +67,6 @@ class LayerForward(FastForward):
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:
             return changed_since("its forward")
-        if self.module.training or self.module.get_submodule(self.spec.attention.name).training:
-            return "training mode"
         return self.layer_parts.changed(self.module)
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:

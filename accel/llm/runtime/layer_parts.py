@@ -7,9 +7,9 @@ from torch import nn
 
 from accel.patching.fast_forward import FastForward
 from accel.patching.patch import MISSING
-from accel.patching.relied import PartRecord, another_class, changed_since, settings_of
+from accel.patching.relied import TRAINING_INSIDE, PartRecord, another_class, changed_since, settings_of
 from accel.patching.settings import plain_value
-from accel.patching.structure import foreign_hooks, hooked, own_forward, stock_method
+from accel.patching.structure import foreign_hooks, hooked, own_forward, stock_method, trains
 
 
 class LayerParts:
@@ -55,6 +55,8 @@ def hung(module: nn.Module) -> str | None:
     """What hangs on a module that is not called any more, but for the hooks of transformers itself, and for one of
     accelerate's in whose place its fast forward stands.
     """
+    if trains(module):
+        return TRAINING_INSIDE
     aligned = "_hf_hook" in vars(module) and getattr(vars(module).get("forward"), "around", None) is None
     return replaced_forward(module) or (hooked(module) if aligned or foreign_hooks(module) else None)
 

@@ -17,7 +17,7 @@ from accel.errors import reason_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
-from accel.patching.structure import tampered
+from accel.patching.structure import tampered, trains
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import LINEAR
 
@@ -169,7 +169,7 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether a subclass of nn.Linear computes what nn.Linear does, as Falcon's."""
     if not isinstance(module, nn.Linear) or vars(module)["_modules"] or vars(module)["_buffers"]:
         return False
-    if set(vars(module)["_parameters"]) != {"weight", "bias"}:
+    if set(vars(module)["_parameters"]) != {"weight", "bias"} or trains(module):
         return False
     g = torch.Generator().manual_seed(0)
     probe = type(module).__new__(type(module))

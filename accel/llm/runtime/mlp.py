@@ -9,7 +9,6 @@ from accel.llm.runtime.linear import QuantizedWeights, Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.fast_forward import Kernels
 from accel.patching.settings import as_understood
-from accel.patching.structure import tampered
 
 
 class Changed(Exception):
@@ -44,11 +43,10 @@ class BoundMlp:
         self.times = len(self.first)
 
     def _called(self, layer: nn.Module) -> bool:
-        """Whether the module itself must be called: unknown inside, or something put on it or its activation."""
+        """Whether the module itself must be called: unknown inside, or it or its activation is another now."""
         if not self.spec.first:
             return True
-        understood = as_understood(layer.get_submodule(self.spec.act), self.spec.settings)
-        return not understood or (self.whole is not None and tampered(self.whole) is not None)
+        return not all(as_understood(layer.get_submodule(name), known) for name, known in self.spec.settings)
 
     def __call__(
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0

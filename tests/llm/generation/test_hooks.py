@@ -94,3 +94,12 @@ def test_hooks_of_transformers_itself_stay(pair):
         assert counted and all("hidden" in reason for _, reason, _ in counted)
         same(generate(ours, ids, mask), generate(stock, ids, mask))
         assert accel.report(ours).fallbacks == counted
+
+
+def test_generate_of_a_compiled_forward_keeps_the_librarys_cache(pair):
+    ours, stock = pair("mistral")
+    ids, mask = padded((7, 7))
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
+    found = generate(ours, ids, mask, max_new_tokens=2, return_dict_in_generate=True)
+    same(found, generate(stock, ids, mask, max_new_tokens=2, return_dict_in_generate=True))
+    torch.compiler.reset()

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import accel
 from accel.llm.generation.mixed import MixedForward
-from accel.llm.kv_cache.cache import StoreLayer
+from accel.llm.kv_cache.cache import OURS
 from support.llm.families import BY_NAME, available, layers, make, padded, prompt
 from support.llm.outputs import generate, same
 
@@ -55,7 +55,7 @@ def test_the_cache_has_layers_of_ours_where_layers_are_fused(both):
     ours, _ = both
     cache = DynamicCache(config=ours.config)
     logits(ours, cache)
-    mine = [type(layer) is StoreLayer for layer in cache.layers]
+    mine = [type(layer) in OURS for layer in cache.layers]
     fused = ["forward" in vars(layer) for layer in layers(ours).values()]
     assert mine == fused and any(mine) and not all(mine) and cache.get_seq_length() == 11
 

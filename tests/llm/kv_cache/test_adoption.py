@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from accel.llm.kv_cache.cache import adopt, is_ours, store_of
+from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
 from support.llm.kv_cache.cache_pairs import SHAPES, feed, filled, fresh, same
 
 
@@ -34,6 +34,60 @@ def test_a_filled_cache_is_taken_over_with_what_it_holds(window):
     assert not isinstance(adopt(ours, SHAPES), str) and is_ours(ours)
     same(ours, stock)
     feed(ours, stock, 2, 3)
+
+
+def dropping(cache, which=slice(None)):
+    for layer in cache.layers[which]:
+        layer.keys, layer.values = (torch.cat([t[:, :, :2], t[:, :, 4:]], 2) for t in (layer.keys, layer.values))
+
+
+def recorded(cache):
+    cache.activate_past_recording()
+    for layer, (keys, values) in enumerate(fresh_of(cache)):
+        cache.update(keys, values, layer)
+    cache.crop(-2)
+
+
+def fresh_of(cache):
+    return [torch.ones(2, cache.layers[0].keys.shape[0], s.heads, 3, s.dim, dtype=s.dtype) for s in SHAPES]
+
+
+EDITS = {
+    "tokens of all layers": dropping,
+    "tokens of one layer": lambda cache: dropping(cache, slice(1, 2)),
+    "numbers in place": lambda cache: [layer.keys.mul_(2) for layer in cache.layers],
+    "rows selected": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "rows reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "rows of one layer": lambda cache: cache.layers[1].reorder_cache(torch.tensor([1, 1])),
+    "a device and back": lambda cache: [setattr(layer, "keys", layer.keys.cpu()) for layer in cache.layers],
+    "recorded and cropped": recorded,
+    "nothing": lambda cache: None,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("tokens", [3, 7])
+@pytest.mark.share(1)
+def test_a_cache_with_a_sliding_window_is_edited_as_stocks_own(edit, tokens):
+    ours, stock = (DynamicCache() for _ in range(2))
+    for cache in (ours, stock):
+        cache.layers = [DynamicSlidingWindowLayer(5) for _ in SHAPES]
+    adopt(ours, SHAPES)
+    feed(ours, stock, 2, tokens)
+    assert is_ours(ours) and ours.is_sliding == stock.is_sliding
+    for cache in (ours, stock):
+        EDITS[edit](cache)
+    same(ours, stock)
+    feed(ours, stock, stock.layers[0].keys.shape[0], 1)
+    same(ours, stock)
+    for mine, theirs in zip(ours.layers, stock.layers, strict=True):
+        assert isinstance(mine, type(theirs)) and mine.cumulative_length == theirs.cumulative_length
+        assert torch.equal(mine.values, theirs.values) and mine.record_past == theirs.record_past
+        if isinstance(mine, StoreLayer):
+            mine.leave()
+        assert type(mine) is type(theirs) and vars(mine).keys() == vars(theirs).keys()
+    feed(ours, stock, stock.layers[0].keys.shape[0], 2)
+    same(ours, stock)
 
 
 class Subclass(DynamicCache):
