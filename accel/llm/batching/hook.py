@@ -65,7 +65,7 @@ class InitContinuousBatching(MethodHook):
         self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
 
     @torch.no_grad()
-    def __call__(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
+    def call(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
         cached = vars(self.module).get(CACHED)
         if isinstance(cached, ContinuousBatchingManager) and not isinstance(cached, BatchManager):
             return self.stock(*args, **kwargs)

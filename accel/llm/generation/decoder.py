@@ -87,7 +87,7 @@ class DecoderForward(FastForward):
         self.reason: str | None = None
         self.lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
             return self.stock(*args, **kwargs)
         reason = self.mode()

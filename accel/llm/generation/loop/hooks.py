@@ -101,7 +101,7 @@ class ModeArguments(GenerateHook):
 
     name = "_extract_generation_mode_kwargs"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self.arguments(args, kwargs)
         found = self.stock(*args, **kwargs)
         usual = given.get("custom_generate") is None and not found.get("synced_gpus")
@@ -114,7 +114,7 @@ class SharedInputs(GenerateHook):
 
     name = "_prepare_model_inputs"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
         self.call.given(digest(found[0]))
         return found
@@ -125,7 +125,7 @@ class SharedOutcome(GenerateHook):
 
     name = "generate"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
         if self.forward.ranks is not None:
             agree_on_tokens(self.forward.ranks, getattr(found, "sequences", found))
@@ -137,7 +137,7 @@ class PrepareCache(GenerateHook):
 
     name = "_prepare_cache_for_generation"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         asked = self.call.asked
         self.call.begin(None)
         if self.forward.ranks is not None:
@@ -170,7 +170,7 @@ class Processors(GenerateHook):
 
     name = "_get_logits_processor"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         processors = self.stock(*args, **kwargs)
         self.call.processed(processors)
         return processors
@@ -181,7 +181,7 @@ class SharedCriteria(GenerateHook):
 
     name = "_get_stopping_criteria"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         criteria = self.stock(*args, **kwargs)
         if self.forward.ranks is not None:
             refuse_clocks(self.forward.ranks, criteria)
@@ -191,8 +191,8 @@ class SharedCriteria(GenerateHook):
 class Criteria(SharedCriteria):
     """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store, request = super().__call__(*args, **kwargs), self.call.store(), self.call.request
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        criteria, store, request = super().call(*args, **kwargs), self.call.store(), self.call.request
         self.call.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
@@ -206,7 +206,7 @@ class Decoding(GenerateHook):
 
     name = DECODING
 
-    def __call__(self) -> AbstractContextManager:
+    def call(self) -> AbstractContextManager:
         return self.call.decoding(self.stock())
 
 
@@ -215,7 +215,7 @@ class Unfinished(GenerateHook):
 
     name = UNFINISHED
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         more, handover = self.stock(*args, **kwargs), self.call.handover
         return more and not (handover is not None and handover.run())
 
@@ -225,7 +225,7 @@ class PrepareInputs(GenerateHook):
 
     name = PREPARE
 
-    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = self.stock(input_ids, *args, **kwargs)
         store = store_of(inputs.get("past_key_values"))
         if store is not None and store.pending is not None and store.pending.ids is input_ids:

@@ -1,0 +1,156 @@
+"""Whose attribute is called: what hangs on an instance is in its `__dict__`, which a shallow copy of it holds too.
+
+Python hands an attribute of an instance no `self`. So `copy.copy(model)`, a replica as nn.DataParallel makes it, or an
+object that took over another's `__dict__` would call what is bound to the original. What tells it is a mark: an object
+that is in the owner's `__dict__` and nowhere else. More references to it mean that there may be such a copy, which is
+asked at every call for a fraction of a microsecond. Only then is it looked up who calls: the module whose `__call__`
+runs, or the object in the caller's expression, `schedulers[i]` in `schedulers[i].step(...)`. A copy runs the code of
+its class, and what it took over is taken off it.
+"""
+
+import dis
+import operator
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType, FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+OWNER = "_accel_owner"  # the mark
+ALONE = 2  # references to a mark that one `__dict__` alone holds: that, and the argument of the function that counts
+CALL = nn.Module.__call__.__code__  # type: ignore[attr-defined]
+ARITHMETIC = MappingProxyType(
+    {
+        "[]": operator.getitem,
+        "+": operator.add,
+        "-": operator.sub,
+        "*": operator.mul,
+        "%": operator.mod,
+        "//": operator.floordiv,
+    }
+)
+
+
+class Mark:
+    """Whose `__dict__` this was put into: another holder is a shallow copy. Copies and pickles are of their owner's."""
+
+    def __init__(self, owner: object):
+        self.owner = weakref.ref(owner)
+
+    def __reduce__(self) -> tuple:
+        return Mark, (self.owner(),)
+
+
+class Owned(ABC):
+    """What is put into the `__dict__` of one instance, and is about that one alone."""
+
+    @property
+    @abstractmethod
+    def owner(self) -> Any: ...
+
+
+class InstanceMethod(Owned):
+    """Callable that stands in `vars(owner)[name]`; a shallow copy of the owner that holds it too runs its class's own.
+
+    Subclasses give `call`, which is what it does for its owner.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and sys.getrefcount(vars(self.owner).get(OWNER)) > ALONE:
+            other = caller(self, sys._getframe(1))
+            if other is not None and disown(other):
+                return getattr(other, self.name)(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    @abstractmethod
+    def call(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def disown(obj: object) -> bool:
+    """Takes off a shallow copy what belongs to the object that it is one of; whether it is one."""
+    attributes = vars(obj)
+    if OWNER not in attributes or attributes[OWNER].owner() is obj:
+        return False
+    stray = {k: v for k, v in attributes.copy().items() if isinstance(v, Owned) and v.owner is not obj}
+    for name, value in stray.items():
+        around = getattr(value, "around", None)  # what another library had put there
+        if around is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = around
+    attributes.pop(OWNER, None)
+    return True
+
+
+def disown_inside(obj: object) -> None:
+    """The same for an object and all modules in it."""
+    for one in obj.modules() if isinstance(obj, nn.Module) else (obj,):
+        disown(one)
+
+
+def caller(held: object, frame: FrameType) -> object | None:
+    """The object as whose attribute `held` is called from this frame; None where that does not show."""
+    back = frame.f_back
+    if back is not None and back.f_code is CALL:
+        frame = back  # the quickest to read: it has three variables
+    candidates = (candidate for candidate in _candidates(frame) if _holds(candidate, held))
+    return next(candidates, None)
+
+
+def _candidates(frame: FrameType) -> Iterator[object]:
+    if frame.f_code is not CALL:
+        steps = _receiver(frame.f_code, frame.f_lasti)
+        if steps:
+            yield _evaluated(steps, frame)
+    yield frame.f_locals.get("self")
+
+
+def _holds(candidate: object, held: object) -> bool:
+    return any(value is held for value in getattr(candidate, "__dict__", {}).copy().values())
+
+
+@lru_cache(maxsize=256)  # of the few places that call what accel has put on instances
+def _receiver(code: CodeType, last: int) -> tuple[dis.Instruction, ...]:
+    """The instructions that load x in the call `x.name(...)` that is under way; none where it is another expression.
+
+    Those of the callee are the ones before the call that begin where it begins in the source, and what they load.
+    """
+    found = [one for one in dis.get_instructions(code) if one.offset <= last]
+    places = [getattr(one, "positions", None) for one in found]  # since Python 3.11
+    if not places or places[-1] is None or places[-1].col_offset is None:
+        return ()
+    start = places[-1][0], places[-1][2]
+    begins = [i for i, place in enumerate(places[:-1]) if place is not None and (place[0], place[2]) == start]
+    loads = [i for i in begins if found[i].opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    return tuple(found[begins[0] : loads[-1]]) if loads else ()
+
+
+def _evaluated(steps: tuple[dis.Instruction, ...], frame: FrameType) -> object:
+    """What they load: names, attributes and items. None where there is more to it, which is not to be run twice."""
+    scope = frame.f_builtins | frame.f_globals | frame.f_locals
+    stack: list[Any] = []
+    try:
+        for step in steps:
+            kind = step.opname
+            if kind.startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")):
+                names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+                stack += [scope[name] for name in names]
+            elif kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                stack.append(step.argval)
+            elif kind == "LOAD_ATTR":
+                stack.append(getattr(stack.pop(), step.argval))
+            elif kind in ("BINARY_SUBSCR", "BINARY_OP"):
+                key, whole = stack.pop(), stack.pop()
+                stack.append(ARITHMETIC[step.argrepr or "[]"](whole, key))
+            elif kind not in ("PUSH_NULL", "NOP", "CACHE", "EXTENDED_ARG"):
+                return None
+        return stack[-1]
+    except Exception:  # the names mean something else by now
+        return None
