@@ -1,13 +1,15 @@
 """Whose attribute is called: what hangs on an instance is in its `__dict__`, which a shallow copy of it holds too.
 
 Python hands an attribute of an instance no `self`. So `copy.copy(model)`, a replica as nn.DataParallel makes it, or an
-object that took over another's `__dict__` would call what is bound to the original. What tells it is a mark: an object
-that is in the owner's `__dict__` and nowhere else. More references to it mean that there may be such a copy, which is
-asked at every call for a fraction of a microsecond. Only then is it looked up who calls: the module whose `__call__`
-runs, or the object in the caller's expression, `schedulers[i]` in `schedulers[i].step(...)`. A copy runs the code of
-its class, and what it took over is taken off it.
+object that took over another's `__dict__` would call what is bound to the original. A mark prevents it, an object that
+is in the owner's `__dict__` and nowhere else. `copy.copy` asks it what to copy, which leaves out what belongs to the
+original. Of copies that are made in another way the number of references to the mark tells, which is asked at every
+call, for a fraction of a microsecond. Only where there may be one is it looked up who calls: the module whose
+`__call__` runs, or the object in the caller's expression, `schedulers[i]` in `schedulers[i].step(...)`. A copy runs the
+code of its class, and what it took over is taken off it.
 """
 
+import copy
 import dis
 import operator
 import sys
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-OWNER = "_accel_owner"  # the mark
+OWNER = "__getstate__"  # the place of the mark, where copy and pickle ask for what an object consists of
 ALONE = 2  # references to a mark that one `__dict__` alone holds: that, and the argument of the function that counts
 CALL = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 ARITHMETIC = MappingProxyType(
@@ -37,13 +39,28 @@ ARITHMETIC = MappingProxyType(
 
 
 class Mark:
-    """Whose `__dict__` this was put into: another holder is a shallow copy. Copies and pickles are of their owner's."""
+    """Whose `__dict__` this was put into: another holder is a shallow copy. Deep copies and pickles are of their owner's.
+
+    Stands in the place of `__getstate__`.
+    """
 
     def __init__(self, owner: object):
         self.owner = weakref.ref(owner)
 
     def __reduce__(self) -> tuple:
         return Mark, (self.owner(),)
+
+    def __call__(self) -> Any:
+        frame = sys._getframe(1)
+        one = next((one for one in map(frame.f_locals.get, ("x", "obj", "self")) if _holds(one, self)), self.owner())
+        disown(one)
+        stock = getattr(type(one), OWNER, vars)  # none before Python 3.11
+        state = stock(one)
+        if frame.f_code is not copy.copy.__code__ or type(state) is not dict or OWNER not in state:
+            return state
+        state = state.copy()
+        clean(state)
+        return state
 
 
 class Owned(ABC):
@@ -75,18 +92,22 @@ class InstanceMethod(Owned):
 
 def disown(obj: object) -> bool:
     """Takes off a shallow copy what belongs to the object that it is one of; whether it is one."""
-    attributes = vars(obj)
-    if OWNER not in attributes or attributes[OWNER].owner() is obj:
+    mark = vars(obj).get(OWNER)
+    if not isinstance(mark, Mark) or mark.owner() is obj:
         return False
-    stray = {k: v for k, v in attributes.copy().items() if isinstance(v, Owned) and v.owner is not obj}
-    for name, value in stray.items():
-        around = getattr(value, "around", None)  # what another library had put there
-        if around is None:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = around
-    attributes.pop(OWNER, None)
+    clean(vars(obj))
     return True
+
+
+def clean(attributes: dict[str, Any]) -> None:
+    """Takes off them what belongs to the object that they are from, in place of it what another library had there."""
+    for name, value in attributes.copy().items():
+        if name == OWNER or isinstance(value, Owned):
+            around = getattr(value, "around", None)
+            if around is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = around
 
 
 def disown_inside(obj: object) -> None:
