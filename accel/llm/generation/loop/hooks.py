@@ -93,7 +93,7 @@ class GenerateHook(MethodHook):
 
     def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
         super().__init__(module, forward)
-        self.call = call
+        self.current = call
 
 
 class ModeArguments(GenerateHook):
@@ -105,7 +105,7 @@ class ModeArguments(GenerateHook):
         given = self.arguments(args, kwargs)
         found = self.stock(*args, **kwargs)
         usual = given.get("custom_generate") is None and not found.get("synced_gpus")
-        self.call.begin(Asked(found.get("streamer"), usual))
+        self.current.begin(Asked(found.get("streamer"), usual))
         return found
 
 
@@ -116,7 +116,7 @@ class SharedInputs(GenerateHook):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
-        self.call.given(digest(found[0]))
+        self.current.given(digest(found[0]))
         return found
 
 
@@ -138,12 +138,12 @@ class PrepareCache(GenerateHook):
     name = "_prepare_cache_for_generation"
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        asked = self.call.asked
-        self.call.begin(None)
+        asked = self.current.asked
+        self.current.begin(None)
         if self.forward.ranks is not None:
             given = self.arguments(args, kwargs)
             mode, config = given["generation_mode"], given["generation_config"]
-            agree_to_generate(self.forward.ranks, self.call.digest, mode, config, self.module.device)
+            agree_to_generate(self.forward.ranks, self.current.digest, mode, config, self.module.device)
         result = self.stock(*args, **kwargs)
         try:
             weight = self.forward.embeddings()
@@ -161,7 +161,7 @@ class PrepareCache(GenerateHook):
                 if asked is not None and asked.usual and followed(config, model_kwargs):
                     kept = model_kwargs | {"use_cache": config.use_cache}
                     request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
-                self.call.put(store, request)
+                self.current.put(store, request)
         return result
 
 
@@ -172,7 +172,7 @@ class Processors(GenerateHook):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         processors = self.stock(*args, **kwargs)
-        self.call.processed(processors)
+        self.current.processed(processors)
         return processors
 
 
@@ -192,12 +192,12 @@ class Criteria(SharedCriteria):
     """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store, request = super().call(*args, **kwargs), self.call.store(), self.call.request
-        self.call.begin(None)  # what it knows would otherwise stay until the next call
+        criteria, store, request = super().call(*args, **kwargs), self.current.store(), self.current.request
+        self.current.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
         handover = None if request is None else Handover(self.forward, store, request, criteria)
-        self.call.expect(handover)
+        self.current.expect(handover)
         return Lookahead(criteria, self.forward, store, handover)
 
 
@@ -207,7 +207,7 @@ class Decoding(GenerateHook):
     name = DECODING
 
     def call(self) -> AbstractContextManager:
-        return self.call.decoding(self.stock())
+        return self.current.decoding(self.stock())
 
 
 class Unfinished(GenerateHook):
@@ -216,7 +216,7 @@ class Unfinished(GenerateHook):
     name = UNFINISHED
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        more, handover = self.stock(*args, **kwargs), self.call.handover
+        more, handover = self.stock(*args, **kwargs), self.current.handover
         return more and not (handover is not None and handover.run())
 
 
