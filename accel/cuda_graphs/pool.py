@@ -1,13 +1,16 @@
 """Memory that all CUDA graphs of one optimized object share, and the order in which they run."""
 
+import itertools
 import threading
 from collections.abc import Collection
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Entry
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.parallel.ranks import Ranks
 
 OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs may take together
@@ -18,6 +21,7 @@ class Runner(Protocol):
 
     module: nn.Module
     entries: dict[tuple, Entry]
+    fingerprint: Fingerprint | None
     ranks: Ranks | None
 
     def rows(self) -> list[dict]: ...
@@ -34,7 +38,8 @@ class GraphPool:
     def __init__(self, limit_gb: float | None):
         self.limit_gb = limit_gb
         self.lock = threading.RLock()
-        self.runners: list[Runner] = []
+        self.numbers = itertools.count()
+        self._runners: WeakValueDictionary[int, Runner] = WeakValueDictionary()  # each of them holds the pool
         self.handles: dict[torch.device, object] = {}
         self.done: dict[torch.device, torch.cuda.Event] = {}
         self.sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -44,6 +49,14 @@ class GraphPool:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         GraphPool.__init__(self, **state)
+
+    @property
+    def runners(self) -> list[Runner]:
+        """In the order they came."""
+        return list(self._runners.values())
+
+    def add(self, runner: Runner) -> None:
+        self._runners[next(self.numbers)] = runner
 
     def handle(self, device: torch.device) -> object:
         with torch.cuda.device(device):
@@ -87,6 +100,13 @@ class GraphPool:
                 newest.memory_mb += entry.memory_mb
                 entry.graph = None
                 del kept[id(entry)]
+
+    def forget(self) -> None:
+        """Drops every graph, and what is known of the models: that holds what was put on them, which holds a runner."""
+        self.clear()
+        with self.lock:
+            for runner in self.runners:
+                runner.fingerprint = None
 
     def clear(self, alone: bool = False) -> None:
         """Drops every graph and gives the memory back. alone: but for those that ranks drop only together."""

@@ -74,7 +74,7 @@ class GraphRunner:
         self.warm: set[Hashable] = set()
         self.replays = 0
         self.trials = Trials()
-        self.pool.runners.append(self)
+        self.pool.add(self)
 
     def __call__(
         self,

@@ -179,6 +179,14 @@ class FastForward(InstanceMethod):
         except Exception as error:  # of another kind than any it was made for
             return f"arguments that could not be examined: {reason_of(error)}"
 
+    def forget(self) -> None:
+        """Lets go of what it knows of the module as it is now, which is found out again: itself is in it."""
+        if self.relied is not None:
+            self.relied.snapshot = None
+        inner = getattr(self, "inner", None)
+        if isinstance(inner, FastForward):
+            inner.forget()
+
     def parts(self) -> Parts:
         """All whose work `fast` does itself, the module among them; none where it only calls."""
         return Parts()

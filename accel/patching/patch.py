@@ -45,6 +45,7 @@ class Patch:
         self.owner, self.name, self.value = owner, name, value
         self.before: object = MISSING
         self.marks = False  # the first of its owner's, which is the last to be undone
+        self.mark: Mark | None = None  # while it is not in place, where another reference to it would say too much
 
     def apply(self) -> None:
         self.before = vars(self.owner).get(self.name, MISSING)
@@ -70,11 +71,12 @@ class Patch:
     def _mark(self) -> None:
         self.marks = OWNER not in vars(self.owner)
         if self.marks:
-            vars(self.owner)[OWNER] = Mark(self.owner)
+            vars(self.owner)[OWNER] = self.mark or Mark(self.owner)
+            self.mark = None
 
     def _unmark(self) -> None:
         if self.marks:
-            vars(self.owner).pop(OWNER, None)
+            self.mark = vars(self.owner).pop(OWNER, None)
 
 
 class ForwardPatch(Patch):

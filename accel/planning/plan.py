@@ -120,7 +120,11 @@ class Plan(Owned):
         leave(self.patches)
         for patch in reversed(self.patches):
             patch.undo()
-        self.pool.clear()
+        self.pool.forget()
+        for patch in self.patches:
+            forget = getattr(getattr(patch, "value", None), "forget", None)
+            if forget is not None:
+                forget()
 
     @contextmanager
     def unfused(self) -> Iterator[None]:

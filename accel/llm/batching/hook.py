@@ -64,6 +64,9 @@ class InitContinuousBatching(MethodHook):
         self.sizes: dict[str, float] | None = None  # of the engine that was made last
         self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
 
+    def forget(self) -> None:
+        self.tried = (None, None)
+
     @torch.no_grad()
     def call(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
         cached = vars(self.module).get(CACHED)

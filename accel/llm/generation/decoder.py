@@ -87,6 +87,12 @@ class DecoderForward(FastForward):
         self.reason: str | None = None
         self.lock = threading.Lock()
 
+    def forget(self) -> None:
+        super().forget()
+        self.seen = None
+        if self.prompts is not None:
+            self.prompts.missed = None
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
             return self.stock(*args, **kwargs)

@@ -18,7 +18,7 @@ from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
 from accel.patching.patch import Patch
-from accel.patching.per_thread import PerThread
+from accel.fusion.per_thread import PerThread
 
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
