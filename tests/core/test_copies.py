@@ -4,30 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import accel
 from accel.patching.fast_forward import FastForward
-from support.diffusion.denoisers import given, transformer
-from support.diffusion.tiny_models import make_unet, make_vae, unet_inputs
-from support.llm.families import make, prompt
+from support.one_of_each import MADE, run, unet
 from support.patched import fast_forwards
-
-
-def unet():
-    model = make_unet()
-    return model, unet_inputs(model), "conv_out"
-
-
-def vae():
-    return make_vae(), {"sample": torch.randn(1, 3, 16, 16)}, "post_quant_conv"
-
-
-def dit():
-    return transformer("flux"), given("flux"), "proj_out"
-
-
-def language_model():
-    return make("llama"), {"input_ids": prompt()}, "lm_head"
 
 
 def copied(model, head):
@@ -58,17 +40,11 @@ def replica(model, head):
     return copies[model]
 
 
-def run(call, inputs):
-    with torch.no_grad():
-        output = call(**inputs)
-    return output[0] if isinstance(output, tuple) else next(iter(output.values()))
-
-
 def owned(model):
-    return [m for m in model.modules() if isinstance(vars(m).get("forward"), FastForward) and vars(m)["forward"].owner is m]
+    forwards = ((m, vars(m).get("forward")) for m in model.modules())
+    return [m for m, forward in forwards if isinstance(forward, FastForward) and forward.owner is m]
 
 
-MADE = (unet, vae, dit, language_model)
 WAYS = (copied, with_its_dict, replica)
 
 
@@ -113,7 +89,7 @@ def test_what_holds_a_copy_is_restored_and_optimized_again():
 def test_an_attribute_that_names_anothers_forward_is_no_copy():
     model, inputs, _ = unet()
 
-    class Outer(torch.nn.Module):
+    class Outer(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = model
