@@ -51,6 +51,7 @@ class Unfit(Exception):
 class DecoderForward(FastForward):
     """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
 
+    known = ("seen",)
     convention: CallingConvention  # once the model is tried
 
     def __init__(
@@ -86,12 +87,6 @@ class DecoderForward(FastForward):
         self.apart = False  # while it is tried: no weights are moved beside others
         self.reason: str | None = None
         self.lock = threading.Lock()
-
-    def forget(self) -> None:
-        super().forget()
-        self.seen = None
-        if self.prompts is not None:
-            self.prompts.missed = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
