@@ -68,7 +68,7 @@ class Report:
         pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()
         memory = [row for pool in pools for row in pool.rows()]
         calls = sorted(fallbacks, key=lambda row: -row[2])
-        return cls(sites, graphs, calls, weights, bool(plans), batching, *which, memory)
+        return cls(sites, graphs, calls, weights, bool(plans), batching, *which, graph_memory=memory)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""

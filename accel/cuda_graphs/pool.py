@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -44,7 +44,7 @@ class GraphPool:
         self.handles: dict[torch.device, object] = {}
         self.done: dict[torch.device, torch.cuda.Event] = {}
         self.sides: dict[torch.device, torch.cuda.Stream] = {}
-        self.left_mb: Counter[torch.device] = Counter()  # by graphs that were dropped alone
+        self.left_mb: defaultdict[torch.device, float] = defaultdict(float)  # by graphs that were dropped alone
 
     def __getstate__(self) -> dict[str, Any]:
         return {"limit_gb": self.limit_gb}

@@ -108,7 +108,7 @@ class FastForward(InstanceMethod):
     # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
     # the closure by which transformers divides a layer.
     around: Callable | None = None
-    known: tuple[str, ...] = ()  # attributes that `forget` sets to None
+    forgotten: tuple[str, ...] = ()  # attributes that `forget` sets to None
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 
@@ -184,7 +184,7 @@ class FastForward(InstanceMethod):
         """Lets go of what it knows of the module as it is now, which is found out again: itself is in it."""
         if self.relied is not None:
             self.relied.snapshot = None
-        vars(self).update(dict.fromkeys(self.known))
+        vars(self).update(dict.fromkeys(self.forgotten))
         for part in map(vars(self).get, ("inner", "prompts")):
             if part is not None:
                 part.forget()

@@ -15,6 +15,7 @@ import operator
 import sys
 import weakref
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType, MappingProxyType
@@ -39,9 +40,9 @@ ARITHMETIC = MappingProxyType(
 
 
 class Mark:
-    """Whose `__dict__` this was put into: another holder is a shallow copy. Deep copies and pickles are of their owner's.
+    """Whose `__dict__` this was put into, in the place of `__getstate__`: another holder is a shallow copy.
 
-    Stands in the place of `__getstate__`.
+    A deep copy or pickle of it is that owner's copy's.
     """
 
     def __init__(self, owner: object):
@@ -82,7 +83,7 @@ class InstanceMethod(Owned):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and sys.getrefcount(vars(self.owner).get(OWNER)) > ALONE:
             other = caller(self, sys._getframe(1))
-            if other is not None and disown(other):
+            if other is not None and other is not self.owner and disown(other):
                 return getattr(other, self.name)(*args, **kwargs)
         return self.call(*args, **kwargs)
 
@@ -120,16 +121,14 @@ def caller(held: object, frame: FrameType) -> object | None:
     """The object as whose attribute `held` is called from this frame; None where that does not show."""
     back = frame.f_back
     if back is not None and back.f_code is CALL:
-        frame = back  # the quickest to read: it has three variables
-    candidates = (candidate for candidate in _candidates(frame) if _holds(candidate, held))
-    return next(candidates, None)
+        return back.f_locals["self"]
+    return next((one for one in _candidates(frame) if _holds(one, held)), None)
 
 
 def _candidates(frame: FrameType) -> Iterator[object]:
-    if frame.f_code is not CALL:
-        steps = _receiver(frame.f_code, frame.f_lasti)
-        if steps:
-            yield _evaluated(steps, frame)
+    steps = _receiver(frame.f_code, frame.f_lasti)
+    if steps:
+        yield _evaluated(steps, frame)
     yield frame.f_locals.get("self")
 
 
@@ -155,7 +154,7 @@ def _receiver(code: CodeType, last: int) -> tuple[dis.Instruction, ...]:
 
 def _evaluated(steps: tuple[dis.Instruction, ...], frame: FrameType) -> object:
     """What they load: names, attributes and items. None where there is more to it, which is not to be run twice."""
-    scope = frame.f_builtins | frame.f_globals | frame.f_locals
+    scope = ChainMap(frame.f_locals, frame.f_globals, frame.f_builtins)
     stack: list[Any] = []
     try:
         for step in steps:

@@ -51,7 +51,7 @@ class Unfit(Exception):
 class DecoderForward(FastForward):
     """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
 
-    known = ("seen",)
+    forgotten = ("seen",)
     convention: CallingConvention  # once the model is tried
 
     def __init__(

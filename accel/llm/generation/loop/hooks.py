@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from accel.fusion.per_thread import PerThread
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
@@ -18,7 +19,6 @@ from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
 from accel.patching.patch import Patch
-from accel.fusion.per_thread import PerThread
 
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
