@@ -64,11 +64,11 @@ class Report:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
         shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
         ranks = next(filter(None, shared), None)
-        which = (None, None) if ranks is None else (ranks.rank, ranks.size)
+        rank, size = (None, None) if ranks is None else (ranks.rank, ranks.size)
         pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()
         memory = [row for pool in pools for row in pool.rows()]
         calls = sorted(fallbacks, key=lambda row: -row[2])
-        return cls(sites, graphs, calls, weights, bool(plans), batching, *which, graph_memory=memory)
+        return cls(sites, graphs, calls, weights, bool(plans), batching, rank, size, memory)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+import accel
 from accel.planning.plan import plan_of
+from support.diffusion.tiny_models import make_sdxl_pipeline
 from support.diffusion.scheduler_cases import NAMES
 from support.diffusion.scheduler_loops import equal, make, optimized
 
@@ -69,3 +71,28 @@ def test_a_state_that_is_kept_and_put_back(name):
     ours, _ = optimized(scheduler)
     assert equal(as_panoramas_do(ours), as_panoramas_do(scheduler))
     assert plan_of(ours) is None and "step" not in vars(ours)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, with_its_dict])
+def test_a_pipeline_that_holds_a_copy(copied):
+    """It is optimized at the next call as any other scheduler is, and restored with the pipeline, as is the first."""
+    pipe = make_sdxl_pipeline()
+
+    def draw(pipe):
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a", num_inference_steps=3, height=16, width=16, output_type="np", generator=generator).images
+
+    stock = copy.deepcopy(pipe)
+    wanted = draw(stock)
+    accel.optimize(pipe)
+    first = pipe.scheduler
+    draw(pipe)
+    pipe.scheduler = copied(first)
+    assert abs(draw(pipe) - wanted).max() < 1e-2
+    assert plan_of(pipe.scheduler) is not None and vars(pipe.scheduler)["step"].owner is pipe.scheduler
+    other = copy.copy(pipe)
+    other.scheduler = copied(first)
+    accel.restore(pipe)
+    for scheduler in (first, pipe.scheduler):
+        assert plan_of(scheduler) is None and "step" not in vars(scheduler)
+    assert (draw(pipe) == wanted).all() and (draw(other) == wanted).all()
