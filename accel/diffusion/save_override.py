@@ -20,7 +20,7 @@ class DenoiserSaveOverride(InstanceMethod):
     Every quantized weight is written as the numbers stand for, in the dtype it had, which a warning says.
     """
 
-    name = SAVE
+    name, shared = SAVE, True
 
     def __init__(self, model: nn.Module):
         self.model = model

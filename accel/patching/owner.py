@@ -75,12 +75,18 @@ class Owned(ABC):
 class InstanceMethod(Owned):
     """Callable that stands in `vars(owner)[name]`; a shallow copy of the owner that holds it too runs its class's own.
 
-    Subclasses give `call`, which is what it does for its owner.
+    Subclasses give `call`, which is what it does for its owner. shared: a copy keeps it, and it does the same for that;
+    such a class is made with its owner alone.
     """
 
     name: str
+    shared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.shared:
+            other = caller(self, sys._getframe(1))
+            mine = other is None or other is self.owner or type(other) is not type(self.owner)
+            return (self if mine else type(self)(other)).call(*args, **kwargs)  # type: ignore[call-arg]
         if not torch.compiler.is_compiling() and sys.getrefcount(vars(self.owner).get(OWNER)) > ALONE:
             other = caller(self, sys._getframe(1))
             if other is not None and other is not self.owner and disown(other):
@@ -103,7 +109,7 @@ def disown(obj: object) -> bool:
 def clean(attributes: dict[str, Any]) -> None:
     """Takes off them what belongs to the object that they are from, in place of it what another library had there."""
     for name, value in attributes.copy().items():
-        if name == OWNER or isinstance(value, Owned):
+        if name == OWNER or (isinstance(value, Owned) and not getattr(value, "shared", False)):
             around = getattr(value, "around", None)
             if around is None:
                 attributes.pop(name, None)
@@ -122,7 +128,11 @@ def caller(held: object, frame: FrameType) -> object | None:
     back = frame.f_back
     if back is not None and back.f_code is CALL:
         return back.f_locals["self"]
-    return next((one for one in _candidates(frame) if _holds(one, held)), None)
+    found = next((one for one in _candidates(frame) if _holds(one, held)), None)
+    if found is None:  # by another name: of the one variable that has it
+        holders = {id(one): one for one in frame.f_locals.values() if _holds(one, held)}
+        found = next(iter(holders.values())) if len(holders) == 1 else None
+    return found
 
 
 def _candidates(frame: FrameType) -> Iterator[object]:

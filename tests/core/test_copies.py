@@ -8,7 +8,7 @@ from torch import nn
 
 import accel
 from accel.patching.fast_forward import FastForward
-from support.one_of_each import MADE, run, unet
+from support.one_of_each import MADE, language_model, run, unet
 from support.patched import fast_forwards
 
 
@@ -103,3 +103,21 @@ def test_an_attribute_that_names_anothers_forward_is_no_copy():
     outer.forward = model.forward
     twin = copy.copy(model)
     assert torch.equal(run(outer, inputs), wanted) and torch.equal(run(twin, inputs), wanted)
+
+
+def saved(model, folder):
+    save = model.save_pretrained
+    save(folder)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_copy_of_a_quantized_model_is_saved_as_it_is(direct, tmp_path):
+    model, inputs, head = language_model()
+    accel.quantize(model, "int8")
+    twin = copied(model, head)
+    wanted = run(twin, inputs)
+    if direct:
+        twin.save_pretrained(tmp_path)
+    else:
+        saved(twin, tmp_path)
+    assert torch.equal(run(accel.load(tmp_path), inputs), wanted)

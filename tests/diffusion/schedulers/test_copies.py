@@ -7,9 +7,9 @@ import torch
 
 import accel
 from accel.planning.plan import plan_of
-from support.diffusion.tiny_models import make_sdxl_pipeline
 from support.diffusion.scheduler_cases import NAMES
 from support.diffusion.scheduler_loops import equal, make, optimized
+from support.diffusion.tiny_models import make_sdxl_pipeline
 
 
 def with_its_dict(scheduler):

@@ -37,7 +37,7 @@ class SaveOverride(InstanceMethod):
     these weights are written as the numbers stand for, in the model's dtype, which a warning says.
     """
 
-    name = SAVE
+    name, shared = SAVE, True
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -125,7 +125,7 @@ def _warn(reason: str, kind: str, paths: list[str]) -> None:
     warnings.warn(
         f"{len(paths)} {kind}, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: {reason}; "
         "their values are the quantized ones",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
