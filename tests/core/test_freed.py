@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 import accel
 from support.diffusion.tiny_models import make_sdxl_pipeline
+from support.llm.families import make, prompt
 from support.one_of_each import dit, language_model, run, unet, vae
 from support.patched import fast_forwards
 
@@ -20,8 +21,8 @@ def called(made):
     return model, lambda: run(model, inputs)
 
 
-def generating():
-    model, inputs, _ = language_model()
+def generating(name="llama"):
+    model, inputs = make(name), {"input_ids": prompt()}
     return model, lambda: model.generate(**inputs, generation_config=GREEDY)
 
 
@@ -43,6 +44,7 @@ CASES = {
     "step cache of a dit": (lambda: called(dit), {"step_cache": 3}),
     "quantized unet": (lambda: called(unet), {"weights": "int8"}),
     "generate": (generating, {}),
+    "generate, not all layers": (lambda: generating("lfm2"), {}),
     "generate_batch": (batching, {}),
     "quantized language model": (generating, {"weights": "int8"}),
     "pipeline": (drawing, {}),
