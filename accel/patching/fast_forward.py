@@ -186,7 +186,7 @@ class FastForward(InstanceMethod):
             self.relied.snapshot = None
         vars(self).update(dict.fromkeys(self.forgotten))
         for part in map(vars(self).get, ("inner", "prompts")):
-            if part is not None:
+            if hasattr(part, "forget"):
                 part.forget()
 
     def parts(self) -> Parts:
