@@ -186,7 +186,7 @@ class FastForward(InstanceMethod):
             self.relied.snapshot = None
         vars(self).update(dict.fromkeys(self.forgotten))
         for part in map(vars(self).get, ("inner", "prompts")):
-            if hasattr(part, "forget"):
+            if part is not None and hasattr(part, "forget"):
                 part.forget()
 
     def parts(self) -> Parts:
