@@ -15,11 +15,12 @@ from accel.families import divides, example_of, is_language_model, plan_for, tak
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.world import world
 from accel.patching.context import Context
+from accel.patching.owner import disown_inside
 from accel.planning import on_cpu
 from accel.planning.choices_file import choices_file
 from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
-from accel.planning.plan import PLAN, Plan, create_context
+from accel.planning.plan import PLAN, Plan, create_context, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.report import Report
@@ -75,7 +76,9 @@ def optimize(
     ranks = None if chosen.parallel is None else world(f"parallel={chosen.parallel!r}")
     for name, part in parts.items():
         agree_to_optimize(name, part, chosen, ranks)
-    before: dict[str, Any] = {name: vars(part).get(PLAN) for name, part in parts.items()}
+    for part in parts.values():
+        disown_inside(part)
+    before: dict[str, Any] = {name: plan_of(part) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []
     try:
@@ -185,7 +188,7 @@ def restore(obj: T) -> T:
     someone replaced a forward on top of ours.
     """
     plans, left = list(_plans(obj).values()), []
-    for plan in (vars(model)[PLAN] for model in former(obj) if PLAN in vars(model)):
+    for plan in filter(None, map(plan_of, former(obj))):
         reason = kept_by(obj, plan.root, plan.users)
         if reason is None:
             plans.append(plan)
@@ -197,6 +200,8 @@ def restore(obj: T) -> T:
     for plan in plans:
         plan.undo()
         vars(plan.root).pop(PLAN)
+    for part in _parts(obj).values():
+        disown_inside(part)
     forget(obj)
     for told in left:
         warnings.warn(f"accel.restore: {told}", stacklevel=2)
@@ -304,4 +309,5 @@ def _unique(parts: dict[str, T]) -> dict[str, T]:
 
 
 def _plans(obj: object) -> dict[str, Plan]:
-    return {name: vars(part)[PLAN] for name, part in _parts(obj).items() if PLAN in vars(part)}
+    plans = {name: plan_of(part) for name, part in _parts(obj).items()}
+    return {name: plan for name, plan in plans.items() if plan is not None}

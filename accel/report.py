@@ -25,6 +25,7 @@ class Report:
     signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original; `batching`:
     one dict a model whose requests were batched, with how many run at a time, in how many groups, one for each stretch
     of layers on a device, tokens of each, pages and memory_mb of the pool of keys and values that was made last.
+    graph_memory: one dict a GPU with graphs, with what all of them take there, used_mb, and may take, limit_mb.
     optimized: False for an object that is not. rank, ranks: which of the processes this is that share a model, and how
     many there are; the first prints the table for all, the others a line. None where the process has it for itself."""
 
@@ -36,6 +37,7 @@ class Report:
     batching: list[dict] = field(default_factory=list)
     rank: int | None = None
     ranks: int | None = None
+    graph_memory: list[dict] = field(default_factory=list)
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
@@ -62,14 +64,18 @@ class Report:
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
         shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
         ranks = next(filter(None, shared), None)
-        which = (None, None) if ranks is None else (ranks.rank, ranks.size)
-        return cls(sites, graphs, sorted(fallbacks, key=lambda row: -row[2]), weights, bool(plans), batching, *which)
+        rank, size = (None, None) if ranks is None else (ranks.rank, ranks.size)
+        pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()
+        memory = [row for pool in pools for row in pool.rows()]
+        calls = sorted(fallbacks, key=lambda row: -row[2])
+        return cls(sites, graphs, calls, weights, bool(plans), batching, rank, size, memory)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
         sites = [dict(zip(("path", "rule", "status", "reason"), site, strict=True)) for site in self.sites]
         fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
         lists = {"graphs": list(self.graphs), "weights": list(self.weights), "batching": list(self.batching)}
+        lists["graph_memory"] = list(self.graph_memory)
         shared = {} if self.rank is None else {"rank": self.rank, "ranks": self.ranks}
         return {"sites": sites, "fallbacks": fallbacks} | lists | shared
 
@@ -79,12 +85,14 @@ class Report:
             return "not optimized"
         count = Counter(status for _, _, status, _ in self.sites)
         captured = [row for row in self.graphs if row["status"] == "graph"]
-        memory = sum(row["memory_mb"] for row in captured)
+        used = sum(row["memory_mb"] for row in captured)
+        bounds = (f"{row['used_mb']:.0f} of at most {row['limit_mb']:.0f} MB" for row in self.graph_memory)
+        memory = ", ".join(bounds) or f"{used:.0f} MB"
         calls = sum(calls for _, _, calls in self.fallbacks)
         waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
         return (
             f"{count['patched']} sites patched, {count['skipped']} skipped, {len(captured)} graphs "
-            f"({memory:.0f} MB), {calls} calls fell back to stock"
+            f"({memory}), {calls} calls fell back to stock"
             f"{'; what is patched is for a GPU, on this CPU it runs stock' if waits else ''}"
         )
 

@@ -69,6 +69,12 @@ class Captured(NamedTuple):
     copies: HostCopies
 
     @property
+    def beside_mb(self) -> float:
+        """Memory that it reads and that is not in the pool: places of its inputs, copies of numbers of the CPU."""
+        held = (*self.inputs.buffers, *(copy.device for copy in self.copies.found))
+        return sum(tensor.nbytes for tensor in held) / 2**20
+
+    @property
     def outputs_mb(self) -> float:
         """Memory of the pool that no other graph may use: its outputs are copied out only after a replay."""
         storages = {o.data_ptr(): o.untyped_storage() for o in self.outputs if isinstance(o, torch.Tensor)}
@@ -86,7 +92,20 @@ class Entry:
     memory_mb: float = 0.0
     open: tuple = ()  # trials of its kernels that still waited after its last call
     waited: int = 0  # calls that have run eagerly so far
+    crowds: float = 0.0  # how often it was captured and took more together with the others than all may, of late
     used: int = 0  # the number of its last replay, of all replays of its runner
+
+    def row(self, path: str, inputs: str, awaited: str) -> dict:
+        """For the report. awaited: what it waits for where it has neither a graph nor a reason."""
+        return {
+            "path": path,
+            "inputs": inputs,
+            "status": "graph" if self.graph else "eager",
+            "reason": self.reason or ("" if self.graph else awaited),
+            "eager_ms": round(self.eager_ms, 3),
+            "graph_ms": round(self.graph_ms, 3),
+            "memory_mb": round(self.memory_mb, 1),
+        }
 
 
 class Replayed(NamedTuple):

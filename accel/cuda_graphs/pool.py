@@ -1,13 +1,17 @@
 """Memory that all CUDA graphs of one optimized object share, and the order in which they run."""
 
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Entry
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.parallel.ranks import Ranks
 
 OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs may take together
@@ -18,6 +22,7 @@ class Runner(Protocol):
 
     module: nn.Module
     entries: dict[tuple, Entry]
+    fingerprint: Fingerprint | None
     ranks: Ranks | None
 
     def rows(self) -> list[dict]: ...
@@ -28,16 +33,18 @@ class GraphPool:
 
     Graphs of one pool reuse each other's memory, so replays must not overlap: a lock orders the host, an event the
     streams. Over the memory limit, all graphs are dropped and their memory returned; what is used again is captured
-    again.
+    again. A graph that is dropped alone leaves its memory to the next ones: it counts until all are.
     """
 
     def __init__(self, limit_gb: float | None):
         self.limit_gb = limit_gb
         self.lock = threading.RLock()
-        self.runners: list[Runner] = []
+        self.numbers = itertools.count()
+        self._runners: WeakValueDictionary[int, Runner] = WeakValueDictionary()  # each of them holds the pool
         self.handles: dict[torch.device, object] = {}
         self.done: dict[torch.device, torch.cuda.Event] = {}
         self.sides: dict[torch.device, torch.cuda.Stream] = {}
+        self.left_mb: defaultdict[torch.device, float] = defaultdict(float)  # by graphs that were dropped alone
 
     def __getstate__(self) -> dict[str, Any]:
         return {"limit_gb": self.limit_gb}
@@ -45,11 +52,20 @@ class GraphPool:
     def __setstate__(self, state: dict[str, Any]) -> None:
         GraphPool.__init__(self, **state)
 
+    @property
+    def runners(self) -> list[Runner]:
+        """In the order they came."""
+        return list(self._runners.values())
+
+    def add(self, runner: Runner) -> None:
+        self._runners[next(self.numbers)] = runner
+
     def handle(self, device: torch.device) -> object:
         with torch.cuda.device(device):
             # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
             if device not in self.handles or not self._occupied(device):
                 self.handles[device] = torch.cuda.graph_pool_handle()
+                self.left_mb.pop(device, None)
             if device not in self.done:
                 self.done[device] = torch.cuda.Event()
         return self.handles[device]
@@ -69,35 +85,64 @@ class GraphPool:
             return self.limit_gb * 1024
         return torch.cuda.get_device_properties(device).total_memory / 2**20 / 4
 
-    def used_mb(self) -> float:
-        return sum(entry.memory_mb for runner in self.runners for entry in runner.entries.values() if entry.graph)
+    def used_mb(self, device: torch.device) -> float:
+        """All that graphs on a device keep: intermediate memory, inputs, outputs, and the driver's of their nodes."""
+        entries = (entry for runner in self.runners for entry in runner.entries.values())
+        held = (entry.memory_mb for entry in entries if entry.graph is not None and entry.graph.device == device)
+        return sum(held) + (self.left_mb[device] if self._occupied(device) else 0)
+
+    def rows(self) -> list[dict]:
+        """One row a device with graphs, for the report."""
+        with self.lock:
+            return [
+                {
+                    "device": str(device),
+                    "used_mb": round(self.used_mb(device), 1),
+                    "limit_mb": round(self.limit_mb(device), 1),
+                }
+                for device in self.done
+            ]
+
+    def drop(self, entry: Entry) -> None:
+        """Drops one graph."""
+        if entry.graph is not None:
+            if entry.graph.device in self.done:
+                self.done[entry.graph.device].synchronize()  # a replay on another stream may still be at it
+            self.left_mb[entry.graph.device] += entry.memory_mb
+            entry.graph = None
 
     def bound_outputs(self, entries: Collection[Entry], newest: Entry, device: torch.device) -> None:
         """Drops graphs of a runner, those first that were used the longest ago, whose outputs take more than theirs.
 
-        As logits do of hundreds of rows, in a graph for each number of rows. What they leave in the pool the next
-        capture takes; so it counts for `newest`, the one that was captured just now and stays.
+        As logits do of hundreds of rows, in a graph for each number of rows. newest: captured just now, it stays.
         """
         kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
         for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.used):
             if sum(kept.values()) <= OUTPUTS * self.limit_mb(device):
                 return
             if entry is not newest:
-                self.done[device].synchronize()  # a replay on another stream may still be at it
-                newest.memory_mb += entry.memory_mb
-                entry.graph = None
+                self.drop(entry)
                 del kept[id(entry)]
+
+    def forget(self) -> None:
+        """Drops every graph, and what is known of the models: that holds what was put on them, which holds a runner."""
+        self.clear()
+        with self.lock:
+            for runner in self.runners:
+                runner.fingerprint = None
 
     def clear(self, alone: bool = False) -> None:
         """Drops every graph and gives the memory back. alone: but for those that ranks drop only together."""
         with self.lock:
             for runner in self.runners:
                 if not alone or runner.ranks is None:
-                    runner.entries = {key: entry for key, entry in runner.entries.items() if entry.graph is None}
+                    for entry in runner.entries.values():
+                        entry.graph = None
             for done in self.done.values():
                 done.synchronize()
             for device in [device for device in self.done if not self._occupied(device)]:
                 del self.done[device]
                 self.handles.pop(device, None)
+                self.left_mb.pop(device, None)
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -49,7 +49,7 @@ class GraphForward(FastForward):
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
         device = next(self.module.parameters()).device
@@ -58,7 +58,7 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)  # part of somebody's capture
         if self.layout is not None:
             self.layout.follow(device)
-        return super().__call__(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
+        return super().call(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

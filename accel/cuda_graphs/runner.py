@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import captured
+from accel.cuda_graphs.memory import CaptureMemory
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.wall_time import milliseconds
 from accel.errors import reason_of, told
@@ -29,6 +30,8 @@ from accel.patching.ledger import Ledger
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
 LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
+CROWDED = 2  # times that all graphs make room for one, after which it stays eager: the next one would drop it again
+FORGIVEN = 1 / 8  # of such a time, by each replay
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
 SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
 PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
@@ -74,7 +77,7 @@ class GraphRunner:
         self.warm: set[Hashable] = set()
         self.replays = 0
         self.trials = Trials()
-        self.pool.runners.append(self)
+        self.pool.add(self)
 
     def __call__(
         self,
@@ -123,7 +126,9 @@ class GraphRunner:
                 if entry is None:
                     entry = self._remember(key)
                 elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
-                    self._capture(entry, eager, leaves, spec, device, constant, instead)
+                    wanted = None if self.keep else instead
+                    way = partial(self._capture_on_device, entry, eager, leaves, spec, device, constant, wanted)
+                    self._capture(entry, device, way)
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
@@ -188,8 +193,7 @@ class GraphRunner:
             versions = fingerprint.versions()
             if versions is None:
                 return None
-            outputs = self._replay(entry, leaves, entry.graph.device, None)
-            return Replayed(key, fingerprint, versions, outputs)
+            return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
         """Before the first call of a kind: compiles its kernels side by side. An error shows again in the call.
@@ -214,6 +218,8 @@ class GraphRunner:
         self.changes += self.fingerprint is not None
         for done in self.pool.done.values():
             done.synchronize()  # a replay on another stream may still be at it
+        for entry in self.entries.values():
+            self.pool.drop(entry)
         self.entries.clear()
         self.fingerprint = self._taken()
         self.reason = self.obstacle(self.module)
@@ -235,25 +241,32 @@ class GraphRunner:
 
     def _remember(self, key: tuple) -> Entry:
         if len(self.entries) >= MOST_SHAPES:
-            del self.entries[next(iter(self.entries))]
+            self.pool.drop(self.entries.pop(next(iter(self.entries))))
         self.entries[key] = Entry()
         return self.entries[key]
 
-    def _capture(
-        self,
-        entry: Entry,
-        eager: Callable,
-        leaves: list,
-        spec: pytree.TreeSpec,
-        device: torch.device,
-        constant: Constant | None,
-        instead: Callable | None,
-    ) -> None:
-        crowded = self._somewhere(self.pool.used_mb() > self.pool.limit_mb(device), device)
+    def _capture(self, entry: Entry, device: torch.device, capture: Callable[[bool], None]) -> None:
+        """capture(crowded): whether all other graphs must go first."""
+        crowded = self._crowded(device)
+        self._try(capture, crowded, entry, device)
+        if not crowded and self._crowded(device):
+            # Not together with the others: memory of graphs is given back only where all go.
+            entry.crowds, entry.graph = entry.crowds + 1, None
+            if entry.crowds > CROWDED:
+                entry.reason = "together with the graphs in use it takes more than graph_memory_gb allows"
+            self.pool.clear(alone=self.ranks is None)
+            if not self._somewhere(entry.reason is not None, device):
+                self._try(capture, False, entry, device)
+        if self._somewhere(entry.graph is None, device) and entry.graph is not None:
+            entry.graph, entry.reason = None, "another rank could not capture it"
+
+    def _crowded(self, device: torch.device) -> bool:
+        return self._somewhere(self.pool.used_mb(device) > self.pool.limit_mb(device), device)
+
+    def _try(self, capture: Callable[[bool], None], crowded: bool, entry: Entry, device: torch.device) -> None:
         try:
             with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), self.trials.noting():
-                wanted = None if self.keep else instead
-                self._capture_on_device(entry, eager, leaves, spec, device, constant, wanted, crowded)
+                capture(crowded)
         except Exception as error:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
@@ -262,8 +275,6 @@ class GraphRunner:
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()
-        if self._somewhere(entry.graph is None, device) and entry.graph is not None:
-            entry.graph, entry.reason = None, "another rank could not capture it"
 
     def _capture_on_device(
         self,
@@ -297,11 +308,11 @@ class GraphRunner:
         if crowded:
             self.pool.clear(alone=self.ranks is None)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
+        memory = CaptureMemory(device)
         graph, made, copies = captured(run, partial(self.pool.handle, device), partial(self._somewhere, device=device))
         outputs, structure = pytree.tree_flatten(made)
-        entry.memory_mb = (torch.cuda.memory_reserved(device) - before) / 2**20
         entry.graph = Captured(graph, device, inputs, outputs, structure, copies)
+        entry.memory_mb = memory.taken_mb(entry.graph)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
         if timed:
             entry.graph_ms = min(milliseconds(graph.replay, device)[0] for _ in range(1 if self.keep else 3))
@@ -310,7 +321,7 @@ class GraphRunner:
         elif timed and entry.graph_ms > (1 - LEAST_GAIN) * entry.eager_ms and not self.keep:
             entry.reason = f"a graph gains nothing here ({entry.graph_ms:.2f} ms, eager {entry.eager_ms:.2f} ms)"
         if entry.reason is not None:
-            entry.graph = None
+            self.pool.drop(entry)
         else:
             self.pool.bound_outputs(self.entries.values(), entry, device)
 
@@ -318,7 +329,7 @@ class GraphRunner:
         held = entry.graph
         assert held is not None
         self.replays += 1
-        entry.used = self.replays
+        entry.used, entry.crowds = self.replays, max(0.0, entry.crowds - FORGIVEN)
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
@@ -336,15 +347,4 @@ class GraphRunner:
 
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
-        return [
-            {
-                "path": self.path,
-                "inputs": key[0],
-                "status": "graph" if entry.graph else "eager",
-                "reason": entry.reason or ("" if entry.graph else self._awaited(entry)),
-                "eager_ms": round(entry.eager_ms, 3),
-                "graph_ms": round(entry.graph_ms, 3),
-                "memory_mb": round(entry.memory_mb, 1),
-            }
-            for key, entry in self.entries.items()
-        ]
+        return [entry.row(self.path, key[0], self._awaited(entry)) for key, entry in self.entries.items()]

@@ -50,7 +50,7 @@ class OverflowGuard(FastForward):
             return self._as_stock(output, args, kwargs)
         return self._in_float32(output, args, kwargs)
 
-    __call__ = fast  # fit for every call: what is inside decides for itself
+    call = fast  # fit for every call: what is inside decides for itself
 
     def _watches(self, output: object, args: tuple, kwargs: dict) -> bool:
         """An image, in float16 or by way of it, from arguments that a second call finds as they were."""

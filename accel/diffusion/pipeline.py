@@ -8,18 +8,21 @@ from accel.diffusion.schedulers import RULES, ready
 from accel.errors import PatchConflict
 from accel.fusion.loop import Loop
 from accel.patching.context import Context
+from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
 from accel.patching.probe import Probe
 from accel.planning.objects import schedulers_in
-from accel.planning.plan import PLAN, Plan
+from accel.planning.plan import PLAN, Plan, plan_of
 from accel.planning.stages import Staged
 
 
-class LoopStart:
+class LoopStart(InstanceMethod):
     """Callable that stands in `vars(pipe)["progress_bar"]`, which pipelines call between set_timesteps and their loop.
 
     It announces the loop and patches a scheduler that was put into the pipeline since.
     """
+
+    name = "progress_bar"
 
     def __init__(self, pipe: Any, context: Context):
         self.pipe = pipe
@@ -28,13 +31,17 @@ class LoopStart:
         self.current = schedulers_in(pipe)
         self.former: WeakSet = WeakSet()
 
+    @property
+    def owner(self) -> Any:
+        return self.pipe
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "former"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, former=WeakSet())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow()
         self.context.of(Loop).begin(self.current.values())
         if self.wrapped is not None:
@@ -44,7 +51,8 @@ class LoopStart:
     def _follow(self) -> None:
         schedulers = schedulers_in(self.pipe)
         for name, scheduler in schedulers.items():
-            if self.current.get(name) is not scheduler and PLAN not in vars(scheduler):
+            if self.current.get(name) is not scheduler and plan_of(scheduler) is None:
+                disown(scheduler)
                 plan = Plan(scheduler, RULES, self.context.for_model())
                 plan.apply()
                 vars(scheduler)[PLAN] = plan
@@ -59,9 +67,10 @@ class LoopStart:
         self.former.update(self.current.values())
         self.former.difference_update(schedulers_in(self.pipe).values())
         for scheduler in self.former:
-            if PLAN in vars(scheduler):
+            plan = plan_of(scheduler)
+            if plan is not None:
                 try:
-                    vars(scheduler)[PLAN].undo()
+                    plan.undo()
                 except PatchConflict:  # patched by someone since, and none of this pipeline's any more
                     continue
                 vars(scheduler).pop(PLAN)

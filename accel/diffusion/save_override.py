@@ -8,31 +8,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.patching.owner import InstanceMethod
 from accel.quantization.module import QuantizedLinear
 
 SAVE, STATE = "save_pretrained", "state_dict"
 
 
-class DenoiserSaveOverride:
+class DenoiserSaveOverride(InstanceMethod):
     """Stands in `vars(model)["save_pretrained"]` while linears are quantized; takes what the model's own takes.
 
     Every quantized weight is written as the numbers stand for, in the dtype it had, which a warning says.
     """
 
+    name, shared = SAVE, True
+
     def __init__(self, model: nn.Module):
         self.model = model
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.model
 
     @property
     def __signature__(self) -> inspect.Signature:
         own = inspect.signature(getattr(type(self.model), SAVE))
         return own.replace(parameters=list(own.parameters.values())[1:])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def call(self, *args: Any, **kwargs: Any) -> None:
         model = self.model
         warnings.warn(
             f"{type(model).__name__}.save_pretrained: quantized weights are written out in the model's dtype, rounded "
             "as they are, not in fewer bits; to save the original weights, call accel.restore first",
-            stacklevel=2,
+            stacklevel=3,
         )
         twin = copy.copy(model)  # shares all but what it says is in it
         vars(twin).pop(SAVE, None)

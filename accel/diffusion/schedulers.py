@@ -16,6 +16,7 @@ import torch
 from accel.errors import reason_of
 from accel.patching.context import Context
 from accel.patching.ledger import Ledger
+from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
@@ -86,7 +87,7 @@ class HostSchedule:
                 attributes["timesteps"] = self.source
 
 
-class SchedulerCall:
+class SchedulerCall(InstanceMethod):
     """Callable that stands in `vars(scheduler)[name]`, with the signature of the stock method.
 
     A module-level class holding its scheduler: pickle and deepcopy rebind it to the copy.
@@ -94,6 +95,10 @@ class SchedulerCall:
 
     def __init__(self, scheduler: Any, name: str):
         self.scheduler, self.name = scheduler, name
+
+    @property
+    def owner(self) -> Any:
+        return self.scheduler
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -111,7 +116,7 @@ class SetTimesteps(SchedulerCall):
         super().__init__(scheduler, name)
         self.schedule = schedule
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         result = self.stock(*args, **kwargs)
         timesteps = vars(self.scheduler).get("timesteps")
         if isinstance(timesteps, torch.Tensor) and timesteps.is_inference():
@@ -132,7 +137,7 @@ class SchedulerStep(SchedulerCall):
         self.schedule, self.ledger = schedule, ledger
         self.place = list(self.__signature__.parameters).index("timestep")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
         by_name = "timestep" in kwargs
@@ -184,7 +189,7 @@ class LinearUpdate(SchedulerCall):
     tensors are added up, in fp32 at least. Tensors on the host are left to stock.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         like = kwargs.get(LINEAR[self.name])
         if args or like is None or like.device.type == "cpu":
             return self.stock(*args, **kwargs)

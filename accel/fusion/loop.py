@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable
 from weakref import ref
 
-from accel.patching.per_thread import PerThread
+from accel.fusion.per_thread import PerThread
 
 _UNKNOWN = "a scheduler that counts no steps"
 

@@ -1,7 +1,7 @@
 """The fast forward of one module: takes the call where it is safe, hands it to the stock forward where it is not."""
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,6 +38,7 @@ from accel.errors import reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.code import ClassCode, Code
 from accel.patching.ledger import Ledger
+from accel.patching.owner import InstanceMethod
 from accel.patching.relied import Parts, Relied, another_class, changed_since
 from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
@@ -88,7 +89,7 @@ class Kernels:
 Forward = TypeVar("Forward", bound="FastForward")
 
 
-class FastForward(ABC):
+class FastForward(InstanceMethod):
     """Callable that stands in `vars(module)["forward"]`.
 
     A module-level class holding its module: pickle and deepcopy rebind it to the copy, and generate() sees the stock
@@ -96,6 +97,7 @@ class FastForward(ABC):
     Both are asked only about calls that `fast` and the stock forward take alike.
     """
 
+    name = "forward"
     module: Any  # of the kind that was matched, whose attributes subclasses read
     path: str
     kernels: Kernels
@@ -106,6 +108,7 @@ class FastForward(ABC):
     # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
     # the closure by which transformers divides a layer.
     around: Callable | None = None
+    forgotten: tuple[str, ...] = ()  # attributes that `forget` sets to None
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
 
@@ -122,6 +125,10 @@ class FastForward(ABC):
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
+
+    @property
+    def owner(self) -> Any:
+        return self.module
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -141,7 +148,7 @@ class FastForward(ABC):
             return self.function(self.module, *args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
@@ -172,6 +179,15 @@ class FastForward(ABC):
             return self.unfit(*args, **kwargs)
         except Exception as error:  # of another kind than any it was made for
             return f"arguments that could not be examined: {reason_of(error)}"
+
+    def forget(self) -> None:
+        """Lets go of what it knows of the module as it is now, which is found out again: itself is in it."""
+        if self.relied is not None:
+            self.relied.snapshot = None
+        vars(self).update(dict.fromkeys(self.forgotten))
+        for part in map(vars(self).get, ("inner", "prompts")):
+            if part is not None and hasattr(part, "forget"):
+                part.forget()
 
     def parts(self) -> Parts:
         """All whose work `fast` does itself, the module among them; none where it only calls."""
@@ -225,7 +241,7 @@ class FastForward(ABC):
         For whoever calls a part of it instead, to leave its last addition to the next fused operation.
         """
         forward = vars(module).get("forward")
-        if type(forward) is not cls or hooked(module) or torch.compiler.is_compiling():
+        if type(forward) is not cls or forward.module is not module or hooked(module) or torch.compiler.is_compiling():
             return None
         return forward if forward._refuses(args, kwargs) is None else None
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel.errors import PatchConflict
 from accel.parallel.sharded_layers import known
+from accel.patching.owner import OWNER, Mark
 from accel.patching.structure import own_forward, stock_method
 
 
@@ -43,10 +44,13 @@ class Patch:
     def __init__(self, owner: Any, name: str, value: Any):
         self.owner, self.name, self.value = owner, name, value
         self.before: object = MISSING
+        self.marks = False  # the first of its owner's, which is the last to be undone
+        self.mark: Mark | None = None  # while it is not in place, where another reference to it would say too much
 
     def apply(self) -> None:
         self.before = vars(self.owner).get(self.name, MISSING)
         vars(self.owner)[self.name] = self.value
+        self._mark()
 
     def check(self) -> None:
         """Raises PatchConflict unless the attribute is still what `apply` put there."""
@@ -58,10 +62,21 @@ class Patch:
             )
 
     def undo(self) -> None:
+        self._unmark()
         if self.before is MISSING:
             vars(self.owner).pop(self.name, None)
         else:
             vars(self.owner)[self.name] = self.before
+
+    def _mark(self) -> None:
+        self.marks = OWNER not in vars(self.owner)
+        if self.marks:
+            vars(self.owner)[OWNER] = self.mark or Mark(self.owner)
+            self.mark = None
+
+    def _unmark(self) -> None:
+        if self.marks:
+            self.mark = vars(self.owner).pop(OWNER, None)
 
 
 class ForwardPatch(Patch):
@@ -83,6 +98,7 @@ class ForwardPatch(Patch):
         holder, self.name = places[0] if places else (vars(self.owner), "forward")
         self.before = holder.get(self.name, MISSING)
         holder[self.name] = self.value
+        self._mark()
 
     def check(self) -> None:
         if not self._places(lambda value: value is self.value):
@@ -92,6 +108,7 @@ class ForwardPatch(Patch):
             super().check()
 
     def undo(self) -> None:
+        self._unmark()
         for holder, name in self._places(lambda value: value is self.value):
             if name == self.name and self.before is not MISSING:
                 holder[name] = self.before

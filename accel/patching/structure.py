@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.parallel.sharded_layers import rests_without_gradients
+from accel.patching.owner import OWNER
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
@@ -85,7 +86,7 @@ def overridden(part: object) -> str | None:
     attributes = getattr(part, "__dict__", {})
     for base in own_classes(type(part)):
         for name, value in vars(base).items():
-            if name in attributes and name != "forward" and callable(value):
+            if name in attributes and name not in ("forward", OWNER) and callable(value):
                 if not stock_method(part, attributes[name], name):
                     return name
     return None

@@ -17,6 +17,7 @@ from accel.options import Options
 from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
 from accel.patching.ledger import Ledger
+from accel.patching.owner import Owned
 from accel.patching.patch import Change
 from accel.patching.rule import Rule
 from accel.patching.user_ops import registered
@@ -46,7 +47,7 @@ def create_context(options: Options, cache: Callable[[str], Path | None] | None 
     return Context(options, kernels, Ledger(), shared=ChainMap({}, shared))
 
 
-class Plan:
+class Plan(Owned):
     """How one model, scheduler or pipeline becomes fast, in stages; once applied its patches, and what they tell.
 
     Making a plan changes nothing. `stages` come before the rules are asked, in this order.
@@ -74,6 +75,10 @@ class Plan:
         self.warnings: list[str] = []  # what was asked for and cannot be, once all is optimized
         self.prequantized = False  # some of its layers came quantized by another library
         self.users = WeakList()
+
+    @property
+    def owner(self) -> Any:
+        return self.root
 
     def apply(self) -> None:
         """The first time one stage after the other, then the same patches again. All or nothing: an error undoes every
@@ -115,7 +120,11 @@ class Plan:
         leave(self.patches)
         for patch in reversed(self.patches):
             patch.undo()
-        self.pool.clear()
+        self.pool.forget()
+        for patch in self.patches:
+            forget = getattr(getattr(patch, "value", None), "forget", None)
+            if forget is not None:
+                forget()
 
     @contextmanager
     def unfused(self) -> Iterator[None]:
@@ -139,6 +148,12 @@ class Plan:
         finally:
             for patch in patches:
                 patch.apply()
+
+
+def plan_of(obj: object) -> Plan | None:
+    """The plan that an object keeps, its own: a shallow copy keeps that of another one, by which nothing is undone."""
+    plan = vars(obj).get(PLAN)
+    return plan if plan is not None and plan.root is obj else None
 
 
 def leave(patches: Sequence[Change]) -> None:

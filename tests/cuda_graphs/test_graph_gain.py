@@ -38,6 +38,7 @@ def runner_of(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(host_copies, "capture", lambda graph, pool: contextlib.nullcontext())
     monkeypatch.setattr(GraphPool, "handle", lambda self, device: None)
     monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
@@ -89,6 +90,41 @@ def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
     monkeypatch.setattr(host_copies, "capture", lambda graph, pool: pytest.fail("captured"))
     assert [call() for _ in range(3)] == ["eager", "plain", "plain"]
     assert "20.00 ms to launch 300.00 ms" in runner.rows()[0]["reason"]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("turns", [[1, 2, 3, 4, 5, 6], [1, 2] * 6])
+def test_all_graphs_together_stay_within_the_bound(runner_of, monkeypatch, turns):
+    """Those of ever new shapes make room for one another; of two that do not fit together one stays eager."""
+    runner, _ = runner_of(keep=True, graph=(1.0, 0.1))
+    reserved, taken = [0], 40 if len(set(turns)) > 2 else 60
+
+    @contextlib.contextmanager
+    def capture(graph, pool):
+        reserved[0] += taken * 2**20
+        yield
+
+    def give_back():
+        held = sum(entry.graph is not None for entry in runner.entries.values())
+        reserved[0] = reserved[0] if held else 0
+
+    monkeypatch.setattr(host_copies, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    done, device = SimpleNamespace(synchronize=lambda: None), torch.device("cpu")
+    captured = []
+    for size in turns:
+        for _ in range(1 if len(set(turns)) == 2 else 2):
+            runner.pool.done[device] = done
+            captured.append(runner(lambda x: "eager", (torch.zeros(size),), {}))
+            assert reserved[0] <= 100 * 2**20 and runner.pool.used_mb(device) <= 100
+    assert captured[-1] == "graph" or captured[-2] == "graph"
+    if len(set(turns)) == 2:
+        assert captured[-2:] != ["eager", "eager"] and captured.count("graph") >= 6
+        assert [row["reason"] for row in runner.rows()].count(
+            "together with the graphs in use it takes more than graph_memory_gb allows"
+        ) == 1
 
 
 @pytest.mark.parametrize("fills", [True, False])

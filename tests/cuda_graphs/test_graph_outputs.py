@@ -37,7 +37,7 @@ def test_those_used_the_longest_ago_are_dropped(pool):
     newest = entry(3, used=0)
     pool.bound_outputs([*entries, newest], newest, DEVICE)
     assert [one.graph is not None for one in entries] == [True, False, False, False, True]
-    assert newest.graph is not None and newest.memory_mb == 7 and len(pool.waits) == 2
+    assert newest.graph is not None and pool.left_mb[DEVICE] == 4 and len(pool.waits) == 2
     assert all(one.reason is None for one in entries)  # captured again where it comes again
 
 
@@ -52,6 +52,16 @@ def test_one_that_is_too_large_alone_stays_alone(pool):
     entries, newest = [entry(1, used=1)], entry(20, used=0)
     pool.bound_outputs([*entries, newest], newest, DEVICE)
     assert entries[0].graph is None and newest.graph is not None
+
+
+def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    runner = GraphRunner(nn.Linear(2, 2), "", pool, Ledger(), lambda module: None, True)
+    runner.entries = {("a",): entry(3, used=1), ("b",): entry(2, used=2)}
+    pool.drop(runner.entries[("a",)])
+    assert pool.rows() == [{"device": "cpu", "used_mb": 5.0, "limit_mb": 8 / OUTPUTS}]
+    pool.clear()
+    assert pool.used_mb(DEVICE) == 0 and pool.rows() == []
 
 
 def test_replays_are_counted(monkeypatch):
@@ -73,7 +83,8 @@ def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
     for runner in runners:
         runner.entries = {("a",): entry(1, used=1), ("b",): Entry(reason="why")}
     pool.clear(alone=True)
-    assert [[*runner.entries] for runner in runners] == [[("b",)], [("a",), ("b",)]]
+    graphs = [[key for key, one in runner.entries.items() if one.graph is not None] for runner in runners]
+    assert graphs == [[], [("a",)]] and runners[0].entries[("b",)].reason == "why"
     assert pool.handles == {DEVICE: "pool"} and DEVICE in pool.done and pool.waits == [1]
     pool.clear()
-    assert [*runners[1].entries] == [("b",)] and not pool.handles and not pool.done
+    assert runners[1].entries[("a",)].graph is None and not pool.handles and not pool.done

@@ -31,7 +31,7 @@ class Pretense:
     def __init__(self, patch: pytest.MonkeyPatch, fails: bool):
         self.captures: list[int | None] = []
         self.replays, self.fails = 0, fails
-        patch.setattr(GraphForward, "__call__", FastForward.__call__)
+        patch.setattr(GraphForward, "call", FastForward.call)
         patch.setattr(block, "_on_gpu", lambda held: True)
         patch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -45,13 +45,12 @@ class Pretense:
         self.captures.append(runner.ranks and runner.ranks.size)
         if self.fails:
             raise RuntimeError("the host reads numbers")
-        entry.graph = eager, spec
+        entry.graph = SimpleNamespace(device=torch.device("cpu"), eager=eager, spec=spec)
 
     def replay(self, runner: GraphRunner, entry: Any, leaves: list, *rest: Any) -> Any:
         self.replays += 1
-        eager, spec = entry.graph
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return eager(*args, **kwargs)
+        args, kwargs = pytree.tree_unflatten(leaves, entry.graph.spec)
+        return entry.graph.eager(*args, **kwargs)
 
 
 def model_and_inputs() -> tuple[Any, dict]:

@@ -68,7 +68,7 @@ class GuidanceForward(FastForward):
         self.make: Make | None = None
         self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
         if torch.compiler.is_compiling() or AS_WRITTEN.get():
             return inner(*args, **kwargs)

@@ -21,6 +21,7 @@ from accel.parallel.world import everybody
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN
 from accel.patching.ledger import Ledger
+from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -42,12 +43,18 @@ class Uncut:
         raise AllCut
 
 
-class TiledDecode:
+class TiledDecode(InstanceMethod):
     """Stands in `vars(vae)["tiled_decode"]`; takes and gives what the class's own does."""
+
+    name = METHOD
 
     def __init__(self, vae: nn.Module, ledger: Ledger):
         self.vae, self.ledger = vae, ledger
         self.__setstate__({})
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.vae
 
     def __getstate__(self) -> dict[str, Any]:
         return {"vae": self.vae, "ledger": self.ledger}
@@ -56,7 +63,7 @@ class TiledDecode:
         vars(self).update(state)
         self.ranks = everybody()
 
-    def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         stock = getattr(type(self.vae), METHOD)
         if torch.compiler.is_compiling() or AS_WRITTEN.get():
             return stock(self.vae, z, *args, **kwargs)

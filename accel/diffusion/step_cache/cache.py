@@ -126,7 +126,7 @@ class StepCacheForward(FastForward):
         self.told = ""  # of the forward beneath, in the report
         self.names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
         if torch.compiler.is_compiling():
             return inner(*args, **kwargs)

@@ -28,7 +28,7 @@ class CachedBlock(FastForward):
         self.state, self.inner = state, inner
         self.names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else self.state.current
         if call is None:
             return self.whole(*args, **kwargs)

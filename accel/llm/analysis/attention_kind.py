@@ -103,8 +103,8 @@ def understand_attention(layer: LayerRecord, record: Record, kinds: Sequence[Att
         try:
             found = kind.understand(layer, record)
         except NotUnderstood as reason:
-            reasons.append(reason)
+            reasons.append(str(reason))  # an error kept here would keep this frame, and with it the model
         else:
             if found is not None:
                 return found
-    raise reasons[0] if reasons else NotUnderstood("its attention is of no kind that is known")
+    raise NotUnderstood(reasons[0] if reasons else "its attention is of no kind that is known")

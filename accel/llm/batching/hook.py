@@ -64,8 +64,11 @@ class InitContinuousBatching(MethodHook):
         self.sizes: dict[str, float] | None = None  # of the engine that was made last
         self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
 
+    def forget(self) -> None:
+        self.tried = (None, None)
+
     @torch.no_grad()
-    def __call__(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
+    def call(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
         cached = vars(self.module).get(CACHED)
         if isinstance(cached, ContinuousBatchingManager) and not isinstance(cached, BatchManager):
             return self.stock(*args, **kwargs)

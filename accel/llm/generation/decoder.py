@@ -51,6 +51,7 @@ class Unfit(Exception):
 class DecoderForward(FastForward):
     """Runs calls with a cache over a store of keys and values; every layer by its `LayerForward`."""
 
+    forgotten = ("seen",)
     convention: CallingConvention  # once the model is tried
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
@@ -89,7 +90,7 @@ class DecoderForward(FastForward):
         self.reason: str | None = None
         self.lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
             return self.stock(*args, **kwargs)
         reason = self.mode()

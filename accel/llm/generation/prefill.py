@@ -69,6 +69,9 @@ class Prompts:
     def __getstate__(self) -> dict[str, Any]:
         return {"runner": self.runner, "missed": None}
 
+    def forget(self) -> None:
+        self.missed = None
+
     def bucket(
         self, module: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int
     ) -> int | None:

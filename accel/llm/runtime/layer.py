@@ -47,7 +47,7 @@ class LayerForward(FastForward):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "bound"}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
         return self.stock(*args, **kwargs) if step is None else self.fast(step, *args, **kwargs)
 

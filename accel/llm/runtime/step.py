@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from accel_kernels import KV
 
-from accel.patching.per_thread import PerThread
+from accel.fusion.per_thread import PerThread
 
 
 class Step:

@@ -70,6 +70,28 @@ def test_logits_of_many_graphs_are_bounded():
     assert accel.report(ours).fallbacks == []
 
 
+def test_ever_new_sizes_keep_memory_flat():
+    """A hundred kinds of call; the report tells what graphs take, which stays within what they may."""
+    stock = make("llama", max_position_embeddings=2048).cuda()
+    ours = accel.optimize(copy.deepcopy(stock), graphs=True, graph_memory_gb=0.04)
+    reserved = []
+    for number in range(100):
+        ids = prompt(1 + number % 25, 3 + 7 * (number % 20) + number, number).cuda()
+        for _ in range(2):
+            found = generate(ours, ids, None, max_new_tokens=4)
+        if number % 10 == 0:
+            same(found, generate(stock, ids, None, max_new_tokens=4))
+        for row in accel.report(ours).graph_memory:
+            assert row["used_mb"] <= row["limit_mb"] == 41.0
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert any(row["status"] == "graph" for row in accel.report(ours).graphs) and "of at most 41 MB" in str(
+        accel.report(ours)
+    )
+    assert max(reserved[50:]) <= max(reserved[:50]) + 2**23
+
+
 def test_two_caches_in_turn_through_one_graph():
     """Two conversations of one shape, a step of one and a step of the other."""
     from transformers import DynamicCache

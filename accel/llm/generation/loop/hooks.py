@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from accel.fusion.per_thread import PerThread
 from accel.libraries.cache import generating_cache
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
@@ -19,7 +20,6 @@ from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
 from accel.patching.patch import Patch
-from accel.patching.per_thread import PerThread
 
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -94,7 +94,7 @@ class GenerateHook(MethodHook):
 
     def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
         super().__init__(module, forward)
-        self.call = call
+        self.current = call
 
 
 class ModeArguments(GenerateHook):
@@ -102,11 +102,11 @@ class ModeArguments(GenerateHook):
 
     name = "_extract_generation_mode_kwargs"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self.arguments(args, kwargs)
         found = self.stock(*args, **kwargs)
         usual = given.get("custom_generate") is None and not found.get("synced_gpus")
-        self.call.begin(Asked(found.get("streamer"), usual))
+        self.current.begin(Asked(found.get("streamer"), usual))
         return found
 
 
@@ -115,9 +115,9 @@ class SharedInputs(GenerateHook):
 
     name = "_prepare_model_inputs"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
-        self.call.given(digest(found[0]))
+        self.current.given(digest(found[0]))
         return found
 
 
@@ -126,7 +126,7 @@ class SharedOutcome(GenerateHook):
 
     name = "generate"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
         if self.forward.ranks is not None:
             agree_on_tokens(self.forward.ranks, getattr(found, "sequences", found))
@@ -138,13 +138,13 @@ class PrepareCache(GenerateHook):
 
     name = "_prepare_cache_for_generation"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        asked = self.call.asked
-        self.call.begin(None)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        asked = self.current.asked
+        self.current.begin(None)
         if self.forward.ranks is not None:
             given = self.arguments(args, kwargs)
             mode, config = given["generation_mode"], given["generation_config"]
-            agree_to_generate(self.forward.ranks, self.call.digest, mode, config, self.module.device)
+            agree_to_generate(self.forward.ranks, self.current.digest, mode, config, self.module.device)
         result = self.stock(*args, **kwargs)
         try:
             weight = self.forward.embeddings()
@@ -163,7 +163,7 @@ class PrepareCache(GenerateHook):
                 if asked is not None and asked.usual and followed(config, model_kwargs):
                     kept = model_kwargs | {"use_cache": config.use_cache}
                     request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
-                self.call.put(store, request)
+                self.current.put(store, request)
         return result
 
 
@@ -172,9 +172,9 @@ class Processors(GenerateHook):
 
     name = "_get_logits_processor"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         processors = self.stock(*args, **kwargs)
-        self.call.processed(processors)
+        self.current.processed(processors)
         return processors
 
 
@@ -183,7 +183,7 @@ class SharedCriteria(GenerateHook):
 
     name = "_get_stopping_criteria"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         criteria = self.stock(*args, **kwargs)
         if self.forward.ranks is not None:
             refuse_clocks(self.forward.ranks, criteria)
@@ -193,13 +193,13 @@ class SharedCriteria(GenerateHook):
 class Criteria(SharedCriteria):
     """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store, request = super().__call__(*args, **kwargs), self.call.store(), self.call.request
-        self.call.begin(None)  # what it knows would otherwise stay until the next call
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        criteria, store, request = super().call(*args, **kwargs), self.current.store(), self.current.request
+        self.current.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
         handover = None if request is None else Handover(self.forward, store, request, criteria)
-        self.call.expect(handover)
+        self.current.expect(handover)
         return Lookahead(criteria, self.forward, store, handover)
 
 
@@ -208,8 +208,8 @@ class Decoding(GenerateHook):
 
     name = DECODING
 
-    def __call__(self) -> AbstractContextManager:
-        return self.call.decoding(self.stock())
+    def call(self) -> AbstractContextManager:
+        return self.current.decoding(self.stock())
 
 
 class Unfinished(GenerateHook):
@@ -217,8 +217,8 @@ class Unfinished(GenerateHook):
 
     name = UNFINISHED
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        more, handover = self.stock(*args, **kwargs), self.call.handover
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        more, handover = self.stock(*args, **kwargs), self.current.handover
         return more and not (handover is not None and handover.run())
 
 
@@ -227,7 +227,7 @@ class PrepareInputs(GenerateHook):
 
     name = PREPARE
 
-    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = self.stock(input_ids, *args, **kwargs)
         store = store_of(generating_cache(inputs))
         if store is not None and store.pending is not None and store.pending.ids is input_ids:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from accel.llm.generation.decoder import DecoderForward
+from accel.patching.owner import InstanceMethod
 
 PREPARE = "prepare_inputs_for_generation"
 UNFINISHED, DECODING = "_has_unfinished_sequences", "_optimize_model_for_decode"  # asked by the loop, around it
@@ -29,13 +30,15 @@ def stock_methods(model: nn.Module, *names: str) -> bool:
     return all(getattr(type(model), name, None) is AS_IMPORTED[name] for name in names)
 
 
-class MethodHook:
+class MethodHook(InstanceMethod):
     """Stands in `vars(module)[name]`, in place of the method of its class."""
-
-    name: str
 
     def __init__(self, module: PreTrainedModel, forward: DecoderForward):
         self.module, self.forward = module, forward
+
+    @property
+    def owner(self) -> PreTrainedModel:
+        return self.module
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
+from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
@@ -28,7 +29,7 @@ STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
 
-class SaveOverride:
+class SaveOverride(InstanceMethod):
     """Stands in `vars(model)["save_pretrained"]` while linears are quantized; takes what the model's own takes.
 
     Writes safetensors and a config.json that stock transformers and other engines load (see `compressed`). A linear
@@ -36,10 +37,16 @@ class SaveOverride:
     these weights are written as the numbers stand for, in the model's dtype, which a warning says.
     """
 
+    name, shared = SAVE, True
+
     def __init__(self, model: PreTrainedModel):
         self.model = model
 
-    def __call__(self, save_directory: Any, *args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
+    @property
+    def owner(self) -> PreTrainedModel:
+        return self.model
+
+    def call(self, save_directory: Any, *args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
         model = self.model
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
@@ -118,7 +125,7 @@ def _warn(reason: str, kind: str, paths: list[str]) -> None:
     warnings.warn(
         f"{len(paths)} {kind}, {paths[0]} the first, are saved in the model's dtype, not in fewer bits: {reason}; "
         "their values are the quantized ones",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -1,0 +1,123 @@
+"""Shallow copies of optimized models: each computes with what it holds itself, and the original stays fast."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.patching.fast_forward import FastForward
+from support.one_of_each import MADE, language_model, run, unet
+from support.patched import fast_forwards
+
+
+def copied(model, head):
+    return with_head(copy.copy(model), head)
+
+
+def with_its_dict(model, head):
+    twin = type(model).__new__(type(model))
+    vars(twin).update(vars(model))
+    return with_head(twin, head)
+
+
+def with_head(twin, head):
+    other = copy.deepcopy(getattr(twin, head))
+    other.weight.data *= 1.5
+    vars(twin)["_modules"] = twin._modules | {head: other}
+    return twin
+
+
+def replica(model, head):
+    """As nn.DataParallel makes one: every module is a copy, with weights of its own."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, twin in copies.items():
+        for name, child in module._modules.items():
+            twin._modules[name] = copies.get(child)
+        for name, p in module._parameters.items():
+            setattr(twin, name, None if p is None else 1.1 * p.detach())
+    return copies[model]
+
+
+def owned(model):
+    forwards = ((m, vars(m).get("forward")) for m in model.modules())
+    return [m for m, forward in forwards if isinstance(forward, FastForward) and forward.owner is m]
+
+
+WAYS = (copied, with_its_dict, replica)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.share(1)
+def test_a_copy_computes_with_what_it_holds(made, way):
+    model, inputs, head = made()
+    stock = copy.deepcopy(model)
+    wanted, of_copy = run(stock, inputs), run(way(stock, head), inputs)
+    accel.optimize(model)
+    patched = len(fast_forwards(model))
+    assert patched
+    run(model, inputs)
+    twin = way(model, head)
+    torch.testing.assert_close(run(twin, inputs), of_copy, rtol=1e-4, atol=1e-4)
+    direct = way(model, head)
+    torch.testing.assert_close(run(lambda **given: direct.forward(**given), inputs), of_copy, rtol=1e-4, atol=1e-4)
+    if way is copied:
+        torch.testing.assert_close(run(way(model, head).forward, inputs), of_copy, rtol=1e-4, atol=1e-4)
+    before = accel.report(model).fallbacks
+    torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
+    assert accel.report(model).fallbacks == before and len(owned(model)) == patched
+    accel.restore(model)
+    assert torch.equal(run(model, inputs), wanted)
+    assert torch.equal(run(twin, inputs), of_copy)
+
+
+def test_what_holds_a_copy_is_restored_and_optimized_again():
+    model, inputs, _ = unet()
+    wanted = run(model, inputs)
+    accel.optimize(model)
+    model.mid_block.resnets[0] = copy.copy(model.mid_block.resnets[0])
+    whole = copy.copy(model)
+    assert accel.restore(whole) is whole and fast_forwards(model)
+    torch.testing.assert_close(run(accel.optimize(whole), inputs), wanted, rtol=1e-4, atol=1e-4)
+    accel.restore(whole)
+    accel.restore(model)
+    assert not fast_forwards(model) and torch.equal(run(model, inputs), wanted)
+
+
+def test_an_attribute_that_names_anothers_forward_is_no_copy():
+    model, inputs, _ = unet()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self):
+            raise NotImplementedError
+
+    accel.optimize(model)
+    wanted = run(model, inputs)
+    outer = Outer()
+    outer.forward = model.forward
+    twin = copy.copy(model)
+    assert torch.equal(run(outer, inputs), wanted) and torch.equal(run(twin, inputs), wanted)
+
+
+def saved(model, folder):
+    save = model.save_pretrained
+    save(folder)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_copy_of_a_quantized_model_is_saved_as_it_is(direct, tmp_path):
+    model, inputs, head = language_model()
+    accel.quantize(model, "int8")
+    twin = copied(model, head)
+    wanted = run(twin, inputs)
+    if direct:
+        twin.save_pretrained(tmp_path)
+    else:
+        saved(twin, tmp_path)
+    assert torch.equal(run(accel.load(tmp_path), inputs), wanted)
