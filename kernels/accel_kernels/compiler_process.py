@@ -14,6 +14,7 @@ import pickle
 import selectors
 import struct
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -60,7 +61,7 @@ class Kernels(pickle.Unpickler):
 
 
 def compile_kernel(job: bytes) -> None:
-    """Into Triton's cache, with what launches it where that is compiled too. Raises what the compilers raise."""
+    """Into Triton's cache, with what launches it where that is compiled too. Raises what Triton's compiler raises."""
     import triton
     from triton.backends.nvidia import driver
 
@@ -68,7 +69,8 @@ def compile_kernel(job: bytes) -> None:
     source = kind(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options, **more)
     if hasattr(driver, "make_launcher"):  # up to Triton 3.6 a C compiler makes one for each kernel
-        driver.CudaLauncher(source, compiled.metadata)
+        with suppress(Exception):  # without a GPU's library here; shows again where it is launched
+            driver.CudaLauncher(source, compiled.metadata)
 
 
 def prepare(folder: str) -> None:
