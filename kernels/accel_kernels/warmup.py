@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
 from accel_kernels.launch import interpreted
+
+COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
 
 # Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
 # that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
@@ -53,9 +56,7 @@ def prepare() -> None:
     from triton.runtime import cache
 
     if _compiles_beside():
-        from accel_kernels.compilers_triton import compilers_of
-
-        compilers_of(os.getpid()).start()
+        import_module(COMPILERS).compilers_of(os.getpid()).start()
     key = getattr(cache, "triton_key", None)  # no documented name; without it the first kernel waits for the hash
     if key is not None:
         threading.Thread(target=key, name="accel-triton-key", daemon=True).start()
@@ -73,14 +74,13 @@ def warmup() -> Iterator[None]:
     if not _compiles_beside():
         yield
         return
-    from accel_kernels.compilers_triton import CompileBeside, compilers_of
-
-    compilers = compilers_of(os.getpid())
+    compiling = import_module(COMPILERS)
+    compilers = compiling.compilers_of(os.getpid())
     with ThreadPoolExecutor(compilers.most + 4) as threads:  # there is always one that waits to be compiled
         now = _Warmup(threads, _device(), [])
         token = _WARMUP.set(now)
         try:
-            with CompileBeside(threads, compilers):
+            with compiling.CompileBeside(threads, compilers):
                 yield
         finally:
             _WARMUP.reset(token)

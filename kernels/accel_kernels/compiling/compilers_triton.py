@@ -25,7 +25,7 @@ from triton import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from accel_kernels import compiler_process
+from accel_kernels.compiling import compiler_process
 from accel_kernels.errors import set_aside
 
 MOST = 32  # processes

@@ -1,8 +1,8 @@
 """The process that compiles kernels for another: it forks one for each, so that they compile side by side.
 
-Run as a file, by `Compilers`. It has Triton and no PyTorch, whose import takes longer than most kernels: compiling needs
-none of it, and the files of kernels use it only where they launch. Nothing in it runs on a GPU, and it has one thread,
-so that forking is safe. What it compiles lies in Triton's cache.
+Run as a file, by `Compilers`. It has Triton and no PyTorch, whose import takes longer than most kernels: compiling
+needs none of it, and the files of kernels use it only where they launch. Nothing in it runs on a GPU, and it has one
+thread, so that forking is safe. What it compiles lies in Triton's cache.
 
 In come pickles: `sys.path` and how many may compile at once, then a kernel each. Out go, by their numbers, which are
 done: a line each, with 1 or 0 for whether it compiled.
@@ -15,6 +15,7 @@ import selectors
 import struct
 import sys
 from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -54,7 +55,7 @@ class Kernels(pickle.Unpickler):
 
     def persistent_load(self, name: tuple) -> Any:
         module, qualname, arguments = name
-        found: Any = __import__(module, fromlist=["any"])
+        found: Any = import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
         return found if arguments is None else found(*arguments)
@@ -73,19 +74,16 @@ def compile_kernel(job: bytes) -> None:
             driver.CudaLauncher(source, compiled.metadata)
 
 
-def prepare(folder: str) -> None:
-    """Imports Triton and what every kernel needs, without PyTorch, and hashes Triton's own files once for all."""
+def import_without_torch(folder: str) -> None:
+    """Imports Triton and what every kernel needs, and hashes Triton's own files once for all. folder: of kernels."""
     for name in ("torch", "torch.nn", "torch.nn.functional", "torch.distributed", "torch.nn.attention"):
         sys.modules[name] = _Torch(name)
     package = ModuleType("accel_kernels")  # none of its operations
     package.__path__ = [folder]
     sys.modules[package.__name__] = package
-    import triton.backends.nvidia.driver
-    import triton.compiler.code_generator
-    import triton.experimental.gluon
-    from triton.runtime import cache
-
-    getattr(cache, "triton_key", lambda: None)()
+    for name in ("backends.nvidia.driver", "compiler.code_generator", "experimental.gluon"):
+        import_module(f"triton.{name}")
+    getattr(import_module("triton.runtime.cache"), "triton_key", lambda: None)()
 
 
 class Server:
@@ -162,15 +160,14 @@ def _exactly(source: BinaryIO, size: int) -> bytes | None:
 
 
 def main() -> None:
-    source = open(os.dup(0), "rb", buffering=0)
-    answers = os.fdopen(os.dup(1), "wb")
+    source, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
     first = read(source)
     if first is not None:
         sys.path[:], most = pickle.loads(first)
-        prepare(os.path.dirname(os.path.abspath(__file__)))
+        import_without_torch(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         Server(source, answers, most).run()
 
 
