@@ -84,11 +84,16 @@ def warmup() -> Iterator[None]:
                 yield
         finally:
             _WARMUP.reset(token)
-        kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
-        with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
-            list(threads.map(_build_launcher, kernels))
-            for kernel in kernels:
-                kernel._init_handles()
+        _load_all(now)
+
+
+def _load_all(now: _Warmup) -> None:
+    """Makes all that was compiled ready to launch. Raises what a compiler has raised."""
+    kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
+    with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
+        list(now.threads.map(_build_launcher, kernels))
+        for kernel in kernels:
+            kernel._init_handles()
 
 
 def _compiles_beside() -> bool:
