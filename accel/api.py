@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
+from accel_kernels.warmup import prepare
 from torch import nn
 
 from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
@@ -76,6 +77,8 @@ def optimize(
     ranks = None if chosen.parallel is None else world(f"parallel={chosen.parallel!r}")
     for name, part in parts.items():
         agree_to_optimize(name, part, chosen, ranks)
+    if any(tensor.is_cuda for part in parts.values() if isinstance(part, nn.Module) for tensor in part.parameters()):
+        prepare()  # what compiles kernels starts while the models are examined
     for part in parts.values():
         disown_inside(part)
     before: dict[str, Any] = {name: plan_of(part) for name, part in parts.items()}

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from accel_kernels.warmup import prepare
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -80,8 +79,6 @@ def round_activations(model: PreTrainedModel, context: Context) -> Staged:
 
 def analyze_layers(model: nn.Module, context: Context) -> Staged:
     """What every layer computes, in the model's own precision, for the stages after it."""
-    if next(model.parameters()).is_cuda:
-        prepare()  # while the model is examined
     try:
         options = context.options
         whole = (options.kv_cache or options.weights) is not None

@@ -1,7 +1,7 @@
 """Compiling all kernels of a forward at once: a run in which launches only compile, in parallel.
 
-A first call that compiles its thirty kernel variants one after the other takes ten seconds; compilers run outside the
-interpreter lock, so threads make that two or three. Results of a warmed-up forward are garbage and must be dropped.
+A first call that compiles its thirty kernel variants one after the other takes half a minute; processes beside this one
+share that, see `Compilers`. Results of a warmed-up forward are garbage and must be dropped.
 """
 
 import os
@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
+
+from accel_kernels.launch import interpreted
+
+COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
 
 # Triton up to 3.6 loads each kernel's launcher as a Python extension of one and the same name. Python fills the module
 # that has the name when it is loaded again, which may be one that another thread is about to read: of two threads that
@@ -43,12 +48,15 @@ def alongside(work: Callable[[], object]) -> None:
 
 
 def prepare() -> None:
-    """Begins, in the background, what Triton does before it compiles or loads its first kernel.
+    """Begins, in the background, what goes before the first kernel is compiled or loaded.
 
-    A hash of its own files, a third of a second once a process, most of it outside the interpreter lock.
+    The start of what compiles, and a hash that Triton makes of its own files: a third of a second once a process, most
+    of it outside the interpreter lock.
     """
     from triton.runtime import cache
 
+    if _compiles_beside():
+        import_module(COMPILERS).compilers_of(os.getpid()).start()
     key = getattr(cache, "triton_key", None)  # no documented name; without it the first kernel waits for the hash
     if key is not None:
         threading.Thread(target=key, name="accel-triton-key", daemon=True).start()
@@ -63,26 +71,36 @@ def warmup() -> Iterator[None]:
     Triton's cache at its first launch.
     Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
     """
-    import triton
-
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None or os.environ.get("TRITON_INTERPRET") == "1":
+    if not _compiles_beside():
         yield
         return
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+    compiling = import_module(COMPILERS)
+    compilers = compiling.compilers_of(os.getpid())
+    with ThreadPoolExecutor(compilers.most + 4) as threads:  # there is always one that waits to be compiled
         now = _Warmup(threads, _device(), [])
         token = _WARMUP.set(now)
         try:
-            # A kernel that does not compile says so below: raised here, it would leave Triton 3.6 with these threads.
-            with mode(threads, ignore_errors=True):
+            with compiling.CompileBeside(threads, compilers):
                 yield
         finally:
             _WARMUP.reset(token)
-        kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
-        with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
-            list(threads.map(_build_launcher, kernels))
-            for kernel in kernels:
-                kernel._init_handles()
+        _load_all(now)
+
+
+def _load_all(now: _Warmup) -> None:
+    """Makes all that was compiled ready to launch. Raises what a compiler has raised."""
+    kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
+    with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
+        list(now.threads.map(_build_launcher, kernels))
+        for kernel in kernels:
+            kernel._init_handles()
+
+
+def _compiles_beside() -> bool:
+    """Whether Triton compiles, and has a way to do so asynchronously."""
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode") and not interpreted()
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:

@@ -100,6 +100,20 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             attn_implementation="eager",  # the only one that has its softcap in every version
         ),
     ),
+    "gemma3-4b": (  # its text part
+        "gemma3_text",
+        dict(
+            vocab_size=262208,
+            hidden_size=2560,
+            intermediate_size=10240,
+            num_hidden_layers=34,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            sliding_window=1024,
+            max_position_embeddings=131072,
+        ),
+    ),
     "phi3-mini": (
         "phi3",
         dict(

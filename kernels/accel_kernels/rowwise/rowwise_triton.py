@@ -130,4 +130,6 @@ def _jit(text: str) -> Any:
     numbers = [
         one for one in function.__code__.co_varnames[: function.__code__.co_argcount] if not one.endswith("_ptr")
     ]
-    return triton.jit(do_not_specialize=numbers)(function)
+    kernel = triton.jit(do_not_specialize=numbers)(function)
+    kernel.written_by = __name__, _jit.__qualname__, (text,)  # no file has it, see `compilers_triton`
+    return kernel

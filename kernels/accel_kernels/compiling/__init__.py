@@ -1,0 +1,1 @@
+"""Kernels compiled in processes beside the one that launches them."""
