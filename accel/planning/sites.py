@@ -55,11 +55,15 @@ class LoneSites:
             return False
         return not self.like.is_cpu or (self.options.cpu == "auto" and torch.cuda.is_available())
 
+    def _elsewhere(self) -> bool:
+        """Whether the model is still to come to where it is timed."""
+        return self.like is not None and self.like.is_cpu
+
     def reasons(self) -> dict[tuple, str]:
         """Why sites of a kind stay stock; what pays is not among them. All ranks that share the model give the same."""
         found = {kind: self._reason(forward) for kind, forward in self.kinds.items()}
         ranks = ranks_of(self.root) if isinstance(self.root, nn.Module) else None
-        if ranks is not None:
+        if ranks is not None and self._asked():
             names = {kind: f"{kind[0].__name__} of {kind[1].__name__} {number}" for number, kind in enumerate(found)}
             said = said_by_all(
                 ranks, "which sites pay", {names[kind]: reason is None for kind, reason in found.items()}
@@ -71,7 +75,7 @@ class LoneSites:
 
     def _reason(self, forward: FastForward) -> str | None:
         assert self.like is not None
-        if self.like.is_cpu:
+        if self._elsewhere():
             return MOVED
         try:
             few, many = forward.example_rows
