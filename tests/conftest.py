@@ -12,7 +12,7 @@ import torch
 
 import accel.api
 import accel.options
-from accel.patching import pays
+from accel.cuda_graphs import pays
 from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
 from support.diffusion.step_oracle import Oracle

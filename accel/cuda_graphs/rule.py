@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
@@ -21,7 +22,6 @@ from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_d
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
-from accel.patching.pays import LiveTurns
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
@@ -107,7 +107,7 @@ class GraphForward(FastForward):
             with as_written():
                 return self.stock(*args, **kwargs)
 
-        ways = {"fused": partial(self.stock, *args, **kwargs), "stock": stock}
+        ways: dict[str, Callable[[], Any]] = {"fused": partial(self.stock, *args, **kwargs), "stock": stock}
         result = turns(ways, next(self.module.parameters()).device)
         if turns.reason is not None:
             self.ledger.fell_back(self.path, f"{turns.reason}, without a graph")

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.cuda_graphs.pays import Cost, in_turns, less, no_more
 from accel.errors import reason_of
 from accel.options import Options
 from accel.parallel.agreement import said_by_all
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
-from accel.patching.pays import Cost, in_turns, less, no_more
 from accel.patching.structure import placement
 
 WOULD_NOT = "would not pay"
@@ -64,10 +64,9 @@ class LoneSites:
         found = {kind: self._reason(forward) for kind, forward in self.kinds.items()}
         ranks = ranks_of(self.root) if isinstance(self.root, nn.Module) else None
         if ranks is not None and self._asked():
-            names = {kind: f"{kind[0].__name__} of {kind[1].__name__} {number}" for number, kind in enumerate(found)}
-            said = said_by_all(
-                ranks, "which sites pay", {names[kind]: reason is None for kind, reason in found.items()}
-            )
+            names = {kind: f"{number} {kind[0].__name__}" for number, kind in enumerate(found)}
+            mine = {names[kind]: reason is None for kind, reason in found.items()}
+            said = said_by_all(ranks, "which sites pay", mine)
             for kind, name in names.items():
                 if found[kind] is None and any(values.get(name) != "True" for values in said.values()):
                     found[kind] = f"{WOULD_NOT} on another rank that shares the model"

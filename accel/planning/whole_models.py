@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from accel.cuda_graphs.pays import less
 from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
-from accel.patching.pays import less
 from accel.patching.structure import placement
 from accel.planning.plan import Plan
 from accel.planning.sites import WOULD_NOT
@@ -33,7 +33,8 @@ def decide(plan: Plan) -> None:
     options = plan.options
     if options.lossy or options.strict or not isinstance(plan.root, nn.Module):
         return
-    forwards = [patch.value for patch in plan.patches if isinstance(getattr(patch, "value", None), FastForward)]
+    values = (getattr(patch, "value", None) for patch in plan.patches)
+    forwards = [value for value in values if isinstance(value, FastForward)]
     if not forwards:
         return
     device = placement(plan.root)[0].type

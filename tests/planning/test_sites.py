@@ -1,4 +1,4 @@
-"""Sites that stand alone between stock code are patched where they are timed to pay; elsewhere stock runs, untouched."""
+"""Sites that stand alone between stock code are patched where they are timed to pay; elsewhere stock runs."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import accel
+from accel.cuda_graphs import pays
+from accel.cuda_graphs.pays import Cost, LiveTurns
 from accel.fusion.norms import LayerNormForward
-from accel.patching import pays
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
-from accel.patching.pays import Cost, LiveTurns
 from accel.planning import sites
 from accel.planning.plan import create_context
 from accel.planning.sites import MOVED, LoneSites

@@ -8,11 +8,11 @@ import torch
 from transformers import DynamicCache
 
 import accel
+from accel.cuda_graphs import pays
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.llm.generation import pace as pacing
 from accel.llm.generation.decoder import DecoderForward
 from accel.options import choose
-from accel.patching import pays
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
 from accel.planning.plan import PLAN
