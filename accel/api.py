@@ -17,7 +17,7 @@ from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options,
 from accel.parallel.world import world
 from accel.patching.context import Context
 from accel.patching.owner import disown_inside
-from accel.planning import on_cpu
+from accel.planning import whole_models
 from accel.planning.choices_file import choices_file
 from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
@@ -96,7 +96,7 @@ def optimize(
             applied.append(name)
             vars(part)[PLAN] = plan
         for name in applied:
-            on_cpu.decide(vars(parts[name])[PLAN])
+            whole_models.decide(vars(parts[name])[PLAN])
         if chosen.step_cache is not None:
             _settle_step_cache(obj, chosen.step_cache, context)
     except BaseException:
@@ -291,7 +291,7 @@ def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None
             raise
         whole.rows.append(Row("", NAME, "skipped", reason))
         vars(plan.root)[PLAN] = whole
-        on_cpu.decide(whole)
+        whole_models.decide(whole)
 
 
 def _models(obj: object) -> dict[str, nn.Module]:

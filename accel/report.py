@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel.parallel.sharded_layers import ranks_of
-from accel.planning.on_cpu import RULE as ON_CPU
 from accel.planning.plan import Plan
+from accel.planning.whole_models import ON_CPU
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
@@ -19,12 +21,13 @@ from accel.fusion.stacked_linears import PromptProjections
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"
+MOST_TURNS = 64  # shapes without a graph that are remembered; the oldest is forgotten
 
 # Inside of a forward that is captured or will be: what launching takes the host there does not count.
 CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=False)
@@ -35,10 +38,13 @@ class GraphForward(FastForward):
 
     Not of half an autoencoder over video: its kernels are long, and a graph would hold the memory of its frames again.
     Of a model whose sequences are divided among ranks, what they send each other is in the graph of each.
+    Where something forbids all graphs, blocks inside may cost the host more than they save: calls then run fused and
+    stock in turns, until it is known of their shape which is faster.
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
+        self.turns: dict[tuple, LiveTurns] = {}
         self.prompt, self.loop = PromptProjections.shared(context), context.of(Loop)
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
         self.passes = context.of(ForwardCounter)
@@ -82,11 +88,30 @@ class GraphForward(FastForward):
         return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), instead=instead)
 
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runner.reason is not None and self.runner.ranks is None:
+            return self._in_turns(*args, **kwargs)
         token = CAPTURED_SOON.set(True)
         try:
             return self.stock(*args, **kwargs)
         finally:
             CAPTURED_SOON.reset(token)
+
+    def _in_turns(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if shapes not in self.turns and len(self.turns) >= MOST_TURNS:
+            del self.turns[next(iter(self.turns))]
+        turns = self.turns.setdefault(shapes, LiveTurns())
+
+        def stock() -> Any:
+            with as_written():
+                return self.stock(*args, **kwargs)
+
+        ways: dict[str, Callable[[], Any]] = {"fused": partial(self.stock, *args, **kwargs), "stock": stock}
+        result = turns(ways, next(self.module.parameters()).device)
+        if turns.reason is not None:
+            self.ledger.fell_back(self.path, f"{turns.reason}, without a graph")
+        return result
 
     def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
         """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""

@@ -31,11 +31,18 @@ def _unfit(x: Any, weight: torch.Tensor | None) -> str | None:
 class GroupNormForward(FastForward):
     """nn.GroupNorm through the fused kernel, in the layout the image comes in."""
 
+    example_rows = (64, 4096)
+
     def unfit(self, input: Any) -> str | None:
         return _unfit(input, self.module.weight)
 
     def parts(self) -> Parts:
         return Parts(live=(self.module,))
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        like = like if self.module.weight is None else self.module.weight.detach()
+        image = like.new_ones(1, self.module.num_channels, rows // 8, 8)
+        return (image.contiguous(memory_format=torch.channels_last),)
 
     def fast(self, input: torch.Tensor) -> torch.Tensor:
         return normalize(self.kernels, input, self.module)
@@ -52,6 +59,10 @@ class LayerNormForward(FastForward):
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        like = like if self.module.weight is None else self.module.weight.detach()
+        return (like.new_ones(rows, *self.module.normalized_shape),)
 
     def fast(self, input: torch.Tensor) -> torch.Tensor:
         m = self.module
@@ -123,6 +134,13 @@ class RmsNormForward(FastForward):
         if x.shape[-1:] != weight.shape or (gate is not None and gate.shape != x.shape):
             return "input of another shape"
         return None if kind.keeps_dtype(x, weight, gate) else PROMOTED
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        gated, kind = next(iter(self.kinds.items()))  # without a gate where both are known: the least that it saves
+        weight = vars(self.module)["_parameters"][kind.weight]
+        x = like.new_ones(rows, *weight.shape, device=weight.device)
+        args = (x, x) if gated else (x,)
+        return args if self.unfit(*args) is None else tuple(one.to(weight.dtype) for one in args)
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         x, gate = self._given(args, kwargs)

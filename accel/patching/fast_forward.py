@@ -111,6 +111,7 @@ class FastForward(InstanceMethod):
     forgotten: tuple[str, ...] = ()  # attributes that `forget` sets to None
     beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
     code: type[Code] = ClassCode  # of its parts, that it relies on
+    example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
         given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
@@ -232,6 +233,19 @@ class FastForward(InstanceMethod):
         return transformation()
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
+        return None
+
+    @property
+    def captures(self) -> bool:
+        """Whether what it calls is replayed from CUDA graphs, so that launching it costs the host nothing."""
+        inner = getattr(self, "inner", None)
+        return getattr(self, "runner", None) is not None or (isinstance(inner, FastForward) and inner.captures)
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple | None:
+        """Arguments of a call of so many rows, by which it is timed where it stands alone between stock code.
+
+        like: of the model's device and dtype. None for the work of several modules, which is not timed by itself.
+        """
         return None
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 class Ledger:
     """Counts fallbacks by (path, reason); safe under threads, empty in copies and pickles.
 
-    stock_on_cpu: calls on a CPU run stock by choice, see `accel.planning.on_cpu`, and are not counted.
+    stock_on_cpu: calls on a CPU run stock by choice, see `accel.planning.whole_models`, and are not counted.
     """
 
     def __init__(self, stock_on_cpu: bool = False):

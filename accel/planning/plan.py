@@ -52,7 +52,7 @@ class Plan(Owned):
 
     Making a plan changes nothing. `stages` come before the rules are asked, in this order.
     users: what the object was optimized through, a pipeline or itself.
-    pace: times a call of the object on a CPU, in seconds fused and stock; None where there is no typical call.
+    pace: times a call of the object, in seconds fused and stock; None where there is no typical call.
     """
 
     def __init__(

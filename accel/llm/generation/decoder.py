@@ -31,7 +31,7 @@ from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
 
@@ -91,7 +91,7 @@ class DecoderForward(FastForward):
         self.lock = threading.Lock()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs):
+        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:

@@ -50,6 +50,12 @@ class ExpertsForward(FastForward):
         """Any class will do, as each token is computed by itself."""
         super().remember()
 
+    def example(self, rows: int, like: torch.Tensor) -> tuple | None:
+        weights = self._weights()
+        x = example(self.module, rows, weights.hidden)
+        index = torch.arange(2 * rows, device=x.device).view(rows, 2) % weights.experts
+        return x, index, torch.full_like(x[:, :2], 0.5)
+
     def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         x, index, shares = self._given(args, kwargs)
         return self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
@@ -76,6 +82,9 @@ class ShardedExpertsForward(ExpertsForward):
     ) -> None:
         super().__init__(module, path, kernels, ledger, formula)
         self.sharding, self.around = found, vars(module)["forward"]
+
+    def example(self, rows: int, like: torch.Tensor) -> None:
+        """None is timed: a call is a sum over ranks."""
 
     def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         x, index, shares = self._given(args, kwargs)

@@ -27,6 +27,8 @@ class OutputHead:
 class HeadForward(FastForward):
     """A linear layer over the last hidden states."""
 
+    example_rows = (1, 64)
+
     def unfit(self, input: Any) -> str | None:
         if type(input) is not torch.Tensor:
             return f"input of type {type(input).__name__}"
@@ -34,6 +36,9 @@ class HeadForward(FastForward):
         if type(weight) is not nn.Parameter or weight.dtype != input.dtype:
             return "weights of another kind or dtype"
         return None
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        return (self.module.weight.detach().new_ones(rows, self.module.in_features),)
 
     def fast(self, input: torch.Tensor) -> Any:
         return self.kernels.fused_linear(input.contiguous(), self.module.weight, self.module.bias)

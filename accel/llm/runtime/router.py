@@ -70,6 +70,17 @@ class RouterForward(FastForward):
         plain = all(type(one) in (torch.Tensor, nn.Parameter) and one.device == x.device for one in tensors.values())
         return None if plain else "weights of another kind, or on another device"
 
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        dtypes = (like.dtype, *(tensor.dtype for tensor in held(self.module).values()))
+        x = example(self.module, rows, _hidden(self.module, self.formulas))
+        x = next((x.to(one) for one in dtypes if self.formula(x.to(one)) is not None), x)
+        formula = self.formula(x)
+        if formula is None:
+            return (x,)
+        x = x if 2 in formula.dims else x.unsqueeze(0)
+        experts = held(self.module)[formula.weight].shape[0]
+        return (x, torch.zeros(experts, device=x.device)) if formula.correction == GIVEN else (x,)
+
     def fast(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         x, correction = self._given(args, kwargs)
         tensors = held(self.module)

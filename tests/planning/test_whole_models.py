@@ -8,27 +8,29 @@ import torch
 from transformers import DynamicCache
 
 import accel
+from accel.cuda_graphs import pays
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.llm.generation import pace as pacing
 from accel.llm.generation.decoder import DecoderForward
 from accel.options import choose
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
-from accel.planning.on_cpu import RULE
 from accel.planning.plan import PLAN
+from accel.planning.whole_models import ON_CPU
 from support.llm.families import make
 
 IDS = torch.arange(1, 9).view(1, 8)
 
 
 def told(model):
-    return [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == RULE]
+    return [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == ON_CPU]
 
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """The options as they are asked for: elsewhere tests run fused on a CPU."""
     monkeypatch.setattr("accel.api.choose", choose)
+    monkeypatch.setattr(pays, "GAIN", 0.97)
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def timed(monkeypatch):
 @pytest.fixture(params=[False, True], ids=["no GPU here", "a GPU here"])
 def gpu(request, monkeypatch):
     """Whether the model could be moved to a GPU, as far as the decision knows."""
-    monkeypatch.setattr("accel.planning.on_cpu.gpu_here", lambda: request.param)
+    monkeypatch.setattr("accel.planning.whole_models.gpu_here", lambda: request.param)
     return request.param
 
 
@@ -169,11 +171,11 @@ def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
     fused.clear()
     ledger = vars(model)[PLAN].ledger
     assert pacing.pace(model, ledger) == (3.0, 1.0)
-    assert len(fused) == 1 + pacing.MOST  # a prompt, and as many tokens as are timed at most
+    assert len(fused) == 1 + pacing.WARM + pacing.MOST  # a prompt, and as many tokens as are timed at most
     assert model.training and not ledger.stock_on_cpu and ledger.rows() == []
     monkeypatch.setattr(pacing, "SECONDS", 0.5)
     fused.clear()
-    assert pacing.pace(model, ledger) == (3.0, 1.0) and len(fused) == 2
+    assert pacing.pace(model, ledger) == (3.0, 1.0) and len(fused) == 1 + pacing.WARM + 3
 
 
 def test_tensors_elsewhere_do_not_rest():

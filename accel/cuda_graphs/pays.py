@@ -1,0 +1,98 @@
+"""Whether what is fused pays on this machine: runs timed in turns, and the one rule by which their times are judged.
+
+A fast forward launches less work for the GPU. But its own Python and its launches take time of the host, and in code
+that runs eagerly, a row at a time, the host is what everything waits for. So it has to win on both.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+GAIN = 0.97  # of stock's time, that is worth it; less of a gain is noise
+ROUNDS = 5  # of which the least time counts
+CALLS = 10  # of a round, one behind another
+SECONDS = 0.02  # after which no more rounds are begun; two are run anyway
+WARM = 2  # calls before: kernels are compiled, libraries get ready
+
+
+class Cost(NamedTuple):
+    """Seconds of one call: until the host has launched it, and until the device has done it, one behind another."""
+
+    host: float
+    wall: float
+
+
+def less(fused: float, stock: float) -> bool:
+    """Whether the time of what is fused is clearly less."""
+    return fused < GAIN * stock
+
+
+def no_more(fused: float, stock: float) -> bool:
+    """Whether what is fused takes no longer."""
+    return fused <= max(1.0, GAIN) * stock
+
+
+def in_turns(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+    """The least cost of each of these runs. Raises what they raise."""
+    for _ in range(WARM):
+        for run in runs:
+            run()
+    _wait(device)
+    found: list[list[Cost]] = [[] for _ in runs]
+    until = time.perf_counter() + SECONDS
+    for turn in range(ROUNDS):
+        places = range(len(runs)) if turn % 2 else reversed(range(len(runs)))  # who comes first takes turns too
+        for place in places:
+            found[place].append(_cost(runs[place], device))
+        if turn and time.perf_counter() > until:
+            break
+    return [Cost(*map(min, zip(*costs, strict=True))) for costs in found]
+
+
+def _cost(run: Callable[[], Any], device: torch.device) -> Cost:
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    launched = time.perf_counter()
+    _wait(device)
+    return Cost((launched - start) / CALLS, (time.perf_counter() - start) / CALLS)
+
+
+def _wait(device: torch.device) -> None:
+    """For the current stream: waiting for the whole device fails while another thread captures."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class LiveTurns:
+    """Two ways of computing a user's own calls, in turns until it is known which is faster. No call is made for it.
+
+    Of each way the first call counts for nothing, and the least of two is compared. Until then `faster` is None.
+    reason: why it is stock.
+    """
+
+    COUNTED = 2
+    faster: str | None = None
+    reason: str | None = None
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {"fused": [], "stock": []}
+
+    def __call__(self, ways: dict[str, Callable[[], Any]], device: torch.device) -> Any:
+        """The result of one of the ways, "fused" or "stock"."""
+        if self.faster is not None:
+            return ways[self.faster]()
+        way = min(self.times, key=lambda name: len(self.times[name]))
+        _wait(device)
+        start = time.perf_counter()
+        result = ways[way]()
+        _wait(device)
+        self.times[way].append(time.perf_counter() - start)
+        if min(map(len, self.times.values())) > self.COUNTED:
+            fused, stock = (min(times[1:]) for times in self.times.values())
+            self.faster = "fused" if less(fused, stock) else "stock"
+            if self.faster == "stock":
+                self.reason = f"would not pay: {1e3 * fused:.2f} ms fused, {1e3 * stock:.2f} stock"
+        return result

@@ -1,0 +1,100 @@
+"""Whether a model pays as a whole: on a CPU, and on a GPU where it is understood in part and has no CUDA graph.
+
+What is fused saves launches and passes over a GPU's memory. A CPU has neither to save, and for a small model the Python
+around each pass takes longer than the pass. So calls on a CPU run stock unless a measurement speaks against it: by a
+word to the forwards where there is a GPU that the model may be moved to, else by taking them out again.
+
+On a GPU, steps of a model without a graph take what the host takes. Sites that stand alone have been timed by then, see
+`sites`. Layers between stock ones show what they are worth in a whole step only.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from accel.cuda_graphs.pays import less
+from accel.errors import reason_of
+from accel.parallel.sharded_layers import ranks_of
+from accel.patching.fast_forward import FastForward
+from accel.patching.structure import placement
+from accel.planning.plan import Plan
+from accel.planning.sites import WOULD_NOT
+from accel.planning.stages import Row
+
+ON_CPU = "on a CPU"  # what the report calls it
+
+
+def decide(plan: Plan) -> None:
+    """Once all is applied: whether calls run what is fused, and rows that say so for a model that is where they would.
+
+    Options that are lossy are asked for by name, and a strict plan may leave nothing out: these run fused everywhere.
+    """
+    options = plan.options
+    if options.lossy or options.strict or not isinstance(plan.root, nn.Module):
+        return
+    values = (getattr(patch, "value", None) for patch in plan.patches)
+    forwards = [value for value in values if isinstance(value, FastForward)]
+    if not forwards:
+        return
+    device = placement(plan.root)[0].type
+    if device == "cuda" and not any(forward.captures for forward in forwards):
+        _decide_on_gpu(plan)
+    if options.cpu == "fuse":
+        return
+    plan.ledger.stock_on_cpu = True
+    if device != "cpu":
+        return
+    reason = _reason(plan)
+    stays = plan.ledger.stock_on_cpu and not gpu_here() and not plan.prequantized and options.parallel is None
+    if plan.ledger.stock_on_cpu:
+        reason += "; fused where there is a GPU" if stays else "; fused once it is on a GPU"
+    plan.rows.append(Row("", ON_CPU, "skipped" if plan.ledger.stock_on_cpu else "patched", reason))
+    if stays:
+        # There is nowhere to move it to. Even forwards that only hand a call on cost a small model a few percent.
+        _take_out(plan)
+
+
+def _decide_on_gpu(plan: Plan) -> None:
+    """Of a model that was understood in part, and not quantized: all of it, or nothing."""
+    if plan.pace is None or plan.prequantized or ranks_of(plan.root) is not None:
+        return
+    try:
+        fused, stock = plan.pace(plan.root, plan.ledger)
+    except Exception as error:  # a call of another form than any model here takes: its sites pay one by one
+        reason_of(error)
+        return
+    if less(fused, stock):
+        return
+    _take_out(plan)
+    reason = f"{WOULD_NOT}: {_told(fused, stock)}"
+    plan.rows = [replace(row, status="skipped", reason=reason) if row.status == "patched" else row for row in plan.rows]
+
+
+def _take_out(plan: Plan) -> None:
+    plan.undo()
+    plan.patches = []
+
+
+def _reason(plan: Plan) -> str:
+    """What calls on a CPU run, and why, once that is decided in the plan's ledger."""
+    if ranks_of(plan.root) is not None:
+        return "runs stock there: ranks that share a model would time it apart"
+    if plan.pace is None:
+        return "runs stock there, where fused passes save nothing"
+    try:
+        fused, stock = plan.pace(plan.root, plan.ledger)
+    except Exception as error:  # a call of another form than any model here takes
+        return f"runs stock there, not timed: {reason_of(error)}"
+    plan.ledger.stock_on_cpu = not less(fused, stock)
+    kind = "stock" if plan.ledger.stock_on_cpu else "fused"
+    return f"runs {kind} there: {_told(fused, stock)}"
+
+
+def _told(fused: float, stock: float) -> str:
+    return f"{fused * 1e3:.2f} ms a token fused, {stock * 1e3:.2f} stock"
+
+
+def gpu_here() -> bool:
+    """Whether this process could move a model to a GPU."""
+    return torch.cuda.is_available()
