@@ -1,4 +1,4 @@
-"""Draws speed, ablation, decode, quantized, batches and scripts.png in docs/images from benchmarks/results: `make plots`."""
+"""Draws speed, ablation, decode, quantized, batches and scripts.png in docs/images from results: `make plots`."""
 
 import argparse
 import json
@@ -201,7 +201,7 @@ def main() -> None:
     for path in sorted(options.results.glob("*-scripts.json")):
         result = json.loads(path.read_text())
         if result["machine"]["gpu"]:
-            plot_scripts.save(result, options.out.with_name("scripts.png"))
+            plot_scripts.save_ratios(result, options.out.with_name("scripts.png"))
     if generating:
         save_decode(generating, options.out.with_name("decode.png"))
     if not results:

@@ -33,7 +33,7 @@ def bench_scripts(
     """
     from accel.bench.machine import slug
     from accel.bench.scripts import results
-    from accel.bench.scripts.registry import SCRIPTS, select
+    from accel.bench.scripts.registry import SCRIPTS, find_scripts
     from accel.bench.scripts.runner import run_scripts
     from accel.bench.scripts.script import Size
 
@@ -41,7 +41,7 @@ def bench_scripts(
     if size not in (None, "real", "tiny"):
         raise typer.BadParameter(f"{size!r} is neither real nor tiny", param_hint="--size")
     try:
-        chosen = select(names or [])
+        chosen = find_scripts(names or [])
     except KeyError as error:
         unknown = ", ".join(map(repr, error.args))
         raise typer.BadParameter(f"unknown: {unknown}; give of {', '.join(SCRIPTS)}", param_hint="NAMES") from None
@@ -56,17 +56,17 @@ def bench_scripts(
             progress.update(task, description=name)
 
         def keep(result: dict) -> None:
-            results.save(result, path)
+            results.save_rows(result, path)
             progress.advance(task)
             console.print(results.line(result["rows"][-1]), highlight=False, markup=False)
 
         done = run_scripts(chosen, Size(place, tiny), budget, total, stage, keep)
-    console.print(results.table(done["rows"]))
+    console.print(results.rows_table(done["rows"]))
     console.print(f"wrote {path}", highlight=False)
     if plot is not None:
-        from accel.bench.scripts.plot import save as draw
+        from accel.bench.scripts.plot import save_ratios
 
-        draw(json.loads(path.read_text()), plot)
+        save_ratios(json.loads(path.read_text()), plot)
         console.print(f"wrote {plot}", highlight=False)
     slow = [] if tiny else results.below(done["rows"])
     if slow or any("failed" in row for row in done["rows"]):

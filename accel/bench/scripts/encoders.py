@@ -114,11 +114,7 @@ def _whisper(size: Size, frames: int) -> tuple[Any, torch.Tensor]:
     config.no_timestamps_token_id = size(50364, 200)
     config.suppress_tokens = config.begin_suppress_tokens = None
     config.return_timestamps = False
-    return model, size.randn(1, real_bins(size), size(frames, frames // 75), dtype=size.bf16)
-
-
-def real_bins(size: Size) -> int:
-    return size(128, 8)
+    return model, size.randn(1, size(128, 8), size(frames, frames // 75), dtype=size.bf16)
 
 
 @script("whisper-short", "Whisper-large-v3, 30 seconds of speech, 128 tokens")
@@ -142,7 +138,7 @@ def whisper_long(size: Size) -> Built:
 
 @script("flan-t5", "Flan-T5-large, 4 texts of 128 tokens, 64 out")
 def t5(size: Size) -> Built:
-    real = dict(vocab_size=32128, d_model=1024, d_kv=64, d_ff=2816, num_layers=24, num_heads=16)
+    real: dict = dict(vocab_size=32128, d_model=1024, d_kv=64, d_ff=2816, num_layers=24, num_heads=16)
     real |= dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
     tiny = real | dict(vocab_size=200, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     model = _made(size, "T5ForConditionalGeneration", "t5", real, tiny)
@@ -161,15 +157,15 @@ def bart(size: Size) -> Built:
 @script("qwen2.5-vl", "Qwen2.5-VL-7B with an image of 512 px, 14 of 28 layers of text: 64 tokens in, 32 out")
 def vision_language(size: Size) -> Built:
     image, start, side = size((151655, 151652, 36), (190, 192, 4))
-    special = dict(image_token_id=image, video_token_id=image + 1)
+    special: dict = dict(image_token_id=image, video_token_id=image + 1)
     special |= dict(vision_start_token_id=start, vision_end_token_id=start + 1)
     rope = dict(rope_type="default", rope_theta=1e6, mrope_section=size([16, 24, 24], [1, 1, 2]))
-    text = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=14)
+    text: dict = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=14)
     text |= dict(num_attention_heads=28, num_key_value_heads=4)
     text = size(text, TINY | {"vocab_size": 200}) | {"rope_parameters": rope}
     vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584, patch_size=14)
     tiny = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32, patch_size=4)
-    given = special | dict(text_config=text, vision_config=size(vision, tiny | dict(fullatt_block_indexes=[1])))
+    given: dict = special | dict(text_config=text, vision_config=size(vision, tiny | dict(fullatt_block_indexes=[1])))
     model = _made(size, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", given, given)
     ids = size.ids(1, size(64, 8), size(150000, 180))
     pieces = torch.full((1, side * side // 4), image, device=size.device)
@@ -178,5 +174,5 @@ def vision_language(size: Size) -> Built:
     patch = size(14, 4)
     picture = size.randn(side * side, 3 * 2 * patch * patch, dtype=size.bf16)
     grid = torch.tensor([[1, side, side]], device=size.device)
-    given = dict(pixel_values=picture, image_grid_thw=grid, mm_token_type_ids=(ids == image).int())
-    return _written(model, size, 32, input_ids=ids, attention_mask=torch.ones_like(ids), **given)
+    inputs = dict(pixel_values=picture, image_grid_thw=grid, mm_token_type_ids=(ids == image).int())
+    return _written(model, size, 32, input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)

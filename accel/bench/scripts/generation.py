@@ -34,37 +34,37 @@ def model_of(size: Size, kind: str, real: dict, tiny: dict) -> Any:
     return endless(from_config(config, size.device, size.bf16).requires_grad_(False))
 
 
-def known(size: Size, name: str, tiny: dict | None = None, **changes: Any) -> Any:
+def published(size: Size, name: str, tiny: dict | None = None, **changes: Any) -> Any:
     """A model of `accel bench llm`."""
     kind, real = CONFIGS[name]
     return model_of(size, kind, real | changes, tiny or {})
 
 
-def prompt(model: Any, size: Size, rows: int = 1, tokens: int = PROMPT) -> dict[str, torch.Tensor]:
+def _prompt(model: Any, size: Size, rows: int = 1, tokens: int = PROMPT) -> dict[str, torch.Tensor]:
     ids = size.ids(rows, size(tokens, 12), model.config.get_text_config().vocab_size)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def written(model: Any, size: Size, rows: int = 1, new: int = NEW, tokens: int = PROMPT) -> Built:
-    inputs = prompt(model, size, rows, tokens)
+def generating(model: Any, size: Size, rows: int = 1, new: int = NEW, tokens: int = PROMPT) -> Built:
+    inputs = _prompt(model, size, rows, tokens)
     return model, lambda: model.generate(**inputs, max_new_tokens=size(new, 4), do_sample=False)
 
 
 @script("llama", "Llama-8B, 512 tokens in, 64 out")
 def llama(size: Size) -> Built:
-    return written(known(size, "llama-8b"), size)
+    return generating(published(size, "llama-8b"), size)
 
 
 @script("qwen3-0.6b", "Qwen3-0.6B, 512 tokens in, 64 out; the host bounds it")
 def qwen3(size: Size) -> Built:
-    return written(known(size, "qwen3-0.6b", {"head_dim": 8}), size)
+    return generating(published(size, "qwen3-0.6b", {"head_dim": 8}), size)
 
 
 @script("qwen3.5", "Qwen3.5-9B, a hybrid of linear and full attention, 16 of 32 layers: 512 tokens in, 32 out")
 def qwen35(size: Size) -> Built:
     tiny = dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
     tiny |= dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
-    return written(model_of(size, "qwen3_5_text", {"num_hidden_layers": 16}, tiny), size, new=32)
+    return generating(model_of(size, "qwen3_5_text", {"num_hidden_layers": 16}, tiny), size, new=32)
 
 
 @script("nemotron-h", "Nemotron-H-9B, Mamba, MLP and 2 of attention, 28 of 56 layers: 512 tokens in, 32 out")
@@ -74,7 +74,7 @@ def nemotron(size: Size) -> Built:
     real = dict(hidden_size=4480, intermediate_size=15680, num_attention_heads=40, layers_block_type=2 * blocks)
     tiny = dict(layers_block_type=[mamba, "mlp", attention], head_dim=8, mamba_num_heads=4, mamba_head_dim=16)
     tiny |= dict(ssm_state_size=8, n_groups=2, chunk_size=8, num_hidden_layers=3)
-    return written(model_of(size, "nemotron_h", real, tiny), size, new=32)
+    return generating(model_of(size, "nemotron_h", real, tiny), size, new=32)
 
 
 def _hybrid_names() -> tuple[str, str]:
@@ -90,38 +90,38 @@ def mamba2(size: Size) -> Built:
     real = dict(hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64, state_size=128, n_groups=1)
     real |= dict(vocab_size=50288, chunk_size=256, rms_norm=True)
     tiny = dict(num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)
-    return written(model_of(size, "mamba2", real, tiny), size, new=32)
+    return generating(model_of(size, "mamba2", real, tiny), size, new=32)
 
 
 @script("deepseek-v2-lite", "DeepSeek-V2-Lite, latent attention and experts, 14 of 27 layers: 512 in, 32 out")
 def deepseek(size: Size) -> Built:
-    real = dict(vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
+    real: dict = dict(vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
     real |= dict(num_hidden_layers=14, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64)
     real |= dict(n_shared_experts=2, num_experts_per_tok=6, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128)
     real |= dict(qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
-    tiny = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=None)
+    tiny: dict = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=None)
     tiny |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=16)
     tiny |= dict(first_k_dense_replace=1, num_key_value_heads=4, n_group=1, topk_group=1)
-    return written(model_of(size, "deepseek_v2", real, tiny), size, new=32)
+    return generating(model_of(size, "deepseek_v2", real, tiny), size, new=32)
 
 
 @script("qwen3-moe", "Qwen3-30B-A3B, 16 of 48 layers: 512 tokens in, 32 out")
 def mixture(size: Size) -> Built:
     tiny = dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
-    return written(known(size, "qwen3-30b-a3b", tiny, num_hidden_layers=16), size, new=32)
+    return generating(published(size, "qwen3-30b-a3b", tiny, num_hidden_layers=16), size, new=32)
 
 
 @script("gpt-oss", "GPT-OSS-20B, 12 of 24 layers: 512 tokens in, 32 out")
 def gpt_oss(size: Size) -> Built:
     layers = ["sliding_attention", "full_attention"]
     tiny = dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, layer_types=layers)
-    return written(known(size, "gpt-oss-20b", tiny, num_hidden_layers=12, layer_types=6 * layers), size, new=32)
+    return generating(published(size, "gpt-oss-20b", tiny, num_hidden_layers=12, layer_types=6 * layers), size, new=32)
 
 
 @script("llama-static-cache", "Llama-8B, 64 tokens with cache_implementation='static', which generate() compiles")
 def static_cache(size: Size) -> Built:
-    model = known(size, "llama-8b")
-    inputs = prompt(model, size)
+    model = published(size, "llama-8b")
+    inputs = _prompt(model, size)
     given = dict(max_new_tokens=size(NEW, 4), do_sample=False, cache_implementation="static")
     if size.tiny:  # compiling takes a minute of a CPU
         given["disable_compile"] = True
@@ -130,26 +130,26 @@ def static_cache(size: Size) -> Built:
 
 @script("llama-compiled", "Llama-1B whose forward torch.compile was given, 64 tokens", cards=1)
 def compiled(size: Size) -> Built:
-    model = known(size, "llama-1b")
+    model = published(size, "llama-1b")
     model.forward = torch.compile(model.forward, dynamic=True)
-    return written(model, size)
+    return generating(model, size)
 
 
 def _plain(obj: Any, size: Size) -> torch.Tensor:
-    return obj.generate(**prompt(obj, size), max_new_tokens=size(NEW, 4), do_sample=False)
+    return obj.generate(**_prompt(obj, size), max_new_tokens=size(NEW, 4), do_sample=False)
 
 
 @script("llama-assisted", "Llama-8B with an assistant of Llama-1B, 64 tokens", greedy=_plain)
 def assisted(size: Size) -> Built:
-    model, helper = known(size, "llama-8b"), known(size, "llama-1b", {"num_hidden_layers": 1})
-    inputs = prompt(model, size)
+    model, helper = published(size, "llama-8b"), published(size, "llama-1b", {"num_hidden_layers": 1})
+    inputs = _prompt(model, size)
     given = dict(max_new_tokens=size(NEW, 4), do_sample=False, assistant_model=helper)
     return model, lambda: model.generate(**inputs, **given)
 
 
 @script("llama-chat", "Llama-8B, a chat of ten turns of 48 tokens in and 24 out, the cache kept")
 def chat(size: Size) -> Built:
-    model = known(size, "llama-8b")
+    model = published(size, "llama-8b")
     vocabulary, turns = model.config.vocab_size, size(10, 3)
     said = [size.ids(1, size(48, 6), vocabulary, SEED + turn) for turn in range(turns)]
 
@@ -187,7 +187,7 @@ def _each(obj: Any, size: Size) -> torch.Tensor:
 def batch(size: Size) -> Built:
     from transformers import GenerationConfig
 
-    model = known(size, "llama-8b", attn_implementation="sdpa")
+    model = published(size, "llama-8b", attn_implementation="sdpa")
     requests, new = _requests(model, size)
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 

@@ -20,13 +20,13 @@ def pixels(size: Size, real: int) -> dict:
 
 
 @script("sdxl", "SDXL, 10 steps at 1024 px")
-def plain(size: Size) -> Built:
+def large(size: Size) -> Built:
     pipe = sdxl(size)
     return pipe, lambda: drawn(pipe, size, **pixels(size, 1024))
 
 
 @script("sdxl-lora", "SDXL, 10 steps, a LoRA of rank 16 loaded and not fused", packages=("peft",))
-def lora(size: Size) -> Built:
+def large_lora(size: Size) -> Built:
     pipe = sdxl(size)
     add_lora(pipe.unet, rank=size(16, 4))
     return pipe, lambda: drawn(pipe, size, **pixels(size, 1024))

@@ -28,7 +28,7 @@ def dtype_of(obj: Any) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
-def judge(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Callable[[], Any]) -> dict:
+def judge_outputs(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Callable[[], Any]) -> dict:
     """Figures of the difference. Raises WrongResult where rounding does not explain it.
 
     obj: the stock object; again(): its call once more, for tokens one that chooses each of them greedily.
@@ -89,8 +89,8 @@ def _of_tokens(
 def _logits(obj: Any) -> Iterator[list[torch.Tensor]]:
     """Inside, the last position's logits of each call of the stock model's output head are kept."""
     kept: list[torch.Tensor] = []
-    (model,) = (models_in(obj) or {"": None}).values()
-    head = None if model is None else model.get_output_embeddings()
+    models: list[Any] = list((models_in(obj) or {}).values())
+    head = models[0].get_output_embeddings() if len(models) == 1 else None
     if head is None:
         yield kept
         return

@@ -58,7 +58,7 @@ def random_encoder(kind: str, size: Size, config: Any, dtype: torch.dtype) -> nn
 def clip_text(size: Size, large: bool = False) -> nn.Module:
     from transformers import CLIPTextConfig
 
-    given = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    given: dict = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
     if large:
         given = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)
         given |= dict(projection_dim=1280, hidden_act="gelu")
@@ -130,7 +130,8 @@ def flux_transformer(size: Size, **changes: Any) -> nn.Module:
 
 
 def flux_prompt(size: Size) -> dict:
-    config, tokens = size(dit_configs.FLUX_DEV, TINY_FLUX), size(512, 8)
+    config: dict = size(dit_configs.FLUX_DEV, TINY_FLUX)
+    tokens = size(512, 8)
     pixels = size(1024, 64)
     return {
         "prompt_embeds": size.randn(1, tokens, config["joint_attention_dim"], dtype=size.bf16),

@@ -65,13 +65,13 @@ def layerwise(size: Size) -> Built:
 
 
 @script("flux", "Flux, 4 steps at 1024 px")
-def plain(size: Size) -> Built:
+def transformer(size: Size) -> Built:
     pipe = flux(size)
     return pipe, lambda: painted(pipe, size)
 
 
 @script("flux-lora", "Flux, 4 steps, a LoRA of rank 16 loaded and not fused", packages=("peft",))
-def lora(size: Size) -> Built:
+def transformer_lora(size: Size) -> Built:
     pipe = flux(size)
     add_lora(pipe.transformer, rank=size(16, 4))
     return pipe, lambda: painted(pipe, size)

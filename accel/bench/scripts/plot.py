@@ -9,7 +9,7 @@ FASTER, SAME, SLOWER = "#e4572e", "#b8bec6", "#1f2a44"
 TICKS = (0.5, 1, 2, 3, 5, 10, 20, 50)
 
 
-def draw(result: dict, axes: Any) -> None:
+def draw_ratios(result: dict, axes: Any) -> None:
     """A bar a script from 1, where it is as fast as stock, on a logarithmic scale; the fastest on top."""
     rows = sorted((row for row in result["rows"] if "ratio" in row), key=lambda row: row["ratio"])
     ratios = [row["ratio"] for row in rows]
@@ -31,13 +31,13 @@ def draw(result: dict, axes: Any) -> None:
     axes.set_title(f"Whole scripts, times as fast as stock ({where})", loc="left", fontsize=11)
 
 
-def save(result: dict, path: Path) -> None:
+def save_ratios(result: dict, path: Path) -> None:
     """Draws into this file. Raises ImportError where matplotlib is not installed."""
     from matplotlib.figure import Figure
 
     count = sum("ratio" in row for row in result["rows"])
     figure = Figure(figsize=(9, 1 + 0.24 * max(1, count)))
-    draw(result, figure.subplots())
+    draw_ratios(result, figure.subplots())
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel.bench.llm.models import endless
-from accel.bench.scripts.generation import known, written
+from accel.bench.scripts.generation import generating, published
 from accel.bench.scripts.script import Built, Size, script
 
 GROUP = 128
@@ -27,8 +27,8 @@ def _bits(size: Size, **given: Any) -> Built:
     from transformers import BitsAndBytesConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        known(size, "llama-1b", TINY).save_pretrained(folder)
-        return written(_loaded(folder, size, quantization_config=BitsAndBytesConfig(**given)), size, new=32)
+        published(size, "llama-1b", TINY).save_pretrained(folder)
+        return generating(_loaded(folder, size, quantization_config=BitsAndBytesConfig(**given)), size, new=32)
 
 
 @script("llama-bnb-4bit", "Llama-1B loaded in NF4 by bitsandbytes, 32 tokens", packages=("bitsandbytes",), cards=1)
@@ -44,8 +44,8 @@ def eight_bits(size: Size) -> Built:
 @script("llama-compressed", "Llama-1B in int4, a checkpoint of compressed-tensors", packages=("compressed_tensors",))
 def compressed(size: Size) -> Built:
     with tempfile.TemporaryDirectory() as folder:
-        accel.quantize(known(size, "llama-1b", TINY), "int4").save_pretrained(folder)
-        return written(_loaded(folder, size), size, new=32)
+        accel.quantize(published(size, "llama-1b", TINY), "int4").save_pretrained(folder)
+        return generating(_loaded(folder, size), size, new=32)
 
 
 def _packed(size: Size, told: dict, tensors: dict[str, tuple[int, int]]) -> Built:
@@ -53,7 +53,7 @@ def _packed(size: Size, told: dict, tensors: dict[str, tuple[int, int]]) -> Buil
     from safetensors.torch import load_file, save_file
 
     with tempfile.TemporaryDirectory() as folder:
-        model = known(size, "llama-1b", TINY)
+        model = published(size, "llama-1b", TINY)
         model.config.quantization_config = told
         model.config.save_pretrained(folder)
         model.save_pretrained(folder, max_shard_size="100GB")
@@ -69,16 +69,16 @@ def _packed(size: Size, told: dict, tensors: dict[str, tuple[int, int]]) -> Buil
             if told["quant_method"] == "gptq":
                 found[path.replace("weight", "g_idx")] = (torch.arange(ins) // GROUP).int()
         save_file(found, file, {"format": "pt"})
-        return written(_loaded(folder, size), size, new=32)
+        return generating(_loaded(folder, size), size, new=32)
 
 
 @script("llama-gptq", "Llama-1B, a checkpoint of GPTQ in 4 bits, 32 tokens", packages=("gptqmodel",), cards=1)
-def gptq(size: Size) -> Built:
+def of_gptq(size: Size) -> Built:
     told = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True, checkpoint_format="gptq")
     return _packed(size, told, {"qweight": (8, 1), "qzeros": (GROUP, 8), "scales": (GROUP, 1)})
 
 
 @script("llama-awq", "Llama-1B, a checkpoint of AWQ in 4 bits, 32 tokens", packages=("gptqmodel",), cards=1)
-def awq(size: Size) -> Built:
+def of_awq(size: Size) -> Built:
     told = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
     return _packed(size, told, {"qweight": (1, 8), "qzeros": (GROUP, 8), "scales": (GROUP, 1)})

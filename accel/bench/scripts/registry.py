@@ -7,7 +7,7 @@ MODULES = (images, placement, encoders, generation, quantized)
 SCRIPTS = {found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Script)}
 
 
-def select(names: list[str]) -> list[Script]:
+def find_scripts(names: list[str]) -> list[Script]:
     """The scripts of these names, or of which they are the beginning; all without names. Raises KeyError with a name
     that is none.
     """

@@ -22,7 +22,7 @@ def below(rows: Iterable[dict]) -> list[dict]:
     return [row for row in rows if row.get("ratio", 1.0) < LEAST_RATIO]
 
 
-def save(result: dict, path: Path) -> None:
+def save_rows(result: dict, path: Path) -> None:
     """Writes the result. Rows of other scripts that lie there stay, where machine, versions and sizes are the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row["script"]: row for row in _earlier(result, path)}
@@ -58,7 +58,7 @@ def _why(row: dict) -> str:
     return f": {reasons[0]}" if reasons else ""
 
 
-def table(rows: list[dict]) -> Table:
+def rows_table(rows: list[dict]) -> Table:
     """The rows that were timed, the slowest first; how many others there are stands in the title."""
     timed = sorted((row for row in rows if "ratio" in row), key=lambda row: row["ratio"])
     counts = [

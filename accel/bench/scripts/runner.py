@@ -17,7 +17,7 @@ from accel.bench.case import SEED
 from accel.bench.machine import commit, now, provenance
 from accel.bench.memory import release
 from accel.bench.runner import WrongResult
-from accel.bench.scripts.judging import dtype_of, judge
+from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds
@@ -114,7 +114,7 @@ def run_row(script: Script, size: Size, budget_s: float) -> dict:
         with _within(PATIENCE * max(budget_s, LEAST_BUDGET)):
             _measure(script, size, Clock(budget_s), row)
     except Exception as error:  # whatever it raises, the next script has figures of its own
-        name = {WrongResult: "wrong result"}.get(type(error), row.pop("at", "building"))
+        name = "wrong result" if isinstance(error, WrongResult) else row.get("at", "building")
         short = "out of memory: " if out_of_memory(error) else ""
         row["failed"] = f"{name}: {short}{told(error)}"[:300]
     row.pop("at", None)
@@ -145,7 +145,7 @@ def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
         with seeded(SEED):
             return stock.call() if script.greedy is None else script.greedy(stock.obj, size)
 
-    row["error"] = judge(wanted, got, dtype_of(stock.obj), stock.obj, again)
+    row["error"] = judge_outputs(wanted, got, dtype_of(stock.obj), stock.obj, again)
     del wanted, got
     row["at"] = "timing"
     sides = [stock, ours]

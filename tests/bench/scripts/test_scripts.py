@@ -7,8 +7,8 @@ import torch
 
 from accel.bench.runner import WrongResult
 from accel.bench.scripts import plot, results, runner
-from accel.bench.scripts.judging import judge
-from accel.bench.scripts.registry import SCRIPTS, select
+from accel.bench.scripts.judging import judge_outputs
+from accel.bench.scripts.registry import SCRIPTS, find_scripts
 from accel.bench.scripts.script import Script, Size
 
 TINY = Size(torch.device("cpu"), tiny=True)
@@ -111,18 +111,18 @@ def test_tokens_may_differ_only_where_stock_hardly_preferred_its_own():
     stock = call()
     with torch.no_grad():
         logits = model(stock[:, :-1]).logits[0, 7]  # of the third token that is written
-    assert judge(stock, stock.clone(), torch.float32, model, call)["equal"] == stock.numel()
+    assert judge_outputs(stock, stock.clone(), torch.float32, model, call)["equal"] == stock.numel()
     other = stock.clone()
     other[0, 8] = logits.argmin()
     with pytest.raises(WrongResult, match="preferred"):
-        judge(stock, other, torch.float32, model, call)
+        judge_outputs(stock, other, torch.float32, model, call)
     head = model.get_output_embeddings().weight.data
     head[3] = head[int(stock[0, 8])]  # two tokens of equal logits: a tie
     stock = call()
     other = stock.clone()
     place = int((stock[0, 6:] == 3).nonzero()[0]) + 6
     other[0, place] = int(logits.argmax())
-    assert judge(stock, other, torch.float32, model, call)["margin"] == pytest.approx(0.0, abs=1e-6)
+    assert judge_outputs(stock, other, torch.float32, model, call)["margin"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_rows_of_other_scripts_stay_in_the_file_and_the_least_is_of_all(monkeypatch, tmp_path):
@@ -130,26 +130,26 @@ def test_rows_of_other_scripts_stay_in_the_file_and_the_least_is_of_all(monkeypa
     first["rows"][0]["ratio"] = 0.5
     second, _ = run([Fake(monkeypatch).script("second")])
     path = tmp_path / "scripts.json"
-    results.save(first, path)
-    results.save(second, path)
+    results.save_rows(first, path)
+    results.save_rows(second, path)
     found = json.loads(path.read_text())
     assert [row["script"] for row in found["rows"]] == ["first", "second"]
     assert found["least"] == {"script": "first", "ratio": 0.5}
     assert [row["script"] for row in results.below(found["rows"])] == ["first"]
-    results.save(second | {"dtype": "other"}, path)
+    results.save_rows(second | {"dtype": "other"}, path)
     assert len(json.loads(path.read_text())["rows"]) == 1
-    assert "least 0.50x, first" in results.table(found["rows"]).title
+    assert "least 0.50x, first" in results.rows_table(found["rows"]).title
 
 
 def test_the_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     result, _ = run([Fake(monkeypatch).script(name) for name in ("one", "two")])
-    plot.save(result, tmp_path / "images" / "scripts.png")
+    plot.save_ratios(result, tmp_path / "images" / "scripts.png")
     assert (tmp_path / "images" / "scripts.png").stat().st_size > 5000
 
 
 def test_names_may_be_how_names_begin():
-    assert [script.name for script in select(["flux", "bert-"])] == ["flux", "bert-1", "bert-64"]
-    assert len(select([])) == len(SCRIPTS)
+    assert [script.name for script in find_scripts(["flux", "bert-"])] == ["flux", "bert-1", "bert-64"]
+    assert len(find_scripts([])) == len(SCRIPTS)
     with pytest.raises(KeyError, match="nothing"):
-        select(["nothing"])
+        find_scripts(["nothing"])
