@@ -1,4 +1,4 @@
-"""Draws speed, ablation, decode, quantized and batches.png in docs/images from benchmarks/results: `make plots`."""
+"""Draws speed, ablation, decode, quantized, batches and scripts.png in docs/images from results: `make plots`."""
 
 import argparse
 import json
@@ -10,6 +10,8 @@ matplotlib.use("Agg")
 import plot_batches
 import plot_quantized
 from matplotlib import pyplot as plt
+
+from accel.bench.scripts import plot as plot_scripts
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"stock": ("#b8bec6", "diffusers"), "compile": ("#6f9bd1", "torch.compile"), "accel": ("#e4572e", "accel")}
@@ -196,6 +198,10 @@ def main() -> None:
     results, generating = load(options.results), generations(options.results)
     quantized = plot_quantized.save(options.results, options.out.with_name("quantized.png"))
     quantized |= plot_batches.save(options.results, options.out.with_name("batches.png"))
+    for path in sorted(options.results.glob("*-scripts.json")):
+        result = json.loads(path.read_text())
+        if result["machine"]["gpu"]:
+            plot_scripts.save_ratios(result, options.out.with_name("scripts.png"))
     if generating:
         save_decode(generating, options.out.with_name("decode.png"))
     if not results:

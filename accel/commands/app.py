@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 from accel.commands.bench import bench
 from accel.commands.bench_batch import bench_batch
 from accel.commands.bench_llm import bench_llm
+from accel.commands.bench_scripts import bench_scripts
 from accel.commands.demo import demo
 from accel.commands.profile import profile
 from accel.commands.quantize import quantize
@@ -38,3 +39,4 @@ for command in (demo, report, verify, profile, quantize, shard, bench):
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)
 app.command("bench batch")(bench_batch)
+app.command("bench scripts")(bench_scripts)

@@ -21,7 +21,7 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedMo
     Raises KeyError for a name that is neither, ValueError or TypeError for a folder without a causal language model.
     """
     if model in CONFIGS:
-        made = _random(config_of(model), device, dtype)
+        made = from_config(config_of(model), device, dtype)
     elif Path(model).is_dir():
         from accel import saved
 
@@ -32,7 +32,7 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedMo
 
     if not causal(made):
         raise TypeError(f"{model} holds a {type(made).__name__}, which is no causal language model")
-    return _endless(made.requires_grad_(False))
+    return endless(made.requires_grad_(False))
 
 
 def config_of(name: str) -> Any:
@@ -42,7 +42,7 @@ def config_of(name: str) -> Any:
     return AutoConfig.for_model(kind, **given)
 
 
-def _random(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+def from_config(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     devices = [device] if device.type == "cuda" else []
@@ -51,7 +51,7 @@ def _random(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTraine
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _endless(model: "PreTrainedModel") -> "PreTrainedModel":
+def endless(model: "PreTrainedModel") -> "PreTrainedModel":
     config = model.generation_config
     config.eos_token_id = model.config.get_text_config().vocab_size
     if config.pad_token_id is None:
@@ -72,7 +72,7 @@ def assistant(model: "PreTrainedModel", layers: int = 2) -> "PreTrainedModel":
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     device, dtype = model.device, model.dtype
-    return _endless(_random(config, device, dtype).requires_grad_(False))
+    return endless(from_config(config, device, dtype).requires_grad_(False))
 
 
 def prompt(model: "PreTrainedModel", rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:

@@ -1,0 +1,178 @@
+"""Scripts of encoders, of speech, of text to text, and of text about images."""
+
+from typing import Any
+
+import torch
+
+from accel.bench.scripts.generation import TINY
+from accel.bench.scripts.pipelines import random_encoder
+from accel.bench.scripts.script import Built, Size, script
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+
+
+def _made(size: Size, class_name: str, kind: str, real: dict, tiny: dict) -> Any:
+    from transformers import AutoConfig
+
+    return random_encoder(class_name, size, AutoConfig.for_model(kind, **size(real, tiny)), size.bf16)
+
+
+def _embedded(model: Any, size: Size, rows: int, tokens: int, vocabulary: int) -> Built:
+    """The mean over tokens, of rows of different lengths that are padded."""
+    ids = size.ids(size(rows, min(rows, 3)), size(tokens, 12), size(vocabulary, 200))
+    lengths = torch.linspace(ids.shape[1], ids.shape[1] / 2, len(ids), device=size.device).long()
+    mask = (torch.arange(ids.shape[1], device=size.device) < lengths[:, None]).long()
+
+    def call() -> torch.Tensor:
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    return model, call
+
+
+def _bert(size: Size) -> Any:
+    large = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
+    return _made(size, "BertModel", "bert", large, SMALL | {"vocab_size": 200})
+
+
+@script("bert-1", "BERT-large, the embedding of a text of 384 tokens")
+def bert_one(size: Size) -> Built:
+    return _embedded(_bert(size), size, 1, 384, 30000)
+
+
+@script("bert-64", "BERT-large, the embeddings of 64 texts of 192 to 384 tokens")
+def bert_many(size: Size) -> Built:
+    return _embedded(_bert(size), size, 64, 384, 30000)
+
+
+@script("modernbert-1", "ModernBERT-base, the embedding of a text of 512 tokens")
+def modern_bert(size: Size) -> Built:
+    tokens = dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2, eos_token_id=2)
+    model = _made(size, "ModernBertModel", "modernbert", {}, SMALL | tokens | {"vocab_size": 200})
+    return _embedded(model, size, 1, 512, 50000)
+
+
+@script("qwen3-embedding", "Qwen3-Embedding-0.6B, 32 texts of 256 to 512 tokens")
+def qwen3_embedding(size: Size) -> Built:
+    real = dict(vocab_size=151669, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
+    real |= dict(num_attention_heads=16, num_key_value_heads=8, use_cache=False)
+    model = _made(size, "Qwen3Model", "qwen3", real, TINY | {"head_dim": 8, "use_cache": False})
+    return _embedded(model, size, 32, 512, 150000)
+
+
+def _pictures(model: Any, size: Size, rows: int, pixels: int) -> Built:
+    images = size.randn(size(rows, min(rows, 3)), 3, size(pixels, 32), size(pixels, 32), dtype=size.bf16)
+    return model, lambda: model(pixel_values=images).pooler_output
+
+
+def _siglip(size: Size) -> Any:
+    real = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
+    real |= dict(image_size=384, patch_size=14)
+    return _made(size, "SiglipVisionModel", "siglip_vision_model", real, SMALL | dict(image_size=32, patch_size=8))
+
+
+@script("siglip-1", "SigLIP so400m, one image of 384 px")
+def siglip_one(size: Size) -> Built:
+    return _pictures(_siglip(size), size, 1, 384)
+
+
+@script("siglip-32", "SigLIP so400m, 32 images of 384 px")
+def siglip_many(size: Size) -> Built:
+    return _pictures(_siglip(size), size, 32, 384)
+
+
+@script("clip-8", "CLIP ViT-L/14, 8 images and 8 texts")
+def clip(size: Size) -> Built:
+    vision = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14)
+    text = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    ends = dict(vocab_size=200, bos_token_id=198, eos_token_id=199, pad_token_id=199)
+    tiny = dict(vision_config=SMALL | dict(image_size=32, patch_size=8), text_config=SMALL | ends, projection_dim=16)
+    model = _made(size, "CLIPModel", "clip", dict(vision_config=vision, text_config=text, projection_dim=768), tiny)
+    images = size.randn(size(8, 2), 3, size(224, 32), size(224, 32), dtype=size.bf16)
+    ids = size.ids(size(8, 2), size(77, 8), size(49000, 190))
+    return model, lambda: model(input_ids=ids, pixel_values=images).logits_per_image
+
+
+def _written(model: Any, size: Size, new: int, **inputs: Any) -> Built:
+    """Greedy text of an encoder with a decoder, whose end it cannot write."""
+    config = model.generation_config
+    config.eos_token_id, config.pad_token_id = model.config.get_text_config(decoder=True).vocab_size, 0
+    config.forced_eos_token_id = None
+    return model, lambda: model.generate(**inputs, max_new_tokens=size(new, 4), do_sample=False, num_beams=1)
+
+
+def _whisper(size: Size, frames: int) -> tuple[Any, torch.Tensor]:
+    real = dict(vocab_size=51866, num_mel_bins=128, d_model=1280, max_target_positions=448)
+    tiny = dict(vocab_size=300, num_mel_bins=8, d_model=32, max_target_positions=40, max_source_positions=20)
+    tiny |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=3)
+    for side in ("encoder", "decoder"):
+        real |= {f"{side}_layers": 32, f"{side}_attention_heads": 20, f"{side}_ffn_dim": 5120}
+        tiny |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
+    model = _made(size, "WhisperForConditionalGeneration", "whisper", real | dict(decoder_start_token_id=50258), tiny)
+    config = model.generation_config
+    config.decoder_start_token_id = size(50258, 3)
+    config.no_timestamps_token_id = size(50364, 200)
+    config.suppress_tokens = config.begin_suppress_tokens = None
+    config.return_timestamps = False
+    return model, size.randn(1, size(128, 8), size(frames, frames // 75), dtype=size.bf16)
+
+
+@script("whisper-short", "Whisper-large-v3, 30 seconds of speech, 128 tokens")
+def whisper_short(size: Size) -> Built:
+    model, speech = _whisper(size, 3000)
+    return _written(model, size, 128, input_features=speech)
+
+
+@script("whisper-long", "Whisper-large-v3, 90 seconds of speech in one call with timestamps, 96 tokens to each 30")
+def whisper_long(size: Size) -> Built:
+    model, speech = _whisper(size, 9000)
+    vocabulary, first = model.config.vocab_size, model.generation_config.no_timestamps_token_id + 1
+    words = model.get_output_embeddings().weight.data
+    words *= 8  # so that text is likelier than all timestamps together, and every window is as long
+    words[first:vocabulary] = 0
+    model, _ = _written(model, size, 96)
+    given = dict(input_features=speech, attention_mask=torch.ones_like(speech[:, 0]).long(), return_timestamps=True)
+    given |= dict(max_new_tokens=size(96, 4), do_sample=False, temperature=0.0, condition_on_prev_tokens=False)
+    return model, lambda: model.generate(**given)
+
+
+@script("flan-t5", "Flan-T5-large, 4 texts of 128 tokens, 64 out")
+def t5(size: Size) -> Built:
+    real: dict = dict(vocab_size=32128, d_model=1024, d_kv=64, d_ff=2816, num_layers=24, num_heads=16)
+    real |= dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
+    tiny = real | dict(vocab_size=200, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = _made(size, "T5ForConditionalGeneration", "t5", real, tiny)
+    return _written(model, size, 64, input_ids=size.ids(size(4, 2), size(128, 8), size(32000, 200)))
+
+
+@script("bart", "BART-large, 4 texts of 256 tokens, 64 out")
+def bart(size: Size) -> Built:
+    tiny = dict(vocab_size=200, d_model=32, max_position_embeddings=64)
+    for side in ("encoder", "decoder"):
+        tiny |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
+    model = _made(size, "BartForConditionalGeneration", "bart", {}, tiny)
+    return _written(model, size, 64, input_ids=size.ids(size(4, 2), size(256, 8), size(50000, 200)))
+
+
+@script("qwen2.5-vl", "Qwen2.5-VL-7B with an image of 512 px, 14 of 28 layers of text: 64 tokens in, 32 out")
+def vision_language(size: Size) -> Built:
+    image, start, side = size((151655, 151652, 36), (190, 192, 4))
+    special: dict = dict(image_token_id=image, video_token_id=image + 1)
+    special |= dict(vision_start_token_id=start, vision_end_token_id=start + 1)
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=size([16, 24, 24], [1, 1, 2]))
+    text: dict = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=14)
+    text |= dict(num_attention_heads=28, num_key_value_heads=4)
+    text = size(text, TINY | {"vocab_size": 200}) | {"rope_parameters": rope}
+    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584, patch_size=14)
+    tiny = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32, patch_size=4)
+    given: dict = special | dict(text_config=text, vision_config=size(vision, tiny | dict(fullatt_block_indexes=[1])))
+    model = _made(size, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", given, given)
+    ids = size.ids(1, size(64, 8), size(150000, 180))
+    pieces = torch.full((1, side * side // 4), image, device=size.device)
+    ends = [torch.tensor([[token]], device=size.device) for token in (start, start + 1)]
+    ids = torch.cat([ids[:, :4], ends[0], pieces, ends[1], ids[:, 4:]], dim=1)
+    patch = size(14, 4)
+    picture = size.randn(side * side, 3 * 2 * patch * patch, dtype=size.bf16)
+    grid = torch.tensor([[1, side, side]], device=size.device)
+    inputs = dict(pixel_values=picture, image_grid_thw=grid, mm_token_type_ids=(ids == image).int())
+    return _written(model, size, 32, input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)

@@ -1,0 +1,199 @@
+"""Scripts of language models: generate() of every kind of layer, and the ways that people call it."""
+
+from typing import Any
+
+import torch
+
+from accel.bench.case import SEED
+from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.models import endless, from_config
+from accel.bench.llm.workloads import Workload
+from accel.bench.scripts.script import Built, Size, script
+
+VOCABULARY = 512  # of tiny models
+TINY = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+PROMPT, NEW = 512, 64
+
+
+def model_of(size: Size, kind: str, real: dict, tiny: dict) -> Any:
+    """A causal language model with random weights, whose end-of-text token it cannot write."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, **size(real, TINY | tiny))
+    return endless(from_config(config, size.device, size.bf16).requires_grad_(False))
+
+
+def published(size: Size, name: str, tiny: dict | None = None, **changes: Any) -> Any:
+    """A model of `accel bench llm`."""
+    kind, real = CONFIGS[name]
+    return model_of(size, kind, real | changes, tiny or {})
+
+
+def _prompt(model: Any, size: Size, rows: int = 1, tokens: int = PROMPT) -> dict[str, torch.Tensor]:
+    ids = size.ids(rows, size(tokens, 12), model.config.get_text_config().vocab_size)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def generating(model: Any, size: Size, rows: int = 1, new: int = NEW, tokens: int = PROMPT) -> Built:
+    inputs = _prompt(model, size, rows, tokens)
+    return model, lambda: model.generate(**inputs, max_new_tokens=size(new, 4), do_sample=False)
+
+
+@script("llama", "Llama-8B, 512 tokens in, 64 out")
+def llama(size: Size) -> Built:
+    return generating(published(size, "llama-8b"), size)
+
+
+@script("qwen3-0.6b", "Qwen3-0.6B, 512 tokens in, 64 out; the host bounds it")
+def qwen3(size: Size) -> Built:
+    return generating(published(size, "qwen3-0.6b", {"head_dim": 8}), size)
+
+
+@script("qwen3.5", "Qwen3.5-9B, a hybrid of linear and full attention, 16 of 32 layers: 512 tokens in, 32 out")
+def qwen35(size: Size) -> Built:
+    tiny = dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
+    tiny |= dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+    return generating(model_of(size, "qwen3_5_text", {"num_hidden_layers": 16}, tiny), size, new=32)
+
+
+@script("nemotron-h", "Nemotron-H-9B, Mamba, MLP and 2 of attention, 28 of 56 layers: 512 tokens in, 32 out")
+def nemotron(size: Size) -> Built:
+    mamba, attention = _hybrid_names()
+    blocks = [mamba, "mlp", mamba, "mlp", mamba, "mlp", mamba, attention, "mlp", mamba, "mlp", mamba, "mlp", mamba]
+    real = dict(hidden_size=4480, intermediate_size=15680, num_attention_heads=40, layers_block_type=2 * blocks)
+    tiny = dict(layers_block_type=[mamba, "mlp", attention], head_dim=8, mamba_num_heads=4, mamba_head_dim=16)
+    tiny |= dict(ssm_state_size=8, n_groups=2, chunk_size=8, num_hidden_layers=3)
+    return generating(model_of(size, "nemotron_h", real, tiny), size, new=32)
+
+
+def _hybrid_names() -> tuple[str, str]:
+    """What this version of transformers calls the layers of Mamba and of attention."""
+    from transformers import NemotronHConfig
+
+    names = NemotronHConfig().layers_block_type
+    return names[0], next(name for name in names if "attention" in name and name != names[0])
+
+
+@script("mamba2", "Mamba2-2.7B, 512 tokens in, 32 out")
+def mamba2(size: Size) -> Built:
+    real = dict(hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64, state_size=128, n_groups=1)
+    real |= dict(vocab_size=50288, chunk_size=256, rms_norm=True)
+    tiny = dict(num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)
+    return generating(model_of(size, "mamba2", real, tiny), size, new=32)
+
+
+@script("deepseek-v2-lite", "DeepSeek-V2-Lite, latent attention and experts, 14 of 27 layers: 512 in, 32 out")
+def deepseek(size: Size) -> Built:
+    real: dict = dict(vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
+    real |= dict(num_hidden_layers=14, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64)
+    real |= dict(n_shared_experts=2, num_experts_per_tok=6, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128)
+    real |= dict(qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
+    tiny: dict = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=None)
+    tiny |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=16)
+    tiny |= dict(first_k_dense_replace=1, num_key_value_heads=4, n_group=1, topk_group=1)
+    return generating(model_of(size, "deepseek_v2", real, tiny), size, new=32)
+
+
+@script("qwen3-moe", "Qwen3-30B-A3B, 16 of 48 layers: 512 tokens in, 32 out")
+def mixture(size: Size) -> Built:
+    tiny = dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    return generating(published(size, "qwen3-30b-a3b", tiny, num_hidden_layers=16), size, new=32)
+
+
+@script("gpt-oss", "GPT-OSS-20B, 12 of 24 layers: 512 tokens in, 32 out")
+def gpt_oss(size: Size) -> Built:
+    layers = ["sliding_attention", "full_attention"]
+    tiny = dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, layer_types=layers)
+    return generating(published(size, "gpt-oss-20b", tiny, num_hidden_layers=12, layer_types=6 * layers), size, new=32)
+
+
+@script("llama-static-cache", "Llama-8B, 64 tokens with cache_implementation='static', which generate() compiles")
+def static_cache(size: Size) -> Built:
+    model = published(size, "llama-8b")
+    inputs = _prompt(model, size)
+    given = dict(max_new_tokens=size(NEW, 4), do_sample=False, cache_implementation="static")
+    if size.tiny:  # compiling takes a minute of a CPU
+        given["disable_compile"] = True
+    return model, lambda: model.generate(**inputs, **given)
+
+
+@script("llama-compiled", "Llama-1B whose forward torch.compile was given, 64 tokens", cards=1)
+def compiled(size: Size) -> Built:
+    model = published(size, "llama-1b")
+    model.forward = torch.compile(model.forward, dynamic=True)
+    return generating(model, size)
+
+
+def _plain(obj: Any, size: Size) -> torch.Tensor:
+    return obj.generate(**_prompt(obj, size), max_new_tokens=size(NEW, 4), do_sample=False)
+
+
+@script("llama-assisted", "Llama-8B with an assistant of Llama-1B, 64 tokens", greedy=_plain)
+def assisted(size: Size) -> Built:
+    model, helper = published(size, "llama-8b"), published(size, "llama-1b", {"num_hidden_layers": 1})
+    inputs = _prompt(model, size)
+    given = dict(max_new_tokens=size(NEW, 4), do_sample=False, assistant_model=helper)
+    return model, lambda: model.generate(**inputs, **given)
+
+
+@script("llama-chat", "Llama-8B, a chat of ten turns of 48 tokens in and 24 out, the cache kept")
+def chat(size: Size) -> Built:
+    model = published(size, "llama-8b")
+    vocabulary, turns = model.config.vocab_size, size(10, 3)
+    said = [size.ids(1, size(48, 6), vocabulary, SEED + turn) for turn in range(turns)]
+
+    def call() -> torch.Tensor:
+        from transformers import DynamicCache
+
+        cache, ids, answers = DynamicCache(config=model.config), said[0][:, :0], []
+        for text in said:
+            ids = torch.cat([ids, text], dim=1)
+            given = dict(attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=size(24, 3))
+            out = model.generate(ids, do_sample=False, **given)
+            answers.append(out[:, ids.shape[1] :])
+            ids = out
+        return torch.cat(answers, dim=1)
+
+    return model, call
+
+
+def _requests(model: Any, size: Size) -> tuple[list[list[int]], int]:
+    load = size(Workload("", 64, 32, 512, 64), Workload("", 3, 4, 10, 3))
+    return load.prompts(model), load.new
+
+
+def _each(obj: Any, size: Size) -> torch.Tensor:
+    """What one request after the other is answered, of the first few."""
+    requests, new = _requests(obj, size)
+    rows = [
+        obj.generate(torch.tensor([ids], device=size.device), max_new_tokens=new, do_sample=False)
+        for ids in requests[:4]
+    ]
+    return torch.cat([row[:, -new:] for row in rows])
+
+
+@script("llama-batch", "Llama-8B, generate_batch of 64 requests of 32 to 512 tokens, 64 out", cards=1)
+def batch(size: Size) -> Built:
+    from transformers import GenerationConfig
+
+    model = published(size, "llama-8b", attn_implementation="sdpa")
+    requests, new = _requests(model, size)
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def call() -> torch.Tensor:
+        found = model.generate_batch(inputs=requests, generation_config=config, progress_bar=False)
+        answers = [one.generated_tokens for one in found.values()]
+        return torch.tensor(answers)
+
+    return model, call

@@ -1,0 +1,169 @@
+"""Pipelines of diffusers with random weights, at published sizes or tiny: what scripts of images begin with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.bench import configs
+from accel.bench.case import SEED
+from accel.bench.dit import configs as dit_configs
+from accel.bench.dit.weights import random_model
+from accel.bench.scripts.script import Size
+
+PROMPT = "a photograph of an astronaut riding a horse"
+TINY_VAE = dict(configs.SD_VAE, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
+TINY = dict(configs.TINY_UNET, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=2)
+TINY_XL = TINY | dict(
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    attention_head_dim=(2, 4),
+    use_linear_projection=True,
+    transformer_layers_per_block=(1, 2),
+    cross_attention_dim=64,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=4,
+    projection_class_embeddings_input_dim=56,
+)
+TINY_FLUX = dit_configs.FLUX_DEV | dict(
+    num_layers=2,
+    num_single_layers=2,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=32,
+    pooled_projection_dim=32,
+    axes_dims_rope=(4, 4, 8),
+)
+
+
+def tokenizer() -> Any:
+    """A tokenizer of CLIP's kind that knows letters alone: what is written in a prompt counts for nothing here."""
+    from transformers import CLIPTokenizer
+
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer({word: number for number, word in enumerate(words)}, [], model_max_length=77)
+
+
+def random_encoder(kind: str, size: Size, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model of transformers, the same for the same device and dtype."""
+    import transformers
+
+    torch.manual_seed(SEED)
+    with torch.device(size.device):
+        model = getattr(transformers, kind)(config)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def clip_text(size: Size, large: bool = False) -> nn.Module:
+    from transformers import CLIPTextConfig
+
+    given: dict = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    if large:
+        given = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)
+        given |= dict(projection_dim=1280, hidden_act="gelu")
+    tiny = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    tiny |= dict(projection_dim=32, vocab_size=200, bos_token_id=188, eos_token_id=189, pad_token_id=189)
+    kind = "CLIPTextModelWithProjection" if large else "CLIPTextModel"
+    return random_encoder(kind, size, CLIPTextConfig(**size(given, tiny)), size.fp16)
+
+
+def vae(size: Size, **changes: Any) -> nn.Module:
+    return random_model("AutoencoderKL", size(configs.SD_VAE, TINY_VAE) | changes, size.device, size.fp16)
+
+
+def unet(size: Size, large: bool = False, **changes: Any) -> nn.Module:
+    config = size(configs.SDXL_UNET, TINY_XL) if large else size(configs.SD15_UNET, TINY)
+    return random_model("UNet2DConditionModel", config | changes, size.device, size.fp16)
+
+
+def scheduler(kind: str = "DDIMScheduler", **changes: Any) -> Any:
+    import diffusers
+
+    return getattr(diffusers, kind)(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **changes)
+
+
+def sd15(size: Size, kind: str = "StableDiffusionPipeline", unet_changes: dict | None = None, **parts: Any) -> Any:
+    """Stable Diffusion 1.5 as a pipeline of this class. parts: what else that has."""
+    import diffusers
+
+    given = dict(vae=vae(size), text_encoder=clip_text(size), tokenizer=tokenizer())
+    given |= dict(
+        unet=unet(size, **(unet_changes or {})),
+        scheduler=scheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1),
+    )
+    given |= dict(safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    return _quiet(getattr(diffusers, kind)(**given | parts))
+
+
+def sdxl(size: Size, kind: str = "StableDiffusionXLPipeline", **parts: Any) -> Any:
+    """SDXL as a pipeline of this class. Its decoder may run in half precision, as that of fp16-fix may."""
+    import diffusers
+
+    given = dict(vae=vae(size, force_upcast=False, sample_size=size(1024, 64)), text_encoder=clip_text(size))
+    given |= dict(text_encoder_2=clip_text(size, large=True), tokenizer=tokenizer(), tokenizer_2=tokenizer())
+    given |= dict(unet=unet(size, large=True), scheduler=scheduler("EulerDiscreteScheduler"))
+    return _quiet(getattr(diffusers, kind)(**given | parts))
+
+
+def flux(size: Size, transformer: nn.Module | None = None) -> Any:
+    """Flux.1-dev without text encoders: a call is given the prompt's embeddings, of `flux_prompt`."""
+    import diffusers
+
+    config = size(configs.SD_VAE, TINY_VAE) | dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    decoder = random_model(
+        "AutoencoderKL", config | dict(scaling_factor=0.36, shift_factor=0.12), size.device, size.bf16
+    )
+    if transformer is None:
+        transformer = flux_transformer(size)
+    return _quiet(
+        diffusers.FluxPipeline(
+            diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            decoder, None, None, None, None, transformer,
+        )
+    )  # fmt: skip
+
+
+def flux_transformer(size: Size, **changes: Any) -> nn.Module:
+    config = size(dit_configs.FLUX_DEV, TINY_FLUX) | changes
+    return random_model("FluxTransformer2DModel", config, size.device, size.bf16)
+
+
+def flux_prompt(size: Size) -> dict:
+    config: dict = size(dit_configs.FLUX_DEV, TINY_FLUX)
+    tokens = size(512, 8)
+    pixels = size(1024, 64)
+    return {
+        "prompt_embeds": size.randn(1, tokens, config["joint_attention_dim"], dtype=size.bf16),
+        "pooled_prompt_embeds": size.randn(1, config["pooled_projection_dim"], dtype=size.bf16),
+        "height": pixels,
+        "width": pixels,
+    }
+
+
+def picture(size: Size, pixels: int, mode: str = "RGB", seed: int = SEED) -> Any:
+    """A random image of PIL, with areas of a color."""
+    from PIL import Image
+
+    channels = {"RGB": 3, "L": 1}[mode]
+    blocks = torch.randint(0, 256, (8, 8, channels), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(blocks.squeeze(-1).numpy()).resize((pixels, pixels), Image.Resampling.NEAREST)
+
+
+def add_lora(model: nn.Module, name: str = "default", rank: int = 16, seed: int = SEED) -> None:
+    """A LoRA on the attention of a denoiser, as `load_lora_weights` leaves it: beside the weights, not fused."""
+    from peft import LoraConfig
+
+    torch.manual_seed(seed)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights="gaussian")
+    model.add_adapter(config, adapter_name=name)  # type: ignore[operator]
+    for path, weight in model.named_parameters():
+        if f"lora_B.{name}." in path:  # zeros when they are made
+            weight.data.normal_(std=0.02)
+    model.requires_grad_(False)
+
+
+def _quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

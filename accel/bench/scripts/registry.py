@@ -1,0 +1,18 @@
+"""The scripts by name."""
+
+from accel.bench.scripts import encoders, generation, images, placement, quantized
+from accel.bench.scripts.script import Script
+
+MODULES = (images, placement, encoders, generation, quantized)
+SCRIPTS = {found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Script)}
+
+
+def find_scripts(names: list[str]) -> list[Script]:
+    """The scripts of these names, or of which they are the beginning; all without names. Raises KeyError with a name
+    that is none.
+    """
+    if unknown := [name for name in names if not any(one.startswith(name) for one in SCRIPTS)]:
+        raise KeyError(*unknown)
+    exact = {name for name in names if name in SCRIPTS}
+    begins = tuple(name for name in names if name not in SCRIPTS)
+    return [one for name, one in SCRIPTS.items() if not names or name in exact or (begins and name.startswith(begins))]

@@ -1,0 +1,208 @@
+"""Runs scripts one after the other: correctness first, then stock and accel in turns; one that fails is a row too."""
+
+import signal
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+import accel
+from accel.bench.case import SEED
+from accel.bench.machine import commit, now, provenance
+from accel.bench.memory import release
+from accel.bench.runner import WrongResult
+from accel.bench.scripts.judging import dtype_of, judge_outputs
+from accel.bench.scripts.results import least
+from accel.bench.scripts.script import Script, Size
+from accel.bench.timing import Clock, seconds
+from accel.errors import out_of_memory, told
+from accel.planning.on_cpu import RULE as ON_CPU
+from accel.report import Report
+from accel.verification.call import seeded
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 30
+WARM_UP = 2  # calls before the turns: one that is eager, one in which graphs are captured
+PATIENCE, LEAST_BUDGET = 6, 20.0  # a row that takes so many times its seconds is ended
+FAMILIES = ("accel.diffusion.family", "accel.llm.stages", "diffusers.pipelines.pipeline_utils")
+REASONS = 4  # told, of those that calls or places run stock for
+
+
+@dataclass
+class Side:
+    """One of the two: its object, its call, and what was measured of it."""
+
+    size: Size
+    obj: Any
+    call: Callable[[], Any]
+    times: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+    peak_mb: float | None = None
+
+    @classmethod
+    def build(cls, script: Script, size: Size) -> "Side":
+        with seeded(SEED):
+            return cls(size, *script.build(size))
+
+    def run(self) -> Any:
+        with seeded(SEED):
+            return self.call()
+
+    def first(self, before: float, optimize: bool = False) -> tuple[Any, float]:
+        """The output of the calls that warm it up, and the seconds of accel.optimize; peak_mb: beyond `before`."""
+        device, output = self.size.device, []
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        took = seconds(lambda: accel.optimize(self.obj), device) if optimize else 0.0
+        self.first_s = seconds(lambda: output.append(self.run()), device)
+        for _ in range(WARM_UP - 1):
+            output[:] = [self.run()]
+        if device.type == "cuda":
+            self.peak_mb = round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)
+        return output[0], took
+
+    def turn(self) -> None:
+        self.times.append(seconds(self.run, self.size.device) * 1e3)
+
+    def figures(self) -> dict:
+        least, median = min(self.times), statistics.median(self.times)
+        figures = {"least_ms": least, "median_ms": median, "first_s": self.first_s}
+        return {name: round(value, 4) for name, value in figures.items()} | {"peak_mb": self.peak_mb}
+
+
+def run_scripts(
+    scripts: Iterable[Script],
+    size: Size,
+    budget_s: float = 20.0,
+    total_s: float = 600.0,
+    stage: Callable[[str], None] = lambda name: None,
+    keep: Callable[[dict], object] = lambda result: None,
+) -> dict:
+    """The result as one dict, ready for JSON: a row a script. keep: is given it after every row.
+
+    budget_s: about how long a row takes; total_s: after so many seconds none is begun, those left are told as left out.
+    """
+    rows: list[dict] = []
+    result = {
+        "case": "scripts",
+        "about": f"scripts as people write them, {'tiny' if size.tiny else 'published'} sizes, random weights",
+        **provenance(size.device, size.bf16),
+        "rows": rows,
+    }
+    for family in FAMILIES:  # loading them counts for no script
+        import_module(family)
+    clock = Clock(total_s)
+    for one in scripts:
+        stage(one.name)
+        about = {"script": one.name, "about": one.about, "date": now(), "commit": commit()}
+        reason = "no time was left" if clock.left() <= 0 else one.missing(size)
+        rows.append(about | ({"left_out": reason} if reason else run_row(one, size, budget_s)))
+        result |= {"least": least(rows), "took_s": round(total_s - clock.left(), 1)}
+        keep(result)
+    return result
+
+
+def run_row(script: Script, size: Size, budget_s: float) -> dict:
+    """Figures of one script; of one that fails, what was known before and `failed`."""
+    row: dict[str, Any] = {}
+    try:
+        with _within(PATIENCE * max(budget_s, LEAST_BUDGET)):
+            _measure(script, size, Clock(budget_s), row)
+    except Exception as error:  # whatever it raises, the next script has figures of its own
+        name = "wrong result" if isinstance(error, WrongResult) else row.get("at", "building")
+        short = "out of memory: " if out_of_memory(error) else ""
+        row["failed"] = f"{name}: {short}{told(error)}"[:300]
+    row.pop("at", None)
+    try:
+        release(size.device)
+    except RuntimeError as error:  # what a failed script left behind
+        row.setdefault("failed", told(error))
+    return row
+
+
+def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
+    """Fills the row; `at` says how far it came."""
+    device = size.device
+    release(device)
+    row["at"] = "stock"
+    before = _allocated(device)
+    stock = Side.build(script, size)
+    wanted, _ = stock.first(before)
+    row["at"] = "building"
+    before = _allocated(device)
+    ours = Side.build(script, size)
+    row["at"] = "accel"
+    got, optimize_s = ours.first(before, optimize=True)
+    row["took"] = {"ready_s": round(clock.total - clock.left(), 2)}
+    row["at"] = "correctness"
+
+    def again() -> Any:
+        with seeded(SEED):
+            return stock.call() if script.greedy is None else script.greedy(stock.obj, size)
+
+    row["error"] = judge_outputs(wanted, got, dtype_of(stock.obj), stock.obj, again)
+    del wanted, got
+    row["at"] = "timing"
+    sides = [stock, ours]
+    while len(stock.times) < MOST_ROUNDS and (len(stock.times) < LEAST_ROUNDS or clock.left() > 0):
+        for side in sides:
+            side.turn()
+        sides.reverse()
+    row |= {"stock": stock.figures(), "accel": ours.figures() | {"optimize_s": round(optimize_s, 3)}}
+    row["ratio"] = round(row["stock"]["least_ms"] / row["accel"]["least_ms"], 3)
+    row["ratio_of_medians"] = round(row["stock"]["median_ms"] / row["accel"]["median_ms"], 3)
+    row["rounds"] = len(stock.times)
+    row["ready_s"] = round(optimize_s + ours.first_s - stock.first_s, 3)
+    row |= path(accel.report(ours.obj))
+    row["took"]["all_s"] = round(clock.total - clock.left(), 2)
+
+
+def path(report: Report) -> dict:
+    """Whether a fast path ran, and why the rest ran stock.
+
+    path: "graphs" where any were captured, "patched" where calls went through patches, else "stock".
+    """
+    patched = sum(status == "patched" for _, _, status, _ in report.sites)
+    graphs = sum(row["status"] == "graph" for row in report.graphs)
+    skipped = Counter(reason for _, _, status, reason in report.sites if status == "skipped")
+    waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in report.sites)
+    stock: Counter[str] = Counter()
+    for _, reason, calls in report.fallbacks:
+        stock[reason] += calls
+    refused = [row["reason"] for row in report.graphs if row["status"] != "graph"]
+    return {
+        "path": "graphs" if graphs else "patched" if patched and not waits else "stock",
+        "patched": patched,
+        "graphs": graphs,
+        "ran_stock": [{"reason": reason, "calls": calls} for reason, calls in stock.most_common(REASONS)],
+        "skipped": [{"reason": reason, "sites": sites} for reason, sites in skipped.most_common(REASONS)],
+        "no_graph": list(dict.fromkeys(filter(None, refused)))[:REASONS],
+    }
+
+
+def _allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError inside after so many seconds; in a thread that gets no signals never."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"not done within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
