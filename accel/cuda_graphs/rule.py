@@ -16,6 +16,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
+from accel.offload.hooks import comes_to_one_place
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
@@ -45,6 +46,7 @@ class GraphForward(FastForward):
         self.passes.tracked = True
         self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
         self.video = bool(path) and any(map(over_video, module.modules()))
+        self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
@@ -71,7 +73,8 @@ class GraphForward(FastForward):
         return None
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        if self.video:
+        # A decoder's graph would keep the memory of its images while the next model is on the GPU.
+        if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
@@ -123,14 +126,15 @@ def obstacle(root: nn.Module) -> str | None:
     for name, module in root.named_modules():
         attributes = vars(module)
         where = name or type(root).__name__
-        if "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config)):
+        placed = module is root and comes_to_one_place(module)
+        if ("_hf_hook" in attributes and not placed) or (hooks_of(module) and not only_divides(module, config)):
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:
             return f"the attention of {where} is divided among ranks that the model does not name"
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
-        forward = beneath(module)
+        forward = attributes.get("_old_forward") if placed else beneath(module)
         ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
         if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"
