@@ -1,18 +1,19 @@
 """What accelerate's model offload leaves on a pipeline, taken over: the same hooks, in the same order, other moves."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from accel.patching.patch import Patch
 
 KIND = ("accelerate.hooks", "CpuOffload")
 GPUS = ("cuda",)
-ENTER, LEAVE = "pre_forward", "init_hook"  # of accelerate's `CpuOffload`
+METHODS = ENTER, LEAVE, DETACH = "pre_forward", "init_hook", "detach_hook"  # of accelerate's `CpuOffload`
 SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call
 
 
@@ -24,13 +25,15 @@ class HookMethod:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self.hook), self.name)
-        if module is not self.placed.model or "to" in vars(module):
-            return method(self.hook, module, *args, **kwargs)
-        vars(module)["to"] = self.placed.to
-        try:
-            return method(self.hook, module, *args, **kwargs)
-        finally:
-            vars(module).pop("to", None)
+        if self.name == DETACH:
+            let_go(self.hook)  # and with it what is kept for the model, unless it gets another hook now
+        elif module is self.placed.model and "to" not in vars(module):
+            vars(module)["to"] = self.placed.to
+            try:
+                return method(self.hook, module, *args, **kwargs)
+            finally:
+                vars(module).pop("to", None)
+        return method(self.hook, module, *args, **kwargs)
 
 
 def comes_to_one_place(module: nn.Module) -> bool:
@@ -58,41 +61,56 @@ class OffloadSwitch:
     """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`."""
 
     def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
-        self.pipe, self.prepare = pipe, prepare
-        self.wrapped = vars(pipe).get(SWITCH)
-        self.placed: list[PlacedModel] = []
+        self.__setstate__({"pipe": pipe, "prepare": prepare, "wrapped": vars(pipe).get(SWITCH)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "models"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.models: WeakSet[nn.Module] = WeakSet()  # whose weights may lie in one run of bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for placed in self.placed:
+        before = self.placed()
+        for placed in before:
             placed.leave()  # what it would move itself, one weight after the other
         try:
             if self.wrapped is not None:
                 return self.wrapped(*args, **kwargs)
             return getattr(type(self.pipe), SWITCH)(self.pipe, *args, **kwargs)
         finally:
-            self.take_over()
+            self.take_over(before)
 
-    def take_over(self) -> None:
+    def placed(self) -> list[PlacedModel]:
+        methods = (vars(hook).get(ENTER) for _, hook in hooks_of(self.pipe))
+        return [method.placed for method in methods if type(method) is HookMethod]
+
+    def take_over(self, before: list[PlacedModel]) -> None:
         """The hooks that are on the pipeline's models now move them by us."""
-        known = {id(placed.model): placed for placed in self.placed}
-        self.placed = []
+        known = {id(placed.model): placed for placed in before}
         for model, hook in hooks_of(self.pipe):
             placed = known.get(id(model))
             if placed is None or placed.device != hook.execution_device:
                 placed = PlacedModel(model, hook.execution_device, self.prepare)
-            self.placed.append(placed)
-            for name in (ENTER, LEAVE):
+            self.models.add(model)
+            for name in METHODS:
                 vars(hook)[name] = HookMethod(hook, name, placed)
 
     def let_go(self) -> None:
         """The hooks move the models by themselves again."""
-        for model, hook in hooks_of(self.pipe):
-            for name in (ENTER, LEAVE):
-                if type(vars(hook).get(name)) is HookMethod:
-                    del vars(hook)[name]
-        for placed in self.placed:
-            placed.forget()
-        self.placed = []
+        for placed in self.placed():
+            placed.leave()
+        for _, hook in hooks_of(self.pipe):
+            let_go(hook)
+        for model in self.models:
+            separate(model)
+        self.models.clear()
+
+
+def let_go(hook: Any) -> None:
+    for name in METHODS:
+        if type(vars(hook).get(name)) is HookMethod:
+            del vars(hook)[name]
 
 
 def hooks_of(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -115,7 +133,7 @@ class OffloadPatch(Patch):
 
     def apply(self) -> None:
         super().apply()
-        self.value.take_over()
+        self.value.take_over([])
 
     def undo(self) -> None:
         super().undo()

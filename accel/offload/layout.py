@@ -90,6 +90,13 @@ def unfit(tensors: list[torch.Tensor]) -> str | None:
     return None
 
 
+def separate(model: nn.Module) -> None:
+    """Each of its weights lies in memory of its own again."""
+    for tensor in held(model):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            set_data(tensor, lambda data: data.clone(memory_format=torch.preserve_format))
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 

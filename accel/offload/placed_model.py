@@ -10,7 +10,6 @@ from torch import nn
 from accel.errors import told
 from accel.offload.layout import Layout, held, unfit
 from accel.offload.memory import Addresses, HostBuffer, Mapping
-from accel.patching.patch import set_data
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
 RESTLESS = 3  # times in a row that weights were laid side by side for one visit alone, after which they are not again
@@ -89,15 +88,6 @@ class PlacedModel:
             self.addresses = None  # somebody keeps a view: the memory is theirs from now on
         self.mapping = None
         return self.model
-
-    def forget(self) -> None:
-        """The model is on the CPU, each of its weights in memory of its own, and nothing is kept."""
-        self.leave()
-        if self.layout is not None and self.host is not None:
-            for slot in self.layout.slots:
-                if slot.lies_in(self.host.bytes):
-                    set_data(slot.tensor, lambda data: data.clone(memory_format=torch.preserve_format))
-        self.__setstate__(self.__getstate__())
 
     def _come_back(self, arena: torch.Tensor, layout: Layout, host: HostBuffer) -> None:
         present = set(map(id, held(self.model)))

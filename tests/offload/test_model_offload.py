@@ -2,16 +2,19 @@
 
 import copy
 import ctypes
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
 
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import obstacle
 from accel.offload import hooks, placed_model
+from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from support.diffusion.outputs import close, run
 
@@ -78,7 +81,7 @@ def test_it_comes_to_the_same_addresses_and_goes_back_to_the_same(tiny):
     assert addresses(model) == there
     placed.to("cpu")
     assert addresses(model) == here
-    placed.forget()
+    separate(model)
     same(model, wanted)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
@@ -165,32 +168,50 @@ def test_what_cannot_lie_in_one_run_of_bytes_moves_as_stock_moves_it(kind):
     assert placed.reason is not None and placed.mapping is None
 
 
-def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny):
+class Pipe:
+    """What of a pipeline its hooks are."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def remove(self):
+        remove_hook_from_module(self.model)
+        self._all_hooks = []
+
+    def enable_model_cpu_offload(self):
+        self.remove()
+        self._all_hooks = [cpu_offload_with_hook(self.model, THERE)[1]]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.share(1)
+def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny, removed):
     model = tiny.unet()
     inputs = tiny.inputs(model)
     twin = copy.deepcopy(model)
     accel.optimize(model, cpu="fuse")
     forward = vars(model)["forward"]
     prints = []
-    pipe = type("Pipe", (), {"enable_model_cpu_offload": lambda self, hook=None: attach(self)})()
-
-    def attach(pipe):
-        from accelerate.hooks import remove_hook_from_module
-
-        remove_hook_from_module(model)
-        pipe._all_hooks = [cpu_offload_with_hook(model, THERE)[1]]
-
+    pipe = Pipe(model)
     switch = hooks.OffloadSwitch(pipe, lambda model, device: None)
     switch()
     for _ in range(3):
         close(run(model, inputs), run(twin, inputs))
-        assert switch.placed[0].mapping is not None and switch.placed[0].mapping() is not None
+        placed = switch.placed()[0]
+        assert placed.mapping is not None and placed.mapping() is not None
         assert vars(model)["_old_forward"] is forward
         assert hooks.comes_to_one_place(model) and obstacle(model) is None
         prints.append(Fingerprint(model))
         assert all(one.holds() and one.reachable() for one in prints)
         switch()  # as a pipeline does at the end of each call
         assert "to" not in vars(model) and not prints[0].reachable()
+    copied = copy.deepcopy(pipe), copy.deepcopy(model)
+    close(run(copied[1], inputs), run(twin, inputs))
+    gone = weakref.ref(placed)
+    del placed
+    pipe.remove() if removed else switch.let_go()
+    assert gone() is None
+    assert removed or "hooks on" in obstacle(model)
     switch.let_go()
-    assert "hooks on" in obstacle(model)
     same(model, twin.state_dict())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())

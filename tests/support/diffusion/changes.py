@@ -217,7 +217,6 @@ CHANGES = (
         (do(lambda p: p.enable_model_cpu_offload(device=p.device)),),
         reverse=remove_hooks,
         shows=False,
-        graphs=False,
     ),
     Change(
         "sequential-offload",
