@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
@@ -19,6 +20,7 @@ from accel.fusion.stacked_linears import PromptProjections
 from accel.offload.hooks import comes_to_one_place
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
+from accel.patching.casting import Cast, cast_of, casts_of, in_place
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Match, Skip
@@ -50,6 +52,17 @@ class GraphForward(FastForward):
         keep = context.options.graphs is True
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        self.asked: Fingerprint | None = None  # as the model was when its casts were looked for
+        self.casts: tuple[Cast, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -85,9 +98,12 @@ class GraphForward(FastForward):
         return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), instead=instead)
 
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runner.fingerprint is not self.asked:
+            self.asked, self.casts = self.runner.fingerprint, casts_of(self.module.modules())
         token = CAPTURED_SOON.set(True)
         try:
-            return self.stock(*args, **kwargs)
+            with in_place(self.casts):
+                return self.stock(*args, **kwargs)
         finally:
             CAPTURED_SOON.reset(token)
 
@@ -127,7 +143,9 @@ def obstacle(root: nn.Module) -> str | None:
         attributes = vars(module)
         where = name or type(root).__name__
         placed = module is root and comes_to_one_place(module)
-        if ("_hf_hook" in attributes and not placed) or (hooks_of(module) and not only_divides(module, config)):
+        known = placed or cast_of(module) is not None
+        hooked = "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config))
+        if hooked and not known:
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:

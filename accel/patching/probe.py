@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
+from accel.patching.casting import casts_of, upcast
 from accel.patching.structure import placement, side_effects
 from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
@@ -40,8 +41,9 @@ class Probe:
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             given = args, kwargs or {}
-            own = _compare(module, candidate, *given, BLOCK)
-            self.verdicts[key] = own or _compare_widened(module, candidate, *given)
+            with upcast(casts_of(module.modules())):
+                own = _compare(module, candidate, *given, BLOCK)
+                self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
 
 

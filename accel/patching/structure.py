@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.parallel.sharded_layers import rests_without_gradients
+from accel.patching.casting import cast_of
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
@@ -46,7 +47,8 @@ def tampered(module: nn.Module) -> str | None:
     reason = hooked(module)
     if reason is not None:
         return reason
-    own = attributes.get("forward")
+    cast = cast_of(module)
+    own = attributes.get("forward") if cast is None else cast.reference.forward
     # accel's own in a module beneath a fused one computes what stock does.
     known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
     if own is not None and not known:
@@ -245,9 +247,12 @@ def meta_weights(module: nn.Module) -> bool:
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the first floating parameter, or buffer where there is none: scales, of quantized linears.
 
-    CPU and float32 for a module without any.
+    The dtype that it is multiplied in, where it is stored in another. CPU and float32 for a module without any.
     """
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point():
-            return tensor.device, tensor.dtype
+    held = [(part, one) for part in module.modules() for one in part._parameters.values()]
+    held += [(part, one) for part in module.modules() for one in part._buffers.values()]
+    for part, tensor in held:
+        if tensor is not None and tensor.is_floating_point():
+            cast = cast_of(part) if tensor.itemsize == 1 else None
+            return tensor.device, tensor.dtype if cast is None else cast.compute
     return torch.device("cpu"), torch.float32
