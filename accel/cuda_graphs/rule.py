@@ -22,12 +22,14 @@ from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_d
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.casting import Cast, cast_of, casts_of, in_place
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"
+
+IN_PARTS = "its weights come to the GPU in parts, as they are called: they run stock (offload)"
 
 # Inside of a forward that is captured or will be: what launching takes the host there does not count.
 CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=False)
@@ -73,7 +75,13 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)  # part of somebody's capture
         if self.layout is not None:
             self.layout.follow(device)
-        return super().__call__(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
+        if on_gpu:
+            return super().__call__(*args, **kwargs)
+        if not _elsewhere(device, (*args, *kwargs.values())):
+            return self.stock(*args, **kwargs)
+        self.ledger.fell_back(self.path, IN_PARTS)
+        with as_written():  # the copies take the time, and blocks would only ask in vain
+            return self.stock(*args, **kwargs)
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -128,6 +136,11 @@ class GraphForward(FastForward):
         device = next(self.module.parameters()).device
         kwargs = bound | {"timestep": torch.tensor([step], dtype=dtype, device=device)}
         return (), kwargs
+
+
+def _elsewhere(device: torch.device, given: tuple) -> bool:
+    """Whether the weights are not where the call computes."""
+    return device.type == "meta" or any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
 
 
 def obstacle(root: nn.Module) -> str | None:

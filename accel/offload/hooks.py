@@ -60,6 +60,10 @@ class BeneathOffload:
 class OffloadSwitch:
     """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`."""
 
+    pipe: Any
+    prepare: Callable[[nn.Module, torch.device], None]
+    wrapped: Callable | None
+
     def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
         self.__setstate__({"pipe": pipe, "prepare": prepare, "wrapped": vars(pipe).get(SWITCH)})
 

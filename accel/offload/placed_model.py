@@ -24,6 +24,10 @@ class PlacedModel:
     prepare(model, device): told that the model will be called on the device, while it is still on the CPU.
     """
 
+    model: nn.Module
+    device: torch.device
+    prepare: Callable[[nn.Module, torch.device], None]
+
     def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, torch.device], None]):
         self.__setstate__({"model": model, "device": device, "prepare": prepare})
 

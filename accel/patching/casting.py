@@ -43,11 +43,15 @@ def cast_of(module: nn.Module) -> Cast | None:
         return None
     hook, reference, forward = hooks[0], references[0], vars(module).get("forward")
     function = forward.func if isinstance(forward, functools.partial) else None
-    if getattr(function, "__globals__", {}).get("__name__") != WRAPPERS:
+    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if getattr(function, "__globals__", {}).get("__name__") != WRAPPERS or not any(one is reference for one in inside):
         return None
-    changed = vars(hook).keys() & {"pre_forward", "post_forward"}
+    methods = reference.pre_forward, reference.post_forward
+    known = methods == (hook.pre_forward, hook.post_forward) or methods == (_pass_arguments, _pass_output)
     tensors = (*module._parameters.values(), *module._buffers.values())
-    if changed or any(one is not None and one.is_inference() for one in tensors):
+    if any(one is not None and one.is_inference() for one in tensors):
+        return None
+    if not known and not all(isinstance(getattr(method, "__self__", None), Around) for method in methods):
         return None
     return Cast(module, hook.storage_dtype, hook.compute_dtype, reference)
 

@@ -249,9 +249,9 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
     The dtype that it is multiplied in, where it is stored in another. CPU and float32 for a module without any.
     """
-    held = [(part, one) for part in module.modules() for one in part._parameters.values()]
-    held += [(part, one) for part in module.modules() for one in part._buffers.values()]
-    for part, tensor in held:
+    parameters = ((part, one) for part in module.modules() for one in part._parameters.values())
+    buffers = ((part, one) for part in module.modules() for one in part._buffers.values())
+    for part, tensor in chain[tuple[nn.Module, torch.Tensor | None]](parameters, buffers):
         if tensor is not None and tensor.is_floating_point():
             cast = cast_of(part) if tensor.itemsize == 1 else None
             return tensor.device, tensor.dtype if cast is None else cast.compute
