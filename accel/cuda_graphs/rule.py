@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from accel.casting import Cast, cast_of, casts_of, in_place
 from accel.cuda_graphs.entry import Constant
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pool import GraphPool
@@ -20,7 +21,6 @@ from accel.fusion.stacked_linears import PromptProjections
 from accel.offload.hooks import comes_to_one_place
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
-from accel.patching.casting import Cast, cast_of, casts_of, in_place
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match, Skip

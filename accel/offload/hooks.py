@@ -86,13 +86,13 @@ class OffloadSwitch:
             self.take_over(before)
 
     def placed(self) -> list[PlacedModel]:
-        methods = (vars(hook).get(ENTER) for _, hook in hooks_of(self.pipe))
+        methods = (vars(hook).get(ENTER) for _, hook in offload_hooks(self.pipe))
         return [method.placed for method in methods if type(method) is HookMethod]
 
     def take_over(self, before: list[PlacedModel]) -> None:
         """The hooks that are on the pipeline's models now move them by us."""
         known = {id(placed.model): placed for placed in before}
-        for model, hook in hooks_of(self.pipe):
+        for model, hook in offload_hooks(self.pipe):
             placed = known.get(id(model))
             if placed is None or placed.device != hook.execution_device:
                 placed = PlacedModel(model, hook.execution_device, self.prepare)
@@ -104,7 +104,7 @@ class OffloadSwitch:
         """The hooks move the models by themselves again."""
         for placed in self.placed():
             placed.leave()
-        for _, hook in hooks_of(self.pipe):
+        for _, hook in offload_hooks(self.pipe):
             let_go(hook)
         for model in self.models:
             separate(model)
@@ -117,7 +117,7 @@ def let_go(hook: Any) -> None:
             del vars(hook)[name]
 
 
-def hooks_of(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
+def offload_hooks(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
     """(model, hook) of those by which accelerate moves whole models of the pipeline to a GPU."""
     for user_hook in getattr(pipe, "_all_hooks", None) or ():
         model, hook = getattr(user_hook, "model", None), getattr(user_hook, "hook", None)

@@ -72,13 +72,13 @@ class Layout:
             slot.place_in(whole)
 
 
-def held(model: nn.Module) -> list[torch.Tensor]:
+def weights_in(model: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers, each once."""
     found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()))
     return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
 
-def unfit(tensors: list[torch.Tensor]) -> str | None:
+def unmovable(tensors: list[torch.Tensor]) -> str | None:
     """Why these cannot lie in one run of bytes of the CPU."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -92,7 +92,7 @@ def unfit(tensors: list[torch.Tensor]) -> str | None:
 
 def separate(model: nn.Module) -> None:
     """Each of its weights lies in memory of its own again."""
-    for tensor in held(model):
+    for tensor in weights_in(model):
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() != tensor.nbytes:
             set_data(tensor, lambda data: data.clone(memory_format=torch.preserve_format))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import told
-from accel.offload.layout import Layout, held, unfit
+from accel.offload.layout import Layout, unmovable, weights_in
 from accel.offload.memory import Addresses, HostBuffer, Mapping
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
@@ -58,8 +58,8 @@ class PlacedModel:
     def enter(self) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
         self.prepare(self.model, self.device)
-        tensors = held(self.model)
-        self.reason = unfit(tensors) if tensors else "no weights"
+        tensors = weights_in(self.model)
+        self.reason = unmovable(tensors) if tensors else "no weights"
         if self.reason is not None:
             return False
         try:
@@ -94,7 +94,7 @@ class PlacedModel:
         return self.model
 
     def _come_back(self, arena: torch.Tensor, layout: Layout, host: HostBuffer) -> None:
-        present = set(map(id, held(self.model)))
+        present = set(map(id, weights_in(self.model)))
         there = [slot for slot in layout.slots if id(slot.tensor) in present and slot.lies_in(arena)]
         with torch.inference_mode(False), torch.no_grad():
             if there and not all(map(torch.equal, self.sums, _sums(arena))):

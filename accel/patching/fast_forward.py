@@ -34,9 +34,9 @@ from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from accel.casting import cast_up
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
-from accel.patching.casting import upcast
 from accel.patching.code import ClassCode, Code
 from accel.patching.ledger import Ledger
 from accel.patching.relied import Parts, Relied, another_class, changed_since
@@ -173,7 +173,7 @@ class FastForward(ABC):
 
     def weights(self) -> AbstractContextManager:
         """Inside, its parts have weights to multiply by: those that are stored in fewer bits are written out."""
-        return NOTHING if self.relied is None or not self.relied.casts else upcast(self.relied.casts)
+        return NOTHING if self.relied is None or not self.relied.casts else cast_up(self.relied.casts)
 
     def _unfit(self, args: tuple, kwargs: dict) -> str | None:
         if not self.arguments.take(args, kwargs):

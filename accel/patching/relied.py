@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from accel.casting import Cast, casts_of
 from accel.errors import reason_of
-from accel.patching.casting import Cast, casts_of
 from accel.patching.code import ClassCode, Code
 from accel.patching.structure import mentioned, overridden, stock_method, tampered
 

@@ -10,8 +10,8 @@ from types import CodeType, MethodType, ModuleType
 import torch
 from torch import nn
 
+from accel.casting import cast_of
 from accel.parallel.sharded_layers import rests_without_gradients
-from accel.patching.casting import cast_of
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}

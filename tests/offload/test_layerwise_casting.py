@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import accel
+from accel.casting import casts_of, in_place
 from accel.cuda_graphs.rule import GraphForward, obstacle
-from accel.patching.casting import casts_of, in_place
 from support.diffusion.outputs import close, run
 
 FP8 = torch.float8_e4m3fn

@@ -10,9 +10,9 @@ import torch
 from accel_kernels import Norm
 from torch import nn
 
+from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
-from accel.patching.casting import upcast
 from accel.patching.context import Context
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -164,7 +164,7 @@ class TransformerBlockForward(FastForward):
             self.ledger.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
-        with upcast(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
+        with cast_up(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
             self._multiply(stream, rows)
 
     def _multiply(self, stream: Stream, rows: Rows) -> None:

@@ -62,7 +62,7 @@ def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
 
 
 @contextmanager
-def upcast(casts: Iterable[Cast]) -> Iterator[None]:
+def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
     """Inside, these layers have weights of the dtype they compute in, and their hooks rest."""
     casts = tuple(casts)
     before = _set_hooks((cast, _pass_arguments, _pass_output) for cast in casts)
