@@ -143,9 +143,10 @@ def _elsewhere(device: torch.device, given: tuple) -> bool:
     return device.type == "meta" or any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
 
 
-def obstacle(root: nn.Module) -> str | None:
+def obstacle(root: nn.Module, stored: bool = False) -> str | None:
     """Why a captured forward could differ from a called one: weights that move, Python that would no longer run.
 
+    stored: who captures has layers that store their weights in fewer bits cast them in place.
     Hooks by which diffusers divides sequences among ranks do neither.
     """
     config = context_parallel(root)
@@ -156,7 +157,7 @@ def obstacle(root: nn.Module) -> str | None:
         attributes = vars(module)
         where = name or type(root).__name__
         placed = module is root and comes_to_one_place(module)
-        known = placed or cast_of(module) is not None
+        known = placed or (stored and cast_of(module) is not None)
         hooked = "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config))
         if hooked and not known:
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
@@ -179,7 +180,7 @@ def obstacle(root: nn.Module) -> str | None:
 
 def own_code(root: nn.Module) -> str | None:
     """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
-    reason = obstacle(root)
+    reason = obstacle(root, stored=True)
     if reason is None:
         kinds = {type(module): name for name, module in root.named_modules()}
         reasons = ((foreign(root.get_submodule(name)), name) for name in kinds.values())

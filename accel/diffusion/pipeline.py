@@ -103,6 +103,7 @@ def prepare(model: nn.Module, device: torch.device) -> None:
         if isinstance(patch, ChannelsLast) and not patch.on_gpu:
             patch.apply(coming=True)
         forward = getattr(patch, "value", None)
+        forward = getattr(forward, "inner", None) or forward  # within a guard against overflow
         if isinstance(forward, GraphForward) and forward.path:
             forward.holder = model
 

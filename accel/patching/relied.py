@@ -206,7 +206,7 @@ def _hung(own: nn.Module | None, parts: Parts) -> str | None:
     members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
         if isinstance(part, nn.Module) and part is not own:
-            reason = "training mode inside" if part.training and _trains(part, members) else tampered(part)
+            reason = "training mode inside" if part.training and _trains(part, members) else tampered(part, stored=True)
             if reason is not None:
                 return reason
     return None

@@ -41,13 +41,16 @@ def foreign_hooks(module: nn.Module) -> bool:
     return not all(map(transformers_hook, hooks))
 
 
-def tampered(module: nn.Module) -> str | None:
-    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+def tampered(module: nn.Module, stored: bool = False) -> str | None:
+    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own.
+
+    stored: one whose weights are stored in fewer bits, and cast around its call, will do; see `casting.py`.
+    """
     attributes = vars(module)
     reason = hooked(module)
     if reason is not None:
         return reason
-    cast = cast_of(module)
+    cast = cast_of(module) if stored else None
     own = attributes.get("forward") if cast is None else cast.reference.forward
     # accel's own in a module beneath a fused one computes what stock does.
     known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
@@ -178,21 +181,21 @@ def stock_method(part: object, value: object, name: str = "forward") -> bool:
     return getattr(value, "__func__", value) is getattr(type(part), name, None)
 
 
-def plain(module: nn.Module | None, *kinds: type) -> str | None:
+def plain(module: nn.Module | None, *kinds: type, stored: bool = False) -> str | None:
     """None where the module is exactly of one of the kinds and untampered, else the reason.
 
     Exact types: a LoRA layer is a Linear to isinstance, and its `.weight` is the base weight without the adapter.
     """
     if module is None or type(module) not in kinds:
         return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
-    return tampered(module)
+    return tampered(module, stored)
 
 
 def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
     """The first reason of `plain` over (module, kind) pairs; missing modules (None) are no obstacle."""
     for module, kind in modules_and_kinds:
         if module is not None:
-            reason = plain(module, kind)
+            reason = plain(module, kind, stored=True)
             if reason is not None:
                 return reason
     return None
@@ -200,7 +203,7 @@ def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
 
 def untouched(*modules: nn.Module | None) -> str | None:
     """The first reason of `tampered` over modules that a fused forward does the work of without calling them."""
-    return next(filter(None, (tampered(module) for module in modules if module is not None)), None)
+    return next(filter(None, (tampered(module, stored=True) for module in modules if module is not None)), None)
 
 
 def holds(module: nn.Module, *names: str) -> bool:

@@ -12,7 +12,8 @@ from accelerate.hooks import remove_hook_from_module
 
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.cuda_graphs.rule import obstacle
+from accel.cuda_graphs.rule import GraphForward, obstacle
+from accel.diffusion.pipeline import prepare
 from accel.offload import hooks, placed_model
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
@@ -215,3 +216,11 @@ def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny, removed)
     switch.let_go()
     same(model, twin.state_dict())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+def test_half_of_an_autoencoder_keeps_no_graph_while_it_is_offloaded(tiny):
+    model = tiny.vae()
+    accel.optimize(model, cpu="fuse")
+    prepare(model, THERE)
+    forwards = vars(model.encoder)["forward"], vars(model.decoder)["forward"].inner
+    assert all(isinstance(forward, GraphForward) and forward.holder is model for forward in forwards)

@@ -248,7 +248,7 @@ def _norms(m: Any) -> str | None:
 
 def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
-        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d)
+        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d, stored=True)
         if reason is not None:
             return reason
         if isinstance(layer, nn.Conv2d) and not pointwise(layer):
