@@ -1,5 +1,6 @@
 """Where each weight of a model lies in one run of bytes, on the CPU and on the GPU alike."""
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,28 +12,19 @@ UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocat
 
 
 class Slot(NamedTuple):
-    """A tensor of a model and its place. start, span: in bytes."""
+    """A tensor of a model and its place. start: in bytes."""
 
     tensor: torch.Tensor
     start: int
-    span: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor's place in these bytes."""
-        return whole[self.start : self.start + self.span].view(self.dtype).as_strided(self.shape, self.stride)
 
     def lies_in(self, whole: torch.Tensor) -> bool:
         """Whether the tensor is the view of these bytes that the layout makes it."""
         now = self.tensor
         place = whole.data_ptr() + self.start
         return (now.data_ptr(), now.shape, now.stride(), now.dtype) == (place, self.shape, self.stride, self.dtype)
-
-    def place_in(self, whole: torch.Tensor) -> None:
-        """Makes it that view. The bytes hold its numbers already."""
-        set_data(self.tensor, lambda _: self.view(whole))
 
 
 class Layout:
@@ -55,9 +47,10 @@ class Layout:
                 together = False
             if not together:
                 begin, end = -(-self.nbytes // UNIT) * UNIT - place, place
-            self.slots.append(Slot(tensor, begin + place, span, tensor.shape, tensor.stride(), tensor.dtype))
+            self.slots.append(Slot(tensor, begin + place, tensor.shape, tensor.stride(), tensor.dtype))
             end, last = max(end, place + span), tensor
             self.nbytes = begin + end
+        self.nbytes = -(-self.nbytes // UNIT) * UNIT
 
     def holds(self, tensors: list[torch.Tensor], whole: torch.Tensor) -> bool:
         """Whether these are the tensors of the layout, and lie in these bytes as it says."""
@@ -66,10 +59,30 @@ class Layout:
 
     def pack(self, whole: torch.Tensor) -> None:
         """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
-        for slot in self.slots:
-            with torch.no_grad():
-                slot.view(whole).copy_(slot.tensor.detach())
-            slot.place_in(whole)
+        with torch.no_grad():
+            for slot, view in views(self.slots, whole):
+                view.copy_(slot.tensor.detach())
+                place([slot], whole)
+
+
+def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The place of each of these tensors in the bytes."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    for slot in slots:
+        if slot.dtype not in typed:
+            typed[slot.dtype] = whole.view(slot.dtype)
+        numbers = typed[slot.dtype]
+        yield slot, numbers.as_strided(slot.shape, slot.stride, slot.start // numbers.itemsize)
+
+
+def place(slots: Iterable[Slot], whole: torch.Tensor) -> None:
+    """Makes the tensors views of these bytes, which hold their numbers already."""
+    with torch.inference_mode(False), torch.no_grad():
+        for slot, view in views(slots, whole):
+            if slot.tensor.is_inference():
+                set_data(slot.tensor, lambda _, view=view: view)
+            else:
+                slot.tensor.data = view
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:

@@ -117,7 +117,7 @@ class Mapping:
 
     def tensor(self) -> torch.Tensor:
         """All of its bytes. The tensor, and every view of it, keeps the memory."""
-        with torch.cuda.device(self.addresses.device):
+        with torch.cuda.device(self.addresses.device), torch.inference_mode(False):
             return torch.as_tensor(self, device=self.addresses.device)
 
 
@@ -125,7 +125,8 @@ class HostBuffer:
     """Bytes on the CPU, which copies to and from a GPU need not wait for once they are pinned."""
 
     def __init__(self, nbytes: int):
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.pinned = False
 
     def pin(self) -> None:

@@ -26,7 +26,8 @@ class Mapping(np.ndarray):
     """Memory that is overwritten as soon as nobody has a view of it."""
 
     def tensor(self):
-        return torch.from_numpy(self)
+        with torch.inference_mode(False):
+            return torch.from_numpy(self)
 
     def __del__(self):
         if self.base is not None and type(self.base) is not Mapping:
@@ -113,6 +114,15 @@ def test_what_changes_there_comes_back(tiny, change):
         placed.to(THERE)
         same(model, wanted)
     assert placed.reason is None
+
+
+def test_weights_stay_ordinary_tensors_under_inference_mode(tiny):
+    model = tiny.unet()
+    versions, placed = [p._version for p in model.parameters()], place(model)
+    with torch.inference_mode():
+        for device in (THERE, "cpu", THERE):
+            placed.to(device)
+    assert [p._version for p in model.parameters()] == versions
 
 
 def test_what_changes_here_goes_there(tiny):
