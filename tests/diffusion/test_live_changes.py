@@ -82,7 +82,7 @@ def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_p
     if end == "optimized-after":
         accel.optimize(ours)
         same(live, live.draw(ours, **call), live.draw(stock, **call), change.slack)
-    if end == "left-so" and change.graphs:
+    if end == "left-so" and change.graphs and change.name != "model-offload":  # which is taken over for a GPU alone
         graphs_would_last(ours, live, call)
     if end == "taken-back":
         for p in (pipe, twin):
