@@ -18,7 +18,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
-from accel.offload.hooks import comes_to_one_place
+from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
@@ -157,9 +157,12 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         attributes = vars(module)
         where = name or type(root).__name__
         placed = module is root and comes_to_one_place(module)
-        known = placed or (stored and cast_of(module) is not None)
-        hooked = "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config))
-        if hooked and not known:
+        casts = stored and cast_of(module) is not None
+        moved = "_hf_hook" in attributes and not placed
+        if moved or (hooks_of(module) and not casts and not only_divides(module, config)):
+            reason = moved_by_torch(module)
+            if reason is not None:
+                return f"hooks on {where} move its weights one by one (offload): {reason}"
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:

@@ -38,9 +38,19 @@ class HookMethod:
 
 def comes_to_one_place(module: nn.Module) -> bool:
     """Whether the hook that accelerate has on a module moves it between two places that stay, and does nothing else."""
-    hook = vars(module).get("_hf_hook")
-    method = getattr(hook, "__dict__", {}).get(ENTER)
-    return type(method) is HookMethod and method.placed.model is module and method.placed.reason is None
+    placed = _placed(module)
+    return placed is not None and placed.reason is None
+
+
+def moved_by_torch(module: nn.Module) -> str | None:
+    """Why a module that comes and goes does not come to one place, if it was tried."""
+    placed = _placed(module)
+    return None if placed is None else placed.reason
+
+
+def _placed(module: nn.Module) -> PlacedModel | None:
+    method = getattr(vars(module).get("_hf_hook"), "__dict__", {}).get(ENTER)
+    return method.placed if type(method) is HookMethod and method.placed.model is module else None
 
 
 class BeneathOffload:

@@ -62,7 +62,7 @@ class Layout:
         with torch.no_grad():
             for slot, view in views(self.slots, whole):
                 view.copy_(slot.tensor.detach())
-                place([slot], whole)
+                lay_out([slot], whole)
 
 
 def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
@@ -75,7 +75,7 @@ def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, to
         yield slot, numbers.as_strided(slot.shape, slot.stride, slot.start // numbers.itemsize)
 
 
-def place(slots: Iterable[Slot], whole: torch.Tensor) -> None:
+def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
     """Makes the tensors views of these bytes, which hold their numbers already."""
     with torch.inference_mode(False), torch.no_grad():
         for slot, view in views(slots, whole):

@@ -134,6 +134,8 @@ class HostBuffer:
         if not self.pinned:
             runtime: Any = torch.cuda.cudart()
             self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)) == 0
+            if not self.pinned:  # the next launch of torch's would find the error and raise it
+                _quietly(lambda: torch.empty(1, device="cuda").fill_(1))
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import told
-from accel.offload.layout import Layout, place, unmovable, weights_in
+from accel.offload.layout import Layout, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, HostBuffer, Mapping
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
@@ -76,7 +76,7 @@ class PlacedModel:
             self.reason = told(error)  # torch moves it one by one, or says that memory is short
             return False
         self.visits += 1
-        place(layout.slots, arena)
+        lay_out(layout.slots, arena)
         return True
 
     def leave(self) -> nn.Module:
@@ -98,7 +98,7 @@ class PlacedModel:
         with torch.inference_mode(False), torch.no_grad():
             if there and not all(map(torch.equal, self.sums, _sums(arena))):
                 host.bytes.copy_(arena[: layout.nbytes])
-        place(there, host.bytes)
+        lay_out(there, host.bytes)
         if len(there) < max(len(layout.slots), len(present)):
             self.layout = None  # some are others now
 

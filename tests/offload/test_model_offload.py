@@ -234,3 +234,13 @@ def test_half_of_an_autoencoder_keeps_no_graph_while_it_is_offloaded(tiny):
     prepare(model, THERE)
     forwards = vars(model.encoder)["forward"], vars(model.decoder)["forward"].inner
     assert all(isinstance(forward, GraphForward) and forward.holder is model for forward in forwards)
+
+
+def test_what_moves_one_by_one_gets_no_graph_and_says_why(tiny):
+    model = tiny.unet()
+    model.register_buffer("none", torch.empty(0))
+    pipe = Pipe(model)
+    switch = hooks.OffloadSwitch(pipe, lambda model, device: None)
+    switch()
+    run(model, tiny.inputs(model))
+    assert "one by one (offload): a weight with a gradient, without numbers" in obstacle(model)
