@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import accel
+from accel.cuda_graphs.runner import PATIENCE
 from accel.offload.placed_model import PlacedModel
 
 STEPS = 6
@@ -68,3 +69,22 @@ def test_a_pipeline_replays_its_graphs_call_after_call(pipe, live, before):
     pipe.remove_all_hooks()
     pipe.to("cuda")
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in pipe.unet.parameters())
+
+
+def test_layers_stored_in_8_bits_are_read_in_graphs(tiny):
+    model = tiny.unet(sample_size=16).cuda().half()
+    twin = copy.deepcopy(model)
+    inputs = {name: one.cuda().half() for name, one in tiny.inputs(model, height=16, width=16).items()}
+    accel.optimize(model, graphs=True)
+    for unet in (model, twin):
+        unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16)
+    places = [p.data_ptr() for p in model.parameters()]
+    with torch.no_grad():
+        wanted = twin(**inputs).sample
+        for _ in range(PATIENCE + 3):
+            got = model(**inputs).sample
+            assert float((got - wanted).abs().max()) < 2e-2 * float(wanted.abs().max())
+    assert any(row["status"] == "graph" for row in accel.report(model).graphs), accel.report(model).graphs
+    assert [p.data_ptr() for p in model.parameters()] == places
+    stored = [[p.view(torch.uint8) for p in unet.parameters() if p.itemsize == 1] for unet in (model, twin)]
+    assert stored[0] and all(map(torch.equal, *stored))
