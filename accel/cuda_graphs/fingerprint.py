@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import reason_of
+from accel.offload.hooks import BeneathOffload
 from accel.parallel.sharded_layers import local
 from accel.patching.structure import own_classes
 
@@ -52,7 +53,10 @@ class Fingerprint:
         for module in root.modules():
             attributes = vars(module)
             self._objects[id(module)] = module
-            self._watch(_Others(attributes, passed[module]) if module in passed else attributes.values())
+            if module in passed:
+                self._watch(_Others(attributes, passed[module]))
+            else:
+                self._watch(BeneathOffload(module) if module is root else attributes.values())
             for name, value in attributes.items():
                 if name in IRRELEVANT or not isinstance(value, CONTAINERS):
                     if beside is None:

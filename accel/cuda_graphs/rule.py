@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from accel.casting import Cast, cast_of, casts_of, in_place
 from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
@@ -18,6 +20,7 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
+from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
 from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
@@ -28,6 +31,8 @@ from accel.patching.structure import foreign, foreign_hooks, foreign_processor, 
 
 PROMPT = "encoder_hidden_states"
 MOST_TURNS = 64  # shapes without a graph that are remembered; the oldest is forgotten
+
+IN_PARTS = "its weights come to the GPU in parts, as they are called: they run stock (offload)"
 
 # Inside of a forward that is captured or will be: what launching takes the host there does not count.
 CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=False)
@@ -51,9 +56,21 @@ class GraphForward(FastForward):
         self.passes.tracked = True
         self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
         self.video = bool(path) and any(map(over_video, module.modules()))
+        self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        self.asked: Fingerprint | None = None  # as the model was when its casts were looked for
+        self.casts: tuple[Cast, ...] = ()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -64,7 +81,13 @@ class GraphForward(FastForward):
             return self.stock(*args, **kwargs)  # part of somebody's capture
         if self.layout is not None:
             self.layout.follow(device)
-        return super().call(*args, **kwargs) if on_gpu else self.stock(*args, **kwargs)
+        if on_gpu:
+            return super().call(*args, **kwargs)
+        if not _elsewhere(device, (*args, *kwargs.values())):
+            return self.stock(*args, **kwargs)
+        self.ledger.fell_back(self.path, IN_PARTS)
+        with as_written():  # the copies take the time, and blocks would only ask in vain
+            return self.stock(*args, **kwargs)
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -77,7 +100,8 @@ class GraphForward(FastForward):
         return None
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        if self.video:
+        # A decoder's graph would keep the memory of its images while the next model is on the GPU.
+        if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
@@ -90,9 +114,12 @@ class GraphForward(FastForward):
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner.reason is not None and self.runner.ranks is None:
             return self._in_turns(*args, **kwargs)
+        if self.runner.fingerprint is not self.asked:
+            self.asked, self.casts = self.runner.fingerprint, casts_of(self.module.modules())
         token = CAPTURED_SOON.set(True)
         try:
-            return self.stock(*args, **kwargs)
+            with in_place(self.casts):
+                return self.stock(*args, **kwargs)
         finally:
             CAPTURED_SOON.reset(token)
 
@@ -136,9 +163,15 @@ class GraphForward(FastForward):
         return (), kwargs
 
 
-def obstacle(root: nn.Module) -> str | None:
+def _elsewhere(device: torch.device, given: tuple) -> bool:
+    """Whether the weights are not where the call computes."""
+    return device.type == "meta" or any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
+
+
+def obstacle(root: nn.Module, stored: bool = False) -> str | None:
     """Why a captured forward could differ from a called one: weights that move, Python that would no longer run.
 
+    stored: who captures has layers that store their weights in fewer bits cast them in place.
     Hooks by which diffusers divides sequences among ranks do neither.
     """
     config = context_parallel(root)
@@ -148,14 +181,20 @@ def obstacle(root: nn.Module) -> str | None:
     for name, module in root.named_modules():
         attributes = vars(module)
         where = name or type(root).__name__
-        if "_hf_hook" in attributes or (hooks_of(module) and not only_divides(module, config)):
+        placed = module is root and comes_to_one_place(module)
+        casts = stored and cast_of(module) is not None
+        moved = "_hf_hook" in attributes and not placed
+        if moved or (hooks_of(module) and not casts and not only_divides(module, config)):
+            reason = moved_by_torch(module)
+            if reason is not None:
+                return f"hooks on {where} move its weights one by one (offload): {reason}"
             return f"hooks on {where} may move weights (offload) or divide work among ranks"
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:
             return f"the attention of {where} is divided among ranks that the model does not name"
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
-        forward = beneath(module)
+        forward = attributes.get("_old_forward") if placed else beneath(module)
         ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
         if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"
@@ -169,7 +208,7 @@ def obstacle(root: nn.Module) -> str | None:
 
 def own_code(root: nn.Module) -> str | None:
     """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
-    reason = obstacle(root)
+    reason = obstacle(root, stored=True)
     if reason is None:
         kinds = {type(module): name for name, module in root.named_modules()}
         reasons = ((foreign(root.get_submodule(name)), name) for name in kinds.values())

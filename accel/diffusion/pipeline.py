@@ -4,9 +4,15 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+import torch
+from torch import nn
+
+from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.schedulers import RULES, ready
 from accel.errors import PatchConflict
+from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import Loop
+from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
@@ -91,7 +97,24 @@ class LoopStartPatch(Patch):
 
 def pipeline_plan(pipe: object, context: Context) -> Plan:
     """The plan of a pipeline as a whole; its models and schedulers have their own."""
-    return Plan(pipe, (), context, (announce_loops,))
+    return Plan(pipe, (), context, (announce_loops, take_over_offload))
+
+
+def take_over_offload(pipe: object, context: Context) -> Staged:
+    """Models that hooks move to the GPU and back come to the same addresses each time."""
+    return Staged((OffloadPatch(pipe, prepare),) if hasattr(pipe, SWITCH) else ())
+
+
+def prepare(model: nn.Module, device: torch.device) -> None:
+    """The model is about to go to a GPU: its weights get the layout that they are to have there."""
+    plan = vars(model).get(PLAN)
+    for patch in () if plan is None else plan.patches:
+        if isinstance(patch, ChannelsLast) and not patch.on_gpu:
+            patch.apply(coming=True)
+        forward = getattr(patch, "value", None)
+        forward = getattr(forward, "inner", None) or forward  # within a guard against overflow
+        if isinstance(forward, GraphForward) and forward.path:
+            forward.holder = model
 
 
 def announce_loops(pipe: object, context: Context) -> Staged:

@@ -160,11 +160,12 @@ class ChannelsLast:
             else:
                 self.apply()
 
-    def apply(self) -> None:
+    def apply(self, coming: bool = False) -> None:
+        """coming: the model is about to be moved to a GPU."""
         weights = [module.weight for module in self.modules]
-        self.on_gpu = any(map(self.lies_on_gpu, weights))
+        self.on_gpu = coming or any(map(self.lies_on_gpu, weights))
         for index, weight in enumerate(weights):
-            if not (self.everywhere or self.lies_on_gpu(weight)):
+            if not (self.everywhere or coming or self.lies_on_gpu(weight)):
                 continue
             if not weight.is_meta and not weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
                 self.strides[index] = weight.stride()

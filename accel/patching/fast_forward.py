@@ -3,7 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -34,6 +34,7 @@ from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from accel.casting import cast_up
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.code import ClassCode, Code
@@ -44,6 +45,7 @@ from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
 
 AS_WRITTEN: ContextVar[bool] = ContextVar("accel_as_written", default=False)  # inside `as_written`
+NOTHING = nullcontext()
 STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
 
 
@@ -153,14 +155,18 @@ class FastForward(InstanceMethod):
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
         if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
-        reason = self._refuses(args, kwargs)
+        reason = self.mode()
         if reason is None:
-            try:
-                return self.fast(*args, **kwargs)
-            except Exception as error:  # a call that stock may take, or refuses in words of its own
-                if STOCK in vars(error) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-                    raise  # who captures runs the call again without, and what fails here would fail in stock too
-                reason = f"the fast forward raised {reason_of(error)}"
+            with self.weights():
+                reason = self._unfit(args, kwargs)
+                if reason is None:
+                    try:
+                        return self.fast(*args, **kwargs)
+                    except Exception as error:  # a call that stock may take, or refuses in words of its own
+                        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+                        if STOCK in vars(error) or capturing:
+                            raise  # who captures runs the call again without; what fails here would in stock too
+                        reason = f"the fast forward raised {reason_of(error)}"
         if not self.beneath:
             self.ledger.fell_back(self.path, reason)
         try:
@@ -171,9 +177,13 @@ class FastForward(InstanceMethod):
 
     def _refuses(self, args: tuple, kwargs: dict) -> str | None:
         """Why this call runs stock."""
-        reason = self.mode()
-        if reason is not None:
-            return reason
+        return self.mode() or self._unfit(args, kwargs)
+
+    def weights(self) -> AbstractContextManager:
+        """Inside, its parts have weights to multiply by: those that are stored in fewer bits are written out."""
+        return NOTHING if self.relied is None or not self.relied.casts else cast_up(self.relied.casts)
+
+    def _unfit(self, args: tuple, kwargs: dict) -> str | None:
         if not self.arguments.take(args, kwargs):
             return "arguments the fast forward does not know"
         try:

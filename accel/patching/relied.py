@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from accel.casting import Cast, casts_of
 from accel.errors import reason_of
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
@@ -123,6 +124,11 @@ class Relied:
             return changed_since(f"its make ({error})")
         return snapshot.reason
 
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """Of the parts, as they were found last, layers whose weights are stored in fewer bits."""
+        return () if self.snapshot is None else self.snapshot.casts
+
     def _another(self, own: nn.Module | None, parts: Parts) -> str | None:
         """What is not as it was."""
         now = tuple(_records(own, parts))
@@ -152,6 +158,7 @@ class Snapshot:
     def __init__(self, own: nn.Module | None, parts: Parts, code: Code):
         self.reason: str | None = None
         self.parts = [part for part in chain(*parts) if part is not None]
+        self.casts = casts_of(part for part in self.parts if part is not own)
         self.kinds = list(map(type, self.parts))
         # Live: reading them again shows the present state.
         self.views = [*chain.from_iterable(_views(part, part is own) for part in self.parts), *code.views()]
@@ -201,7 +208,7 @@ def _hung(own: nn.Module | None, parts: Parts) -> str | None:
     members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
         if isinstance(part, nn.Module) and part is not own:
-            reason = TRAINING_INSIDE if part.training and _trains(part, members) else tampered(part)
+            reason = TRAINING_INSIDE if part.training and _trains(part, members) else tampered(part, stored=True)
             if reason is not None:
                 return reason
     return None

@@ -10,6 +10,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 import torch
 from torch import nn
 
+from accel.casting import cast_of
 from accel.parallel.sharded_layers import rests_without_gradients
 from accel.patching.owner import OWNER
 
@@ -42,13 +43,17 @@ def foreign_hooks(module: nn.Module) -> bool:
     return not all(map(transformers_hook, hooks))
 
 
-def tampered(module: nn.Module) -> str | None:
-    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own."""
+def tampered(module: nn.Module, stored: bool = False) -> str | None:
+    """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own.
+
+    stored: one whose weights are stored in fewer bits, and cast around its call, will do; see `casting.py`.
+    """
     attributes = vars(module)
     reason = hooked(module)
     if reason is not None:
         return reason
-    own = attributes.get("forward")
+    cast = cast_of(module) if stored else None
+    own = attributes.get("forward") if cast is None else cast.reference.forward
     # accel's own in a module beneath a fused one computes what stock does.
     known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
     if own is not None and not known:
@@ -193,21 +198,21 @@ def stock_method(part: object, value: object, name: str = "forward") -> bool:
     return getattr(value, "__func__", value) is getattr(type(part), name, None)
 
 
-def plain(module: nn.Module | None, *kinds: type) -> str | None:
+def plain(module: nn.Module | None, *kinds: type, stored: bool = False) -> str | None:
     """None where the module is exactly of one of the kinds and untampered, else the reason.
 
     Exact types: a LoRA layer is a Linear to isinstance, and its `.weight` is the base weight without the adapter.
     """
     if module is None or type(module) not in kinds:
         return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
-    return tampered(module)
+    return tampered(module, stored)
 
 
 def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
     """The first reason of `plain` over (module, kind) pairs; missing modules (None) are no obstacle."""
     for module, kind in modules_and_kinds:
         if module is not None:
-            reason = plain(module, kind)
+            reason = plain(module, kind, stored=True)
             if reason is not None:
                 return reason
     return None
@@ -215,7 +220,7 @@ def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
 
 def untouched(*modules: nn.Module | None) -> str | None:
     """The first reason of `tampered` over modules that a fused forward does the work of without calling them."""
-    return next(filter(None, (tampered(module) for module in modules if module is not None)), None)
+    return next(filter(None, (tampered(module, stored=True) for module in modules if module is not None)), None)
 
 
 def holds(module: nn.Module, *names: str) -> bool:
@@ -262,9 +267,12 @@ def meta_weights(module: nn.Module) -> bool:
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the first floating parameter, or buffer where there is none: scales, of quantized linears.
 
-    CPU and float32 for a module without any.
+    The dtype that it is multiplied in, where it is stored in another. CPU and float32 for a module without any.
     """
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point():
-            return tensor.device, tensor.dtype
+    parameters = ((part, one) for part in module.modules() for one in part._parameters.values())
+    buffers = ((part, one) for part in module.modules() for one in part._buffers.values())
+    for part, tensor in chain[tuple[nn.Module, torch.Tensor | None]](parameters, buffers):
+        if tensor is not None and tensor.is_floating_point():
+            cast = cast_of(part) if tensor.itemsize == 1 else None
+            return tensor.device, tensor.dtype if cast is None else cast.compute
     return torch.device("cpu"), torch.float32

@@ -16,7 +16,7 @@ from accel.quantization.rows import Rows
 
 def plain_linear(module: nn.Module | None) -> str | None:
     """None where the module multiplies by its weight and does nothing else, else the reason; see `plain`."""
-    return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear)
+    return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear, stored=True)
 
 
 def placed(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:

@@ -23,6 +23,9 @@ def fallbacks(pipe):
     return sum(calls for *_, calls in accel.report(pipe).fallbacks)
 
 
+ON_A_GPU = ("model-offload", "layerwise-casting")  # where weights keep their addresses there alone
+
+
 def graphs_would_last(pipe, live, call):
     """On a GPU, calls would be replayed: nothing forbids a graph, and a call leaves the models as it found them."""
     models = list(live.models(pipe).values())
@@ -82,7 +85,7 @@ def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_p
     if end == "optimized-after":
         accel.optimize(ours)
         same(live, live.draw(ours, **call), live.draw(stock, **call), change.slack)
-    if end == "left-so" and change.graphs:
+    if end == "left-so" and change.graphs and change.name not in ON_A_GPU:
         graphs_would_last(ours, live, call)
     if end == "taken-back":
         for p in (pipe, twin):

@@ -8,6 +8,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import accel
+from accel.cuda_graphs.rule import IN_PARTS
 
 
 class Counting(ModelHook):
@@ -52,12 +53,16 @@ def test_hooks_and_patches_come_and_go_in_any_order(pair, order, leaving):
     assert hook.calls == 1 and stock(model)
 
 
-def test_sequential_offload_runs_the_blocks_stock(pair):
+@pytest.mark.parametrize("graphs", ["auto", False])
+@pytest.mark.share(1)
+def test_sequential_offload_runs_the_blocks_stock(pair, graphs):
     model, wanted, inputs = pair
-    accel.optimize(model)
+    accel.optimize(model, graphs=graphs)
     cpu_offload(model, execution_device=torch.device("cpu"))
     torch.testing.assert_close(run(model, inputs), wanted)
-    assert any("accelerate hook" in reason for _, reason, _ in accel.report(model).fallbacks)
+    found = accel.report(model).fallbacks
+    assert any("accelerate hook" in reason for _, reason, _ in found) is (graphs is False)
+    assert graphs is False or found == [("", IN_PARTS, 1)]
 
 
 def test_optimize_after_sequential_offload_says_why_it_skips(pair):

@@ -110,7 +110,7 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
     doubles = upsample.size is None and upsample.scale_factor in (2.0, (2.0, 2.0))
     if upsample.mode not in ("nearest", "nearest-exact") or not doubles:
         return None
-    if plain(conv, nn.Conv2d) is not None or not same_padded(conv) or meta_weights(m):
+    if plain(conv, nn.Conv2d, stored=True) is not None or not same_padded(conv) or meta_weights(m):
         return None
     reason = untouched(upsample)
     if reason is not None:
@@ -125,7 +125,7 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
     """One convolution beside `channels` and `out_channels`; stride tells which way, the probe whether that is all."""
     m: Any = site.module
-    if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d) is not None:
+    if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d, stored=True) is not None:
         return None
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")

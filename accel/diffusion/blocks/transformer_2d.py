@@ -10,10 +10,11 @@ import torch
 from accel_kernels import Norm
 from torch import nn
 
+from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.relied import Parts, Relied
@@ -36,7 +37,8 @@ class Stream:
         self.x, self.last, self.bias = x, None, bias
 
     def add(self, last: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.last, self.bias = last.contiguous(), bias
+        # Not the parameter itself, which may be stored in fewer bits again by the time that it is added.
+        self.last, self.bias = last.contiguous(), None if bias is None else bias.detach()
 
     def settle(self, x: torch.Tensor) -> None:
         """x is the sum of all three."""
@@ -141,7 +143,8 @@ class TransformerBlockForward(FastForward):
         call = {"encoder_hidden_states": context, "attention_mask": mask}
         fused = AttentionForward.taken(attention, rows.x, **call, **extra)
         if fused is not None and fused.adds_nothing():
-            self._project(stream, attention.to_out[0], fused.attended(rows, context, mask))
+            with fused.weights():
+                self._project(stream, attention.to_out[0], fused.attended(rows, context, mask))
         else:
             stream.add(attention(rows.normed(), **call, **extra))
 
@@ -161,6 +164,10 @@ class TransformerBlockForward(FastForward):
             self.ledger.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
+        with cast_up(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
+            self._multiply(stream, rows)
+
+    def _multiply(self, stream: Stream, rows: Rows) -> None:
         net = self.module.ff.net
         up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
@@ -212,7 +219,8 @@ class TransformerStackForward(FastForward):
         for block in m.transformer_blocks:
             fused = TransformerBlockForward.taken(block, stream.x, **call)
             if fused is not None:
-                fused.advance(stream, **call)
+                with fused.weights():
+                    fused.advance(stream, **call)
             else:
                 rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
                 stream.settle(rows)
@@ -240,7 +248,7 @@ def _norms(m: Any) -> str | None:
 
 def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
-        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d)
+        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d, stored=True)
         if reason is not None:
             return reason
         if isinstance(layer, nn.Conv2d) and not pointwise(layer):

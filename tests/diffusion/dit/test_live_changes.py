@@ -213,15 +213,23 @@ def test_group_offload(pair):
     pair.agree()
 
 
-@either
-def test_leaves_that_are_offloaded_or_cast_run_stock(pair):
+@flux
+def test_leaves_that_are_offloaded_run_stock(pair):
     pair.agree()
     device = torch.device("cpu")
-    if pair.name == FLUX:
-        pair.change(lambda m: m.enable_group_offload(device, device, offload_type="leaf_level"))
-    else:
-        pair.change(lambda m: m.enable_layerwise_casting(torch.bfloat16, torch.float32))
+    pair.change(lambda m: m.enable_group_offload(device, device, offload_type="leaf_level"))
     pair.agree(fast=False, said="a replaced forward")
+
+
+@either
+@pytest.mark.share(1)
+def test_leaves_that_are_stored_in_fewer_bits(pair):
+    plain = pair.agree()
+    pair.change(lambda m: m.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32))
+    for _ in range(2):
+        assert not torch.equal(pair.agree(), plain)
+    stored = [[one.view(torch.uint8) for one in m.parameters() if one.itemsize == 1] for m in (pair.ours, pair.stock)]
+    assert stored[0] and all(map(torch.equal, *stored))
 
 
 @flux

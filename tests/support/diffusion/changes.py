@@ -212,12 +212,12 @@ CHANGES = (
         graphs=False,
         cpu="there is no other device",
     ),
+    Change("layerwise-casting", (do(lambda p: p.unet.enable_layerwise_casting(torch.float8_e4m3fn, p.unet.dtype)),)),
     Change(
         "model-offload",
         (do(lambda p: p.enable_model_cpu_offload(device=p.device)),),
         reverse=remove_hooks,
         shows=False,
-        graphs=False,
     ),
     Change(
         "sequential-offload",

@@ -1,0 +1,179 @@
+"""Layers whose weights diffusers keeps in few bits, and casts around each call of theirs.
+
+By `enable_layerwise_casting`: a hook gives the layer weights of the dtype it computes in, and takes them back after it.
+Whoever does the work of such layers without calling them, or may not have their addresses change, opens a scope: inside
+it the weights are there in the dtype of the products, and at its end the stored bytes stand where they stood.
+"""
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+HOOK, WRAPPERS = "diffusers.hooks.layerwise_casting", "diffusers.hooks.hooks"
+UNIT = 64  # numbers: weights begin at a multiple of it, where those of one product can follow one another
+
+
+class Cast(NamedTuple):
+    """A layer without children and what its hook does. reference: what diffusers' wrapper calls, in this order."""
+
+    module: nn.Module
+    storage: torch.dtype
+    compute: torch.dtype
+    reference: Any
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights that are in the storage's dtype now."""
+        for held in (self.module._parameters, self.module._buffers):
+            yield from ((name, one) for name, one in held.items() if one is not None and one.dtype is self.storage)
+
+
+def cast_of(module: nn.Module) -> Cast | None:
+    """How the weights of a layer are cast around its call, if that is all that stands around its forward."""
+    registry = vars(module).get("_diffusers_hook")
+    kind = getattr(sys.modules.get(HOOK), "LayerwiseCastingHook", None)
+    if registry is None or kind is None or vars(module)["_modules"]:
+        return None
+    hooks, references = list(registry.hooks.values()), registry._fn_refs
+    if len(hooks) != 1 or len(references) != 1 or type(hooks[0]) is not kind:
+        return None
+    hook, reference, forward = hooks[0], references[0], vars(module).get("forward")
+    function = forward.func if isinstance(forward, functools.partial) else None
+    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if getattr(function, "__globals__", {}).get("__name__") != WRAPPERS or not any(one is reference for one in inside):
+        return None
+    methods = reference.pre_forward, reference.post_forward
+    known = methods == (hook.pre_forward, hook.post_forward) or methods == (_pass_arguments, _pass_output)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if any(one is not None and one.is_inference() for one in tensors):
+        return None
+    if not known and not all(isinstance(getattr(method, "__self__", None), Around) for method in methods):
+        return None
+    return Cast(module, hook.storage_dtype, hook.compute_dtype, reference)
+
+
+def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
+    found = (cast_of(module) for module in modules if isinstance(module, nn.Module))
+    return tuple(cast for cast in found if cast is not None)
+
+
+@contextmanager
+def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
+    """Inside, these layers have weights of the dtype they compute in, and their hooks rest."""
+    casts = tuple(casts)
+    before = _set_hooks((cast, _pass_arguments, _pass_output) for cast in casts)
+    taken = _give(casts)
+    try:
+        yield
+    finally:
+        _take_back(taken)
+        _restore_hooks(before)
+
+
+@contextmanager
+def in_place(casts: Iterable[Cast]) -> Iterator[None]:
+    """Inside, hooks give and take weights without moving what is stored, so that a CUDA graph can be captured."""
+    around = [(cast, Around(cast)) for cast in casts]
+    before = _set_hooks((cast, one.give, one.take_back) for cast, one in around)
+    try:
+        yield
+    finally:
+        _restore_hooks(before)
+
+
+class Around:
+    """One layer's call: its weights before and after."""
+
+    def __init__(self, cast: Cast):
+        self.cast = cast
+        self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def give(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        self.taken = _give((self.cast,))
+        return args, kwargs
+
+    def take_back(self, module: nn.Module, output: Any) -> Any:
+        _take_back(self.taken)
+        self.taken = []
+        return output
+
+
+def _pass_arguments(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+    return args, kwargs
+
+
+def _pass_output(module: nn.Module, output: Any) -> Any:
+    return output
+
+
+def _set_hooks(ours: Iterable[tuple[Cast, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+    before = []
+    for cast, pre, post in ours:
+        reference = cast.reference
+        before.append((reference, reference.pre_forward, reference.post_forward))
+        reference.pre_forward, reference.post_forward = pre, post
+    return before
+
+
+def _restore_hooks(before: list[tuple[Any, Any, Any]]) -> None:
+    for reference, pre, post in reversed(before):
+        reference.pre_forward, reference.post_forward = pre, post
+
+
+def _give(casts: Iterable[Cast]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, what it was) of all that are cast now: side by side, those of one name and one dtype after each other.
+
+    Queries', keys' and values' weights are then one matrix, which is found by where they lie.
+    """
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for cast in casts:
+        for name, tensor in cast.stored():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                groups.setdefault((cast.compute, tensor.device, name), []).append(tensor)
+    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.inference_mode(False), torch.no_grad():
+        for (dtype, device, _), tensors in groups.items():
+            kept = [tensor.data for tensor in tensors]
+            places = _places(kept, dtype, device)
+            torch._foreach_copy_(places, kept)
+            for tensor, stored, given in zip(tensors, kept, places, strict=True):
+                tensor.data = given
+                taken.append((tensor, stored))
+    return taken
+
+
+def _places(stored: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Memory for them in another dtype, laid out as they are."""
+    starts, end = [], 0
+    for one in stored:
+        starts.append(end)
+        end += -(-one.numel() // UNIT) * UNIT
+    whole = torch.empty(end, dtype=dtype, device=device)
+    return [
+        whole[start:].as_strided(one.shape, one.stride(), start) if _dense(one) else torch.empty_like(one, dtype=dtype)
+        for one, start in zip(stored, starts, strict=True)
+    ]
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its numbers lie without gaps, in whatever order."""
+    pairs = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    end = 1
+    for stride, size in pairs:
+        if stride != end:
+            return False
+        end *= size
+    return True
+
+
+def _take_back(taken: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if taken:
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, stored in taken:
+                tensor.data = stored

@@ -1,0 +1,154 @@
+"""What accelerate's model offload leaves on a pipeline, taken over: the same hooks, in the same order, other moves."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from accel.offload.layout import separate
+from accel.offload.placed_model import PlacedModel
+from accel.patching.patch import Patch
+
+KIND = ("accelerate.hooks", "CpuOffload")
+GPUS = ("cuda",)
+METHODS = ENTER, LEAVE, DETACH = "pre_forward", "init_hook", "detach_hook"  # of accelerate's `CpuOffload`
+SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call
+
+
+class HookMethod:
+    """Stands on one hook in the place of one of its methods, which runs with moves of ours."""
+
+    def __init__(self, hook: Any, name: str, placed: PlacedModel):
+        self.hook, self.name, self.placed = hook, name, placed
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self.hook), self.name)
+        if self.name == DETACH:
+            let_go(self.hook)  # and with it what is kept for the model, unless it gets another hook now
+        elif module is self.placed.model and "to" not in vars(module):
+            vars(module)["to"] = self.placed.to
+            try:
+                return method(self.hook, module, *args, **kwargs)
+            finally:
+                vars(module).pop("to", None)
+        return method(self.hook, module, *args, **kwargs)
+
+
+def comes_to_one_place(module: nn.Module) -> bool:
+    """Whether the hook that accelerate has on a module moves it between two places that stay, and does nothing else."""
+    placed = _placed(module)
+    return placed is not None and placed.reason is None
+
+
+def moved_by_torch(module: nn.Module) -> str | None:
+    """Why a module that comes and goes does not come to one place, if it was tried."""
+    placed = _placed(module)
+    return None if placed is None else placed.reason
+
+
+def _placed(module: nn.Module) -> PlacedModel | None:
+    method = getattr(vars(module).get("_hf_hook"), "__dict__", {}).get(ENTER)
+    return method.placed if type(method) is HookMethod and method.placed.model is module else None
+
+
+class BeneathOffload:
+    """The attributes of a module as they are whenever it is asked, such a hook and its wrapper left out.
+
+    Every call of a pipeline takes the hooks off and puts new ones on.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __iter__(self) -> Iterator[Any]:
+        left_out = ("forward", "_hf_hook") if comes_to_one_place(self.module) else ()
+        return (value for name, value in vars(self.module).items() if name not in left_out)
+
+
+class OffloadSwitch:
+    """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`."""
+
+    pipe: Any
+    prepare: Callable[[nn.Module, torch.device], None]
+    wrapped: Callable | None
+
+    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
+        self.__setstate__({"pipe": pipe, "prepare": prepare, "wrapped": vars(pipe).get(SWITCH)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "models"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.models: WeakSet[nn.Module] = WeakSet()  # whose weights may lie in one run of bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.placed()
+        for placed in before:
+            placed.leave()  # what it would move itself, one weight after the other
+        try:
+            if self.wrapped is not None:
+                return self.wrapped(*args, **kwargs)
+            return getattr(type(self.pipe), SWITCH)(self.pipe, *args, **kwargs)
+        finally:
+            self.take_over(before)
+
+    def placed(self) -> list[PlacedModel]:
+        methods = (vars(hook).get(ENTER) for _, hook in offload_hooks(self.pipe))
+        return [method.placed for method in methods if type(method) is HookMethod]
+
+    def take_over(self, before: list[PlacedModel]) -> None:
+        """The hooks that are on the pipeline's models now move them by us."""
+        known = {id(placed.model): placed for placed in before}
+        for model, hook in offload_hooks(self.pipe):
+            placed = known.get(id(model))
+            if placed is None or placed.device != hook.execution_device:
+                placed = PlacedModel(model, hook.execution_device, self.prepare)
+            self.models.add(model)
+            for name in METHODS:
+                vars(hook)[name] = HookMethod(hook, name, placed)
+
+    def let_go(self) -> None:
+        """The hooks move the models by themselves again."""
+        for placed in self.placed():
+            placed.leave()
+        for _, hook in offload_hooks(self.pipe):
+            let_go(hook)
+        for model in self.models:
+            separate(model)
+        self.models.clear()
+
+
+def let_go(hook: Any) -> None:
+    for name in METHODS:
+        if type(vars(hook).get(name)) is HookMethod:
+            del vars(hook)[name]
+
+
+def offload_hooks(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, hook) of those by which accelerate moves whole models of the pipeline to a GPU."""
+    for user_hook in getattr(pipe, "_all_hooks", None) or ():
+        model, hook = getattr(user_hook, "model", None), getattr(user_hook, "hook", None)
+        if not isinstance(model, nn.Module) or vars(model).get("_hf_hook") is not hook:
+            continue
+        device = getattr(hook, "execution_device", None)
+        known = (type(hook).__module__, type(hook).__name__) == KIND
+        if known and isinstance(device, torch.device) and device.type in GPUS:
+            yield model, hook
+
+
+class OffloadPatch(Patch):
+    """Hooks that a pipeline has, and those that it gets when its offload is enabled, as it is again by every call."""
+
+    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
+        super().__init__(pipe, SWITCH, OffloadSwitch(pipe, prepare))
+
+    def apply(self) -> None:
+        super().apply()
+        self.value.take_over([])
+
+    def undo(self) -> None:
+        super().undo()
+        self.value.let_go()

@@ -1,0 +1,120 @@
+"""Where each weight of a model lies in one run of bytes, on the CPU and on the GPU alike."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from accel.patching.patch import set_data
+
+UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocator has it
+
+
+class Slot(NamedTuple):
+    """A tensor of a model and its place. start: in bytes."""
+
+    tensor: torch.Tensor
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def lies_in(self, whole: torch.Tensor) -> bool:
+        """Whether the tensor is the view of these bytes that the layout makes it."""
+        now = self.tensor
+        place = whole.data_ptr() + self.start
+        return (now.data_ptr(), now.shape, now.stride(), now.dtype) == (place, self.shape, self.stride, self.dtype)
+
+
+class Layout:
+    """What lies side by side stays so, as weights do that one product serves; what shares memory goes on to share it.
+
+    Raises ValueError where one memory holds numbers of several dtypes.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.slots: list[Slot] = []
+        self.nbytes = 0
+        begin = end = 0  # begin: what to add to an address; end: the address behind the tensors so far
+        last: torch.Tensor | None = None
+        for tensor in sorted(tensors, key=lambda one: (_storage(one), one.data_ptr(), -_span(one))):
+            place, span = tensor.data_ptr(), _span(tensor)
+            together = last is not None and _storage(tensor) == _storage(last) and place <= end
+            if together and last is not None and last.dtype is not tensor.dtype:
+                if place < end:
+                    raise ValueError("weights of several dtypes share memory")
+                together = False
+            if not together:
+                begin, end = -(-self.nbytes // UNIT) * UNIT - place, place
+            self.slots.append(Slot(tensor, begin + place, tensor.shape, tensor.stride(), tensor.dtype))
+            end, last = max(end, place + span), tensor
+            self.nbytes = begin + end
+        self.nbytes = -(-self.nbytes // UNIT) * UNIT
+
+    def holds(self, tensors: list[torch.Tensor], whole: torch.Tensor) -> bool:
+        """Whether these are the tensors of the layout, and lie in these bytes as it says."""
+        known = {id(slot.tensor) for slot in self.slots}
+        return known == set(map(id, tensors)) and all(slot.lies_in(whole) for slot in self.slots)
+
+    def pack(self, whole: torch.Tensor) -> None:
+        """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
+        with torch.no_grad():
+            for slot, view in views(self.slots, whole):
+                view.copy_(slot.tensor.detach())
+                lay_out([slot], whole)
+
+
+def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The place of each of these tensors in the bytes."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    for slot in slots:
+        if slot.dtype not in typed:
+            typed[slot.dtype] = whole.view(slot.dtype)
+        numbers = typed[slot.dtype]
+        yield slot, numbers.as_strided(slot.shape, slot.stride, slot.start // numbers.itemsize)
+
+
+def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
+    """Makes the tensors views of these bytes, which hold their numbers already."""
+    with torch.inference_mode(False), torch.no_grad():
+        for slot, view in views(slots, whole):
+            if slot.tensor.is_inference():
+                set_data(slot.tensor, lambda _, view=view: view)
+            else:
+                slot.tensor.data = view
+
+
+def weights_in(model: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers, each once."""
+    found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()))
+    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+
+def unmovable(tensors: list[torch.Tensor]) -> str | None:
+    """Why these cannot lie in one run of bytes of the CPU."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return f"a weight of type {type(tensor).__name__}"
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            return f"a weight in {tensor.layout} of {tensor.dtype} on {tensor.device}"
+        if tensor.grad is not None or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+            return "a weight with a gradient, without numbers, or a conjugate or negative view"
+    return None
+
+
+def separate(model: nn.Module) -> None:
+    """Each of its weights lies in memory of its own again."""
+    for tensor in weights_in(model):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            set_data(tensor, lambda data: data.clone(memory_format=torch.preserve_format))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

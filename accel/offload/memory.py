@@ -1,0 +1,151 @@
+"""Addresses of a GPU that have memory behind them only while something lies there.
+
+A CUDA graph reads weights at fixed addresses, and torch's allocator gives memory that was freed to whoever asks next.
+So addresses are reserved from the driver, by its virtual memory management, and memory is mapped there and taken away.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from accel.errors import told
+
+DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of the driver's enumerations of locations, allocations, access
+OUT_OF_MEMORY = 2
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Allocation(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class Access(ctypes.Structure):
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+@cache
+def driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name: str, *args: Any) -> None:
+    """Raises torch.OutOfMemoryError, or RuntimeError with the driver's number for what else it refuses."""
+    code = getattr(driver(), name)(*args)
+    if code == OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{name}: no memory is left on the device")
+    if code:
+        raise RuntimeError(f"{name} failed with the driver's error {code}")
+
+
+def size(number: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(number)
+
+
+def address(number: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(number)
+
+
+class Addresses:
+    """A range of addresses of one GPU, reserved for as long as this object lives."""
+
+    def __init__(self, device: torch.device, nbytes: int):
+        self.device = device
+        self.properties = Allocation(PINNED, 0, Location(DEVICE, device.index or 0))
+        unit = ctypes.c_size_t()
+        call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self.properties), 0)
+        self.nbytes = -(-nbytes // unit.value) * unit.value
+        start = ctypes.c_uint64()
+        call("cuMemAddressReserve", ctypes.byref(start), size(self.nbytes), size(0), address(0), address(0))
+        self.start = start.value
+
+    def __del__(self) -> None:
+        if hasattr(self, "start"):
+            _quietly(lambda: call("cuMemAddressFree", address(self.start), size(self.nbytes)))
+
+    def map(self) -> "Mapping":
+        """Memory of the device behind these addresses. Raises torch.OutOfMemoryError where there is too little."""
+        torch.cuda.synchronize(self.device)  # makes its context the current one of this thread
+        try:
+            return Mapping(self)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return Mapping(self)
+
+
+class Mapping:
+    """The memory behind a range of addresses. It stays for as long as a tensor over it does, whoever holds that."""
+
+    def __init__(self, addresses: Addresses):
+        self.addresses = addresses
+        handle = ctypes.c_uint64()
+        where, length = address(addresses.start), size(addresses.nbytes)
+        call("cuMemCreate", ctypes.byref(handle), length, ctypes.byref(addresses.properties), address(0))
+        try:
+            call("cuMemMap", where, length, size(0), handle, address(0))
+        finally:
+            call("cuMemRelease", handle)  # a mapping keeps the memory
+        self.mapped = True
+        access = Access(addresses.properties.location, READ_WRITE)
+        call("cuMemSetAccess", where, length, ctypes.byref(access), size(1))
+
+    def __del__(self) -> None:
+        if hasattr(self, "mapped"):
+            _quietly(self._unmap)
+
+    def _unmap(self) -> None:
+        torch.cuda.synchronize(self.addresses.device)  # what still reads it
+        call("cuMemUnmap", address(self.addresses.start), size(self.addresses.nbytes))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.addresses.start, False)
+        return {"shape": (self.addresses.nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 2}
+
+    def tensor(self) -> torch.Tensor:
+        """All of its bytes. The tensor, and every view of it, keeps the memory."""
+        with torch.cuda.device(self.addresses.device), torch.inference_mode(False):
+            return torch.as_tensor(self, device=self.addresses.device)
+
+
+class HostBuffer:
+    """Bytes on the CPU, which copies to and from a GPU need not wait for once they are pinned."""
+
+    def __init__(self, nbytes: int):
+        with torch.inference_mode(False):
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        self.pinned = False
+
+    def pin(self) -> None:
+        """In place. Where the system refuses, copies are as slow as stock's."""
+        if not self.pinned:
+            runtime: Any = torch.cuda.cudart()
+            self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)) == 0
+            if not self.pinned:  # the next launch of torch's would find the error and raise it
+                _quietly(lambda: torch.empty(1, device="cuda").fill_(1))
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):
+            runtime: Any = torch.cuda.cudart()
+            _quietly(lambda: runtime.cudaHostUnregister(self.bytes.data_ptr()))
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    """As an object dies, at the end of the process too, nobody is there to be told."""
+    try:
+        action()
+    except Exception as error:
+        told(error)

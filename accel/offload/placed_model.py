@@ -1,0 +1,131 @@
+"""One model whose weights go to a GPU and come back, always to the same addresses on either side."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.errors import told
+from accel.offload.layout import Layout, lay_out, unmovable, weights_in
+from accel.offload.memory import Addresses, HostBuffer, Mapping
+
+ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
+RESTLESS = 3  # times in a row that weights were laid side by side for one visit alone, after which they are not again
+
+
+class PlacedModel:
+    """A model and its two places.
+
+    On its way to the GPU the bytes of the model are copied at once; on its way back they are copied only if they have
+    changed. Whether they have is asked of the bytes themselves: an update through `.data`, as adapters are merged,
+    leaves no other trace. `reason`: why its weights are moved by torch, one by one, as they are without us.
+    prepare(model, device): told that the model will be called on the device, while it is still on the CPU.
+    """
+
+    model: nn.Module
+    device: torch.device
+    prepare: Callable[[nn.Module, torch.device], None]
+
+    def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, torch.device], None]):
+        self.__setstate__({"model": model, "device": device, "prepare": prepare})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "device": self.device, "prepare": self.prepare}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.reason: str | None = None
+        self.layout: Layout | None = None
+        self.host: HostBuffer | None = None
+        self.visits = 0  # to the GPU, from where it lies on the CPU now
+        self.single = 0  # layouts in a row that served one visit
+        self.addresses: Addresses | None = None
+        self.mapping: weakref.ref[Mapping] | None = None
+        self.sums: list[torch.Tensor] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Stands in for the model's own `to` where hooks move it."""
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and dtype is None and memory_format is None:
+            if device == torch.device("cpu"):
+                return self.leave()
+            if device == self.device and self.enter():
+                return self.model
+        return type(self.model).to(self.model, *args, **kwargs)
+
+    def enter(self) -> bool:
+        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
+        self.prepare(self.model, self.device)
+        tensors = weights_in(self.model)
+        self.reason = unmovable(tensors) if tensors else "no weights"
+        if self.reason is not None:
+            return False
+        try:
+            layout, host = self._packed(tensors)
+            if self.visits == 1:  # it comes again; pinning takes as long as a few copies
+                host.pin()
+            arena = self._mapped(layout.nbytes)
+            with torch.inference_mode(False), torch.no_grad():
+                arena[: layout.nbytes].copy_(host.bytes, non_blocking=True)
+                self.sums = _sums(arena)
+            if arena.is_cuda:
+                torch.cuda.current_stream(arena.device).synchronize()
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            self.reason = told(error)  # torch moves it one by one, or says that memory is short
+            return False
+        self.visits += 1
+        lay_out(layout.slots, arena)
+        return True
+
+    def leave(self) -> nn.Module:
+        """From the GPU to the CPU, whoever has moved it there."""
+        mapping = None if self.mapping is None else self.mapping()
+        if mapping is not None and self.layout is not None and self.host is not None:
+            self._come_back(mapping.tensor(), self.layout, self.host)
+        type(self.model).to(self.model, "cpu")  # what came to it on the GPU
+        del mapping
+        self.sums = []
+        if self.mapping is not None and self.mapping() is not None:
+            self.addresses = None  # somebody keeps a view: the memory is theirs from now on
+        self.mapping = None
+        return self.model
+
+    def _come_back(self, arena: torch.Tensor, layout: Layout, host: HostBuffer) -> None:
+        present = set(map(id, weights_in(self.model)))
+        there = [slot for slot in layout.slots if id(slot.tensor) in present and slot.lies_in(arena)]
+        with torch.inference_mode(False), torch.no_grad():
+            if there and not all(map(torch.equal, self.sums, _sums(arena))):
+                host.bytes.copy_(arena[: layout.nbytes])
+        lay_out(there, host.bytes)
+        if len(there) < max(len(layout.slots), len(present)):
+            self.layout = None  # some are others now
+
+    def _packed(self, tensors: list[torch.Tensor]) -> tuple[Layout, HostBuffer]:
+        """Its weights lie side by side on the CPU: as they did before, or from now on."""
+        if self.layout is None or self.host is None or not self.layout.holds(tensors, self.host.bytes):
+            self.single = self.single + 1 if self.visits == 1 else 0
+            if self.single >= RESTLESS:
+                raise ValueError("its weights are other ones at every visit")
+            layout = Layout(tensors)
+            host = HostBuffer(layout.nbytes)
+            layout.pack(host.bytes)
+            self.layout, self.host, self.visits = layout, host, 0
+        return self.layout, self.host
+
+    def _mapped(self, nbytes: int) -> torch.Tensor:
+        if self.addresses is None or self.addresses.nbytes < nbytes:
+            self.addresses = self._reserve(-(-nbytes // (8 * ROW)) * 8 * ROW)
+        mapping = self.addresses.map()
+        self.mapping = weakref.ref(mapping)
+        return mapping.tensor()
+
+    def _reserve(self, nbytes: int) -> Addresses:
+        return Addresses(self.device, nbytes)
+
+
+def _sums(arena: torch.Tensor) -> list[torch.Tensor]:
+    """Of every row and every column of these bytes, modulo 2 ** 64."""
+    table = arena[: arena.nbytes // (8 * ROW) * 8 * ROW].view(torch.int64).view(-1, ROW)
+    return [table.sum(0), table.sum(1)]

@@ -1,0 +1,52 @@
+"""Weights that diffusers stores in 8 bits: fused blocks read them, the stored bytes stay where they are."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from accel.casting import casts_of, in_place
+from accel.cuda_graphs.rule import GraphForward, own_code
+from support.diffusion.outputs import close, run
+
+FP8 = torch.float8_e4m3fn
+
+
+def cast(model, compute=torch.float32):
+    model.enable_layerwise_casting(storage_dtype=FP8, compute_dtype=compute)
+
+
+def places(model):
+    return {name: (one.data_ptr(), one.dtype) for name, one in model.named_parameters()}
+
+
+def stored(model):
+    return {name: one.view(torch.uint8) if one.itemsize == 1 else one for name, one in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "scale-shift", "vae"])
+@pytest.mark.share(1)
+def test_blocks_run_fused_over_stored_weights(tiny, kind, before):
+    model = tiny.vae() if kind == "vae" else tiny.unet(kind)
+    inputs = {"sample": torch.randn(1, 3, 8, 8)} if kind == "vae" else tiny.inputs(model)
+    twin = copy.deepcopy(model)
+    for switch in (cast, lambda m: accel.optimize(m, cpu="fuse"))[:: 1 if before else -1]:
+        switch(model)
+    cast(twin)
+    wanted = run(twin, inputs)
+    for _ in range(2):
+        close(run(model, inputs), wanted)
+    ours, theirs = stored(model), stored(twin)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert accel.report(model).fallbacks == [], accel.report(model).fallbacks
+    assert not any("replaced forward" in site[3] for site in accel.report(model).sites)
+    forward = next(m for m in (vars(part).get("forward") for part in model.modules()) if type(m) is GraphForward)
+    here = places(model)
+    assert own_code(forward.module) is None
+    with in_place(casts_of(model.modules())):
+        close(run(model, inputs), wanted)
+    assert places(model) == here
+    accel.restore(model)
+    close(run(model, inputs), wanted)
