@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.cuda_graphs.entry import Entry
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
 
 OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs may take together
@@ -68,6 +69,8 @@ class GraphPool:
                 self.left_mb.pop(device, None)
             if device not in self.done:
                 self.done[device] = torch.cuda.Event()
+        if any(runner.ranks is not None for runner in self.runners):
+            clear_at_end(self)
         return self.handles[device]
 
     def side(self, device: torch.device) -> torch.cuda.Stream:

@@ -12,6 +12,7 @@ from accel.diffusion.schedulers import RULES, ready
 from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import Loop
+from accel.fusion.stacked_weights import Stacked
 from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
@@ -111,6 +112,8 @@ def prepare(model: nn.Module, device: torch.device) -> None:
     for patch in () if plan is None else plan.patches:
         if isinstance(patch, ChannelsLast) and not patch.on_gpu:
             patch.apply(coming=True)
+        if isinstance(patch, Stacked):
+            patch.apply()
         forward = getattr(patch, "value", None)
         forward = getattr(forward, "inner", None) or forward  # within a guard against overflow
         if isinstance(forward, GraphForward) and forward.path:

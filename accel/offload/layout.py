@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.patching.patch import set_data
 
+CPU = torch.device("cpu")
 UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocator has it
 
 
@@ -91,12 +92,12 @@ def weights_in(model: nn.Module) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
 
-def unmovable(tensors: list[torch.Tensor]) -> str | None:
-    """Why these cannot lie in one run of bytes of the CPU."""
+def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | None:
+    """Why these, which are on this device, cannot lie in one run of bytes."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return f"a weight of type {type(tensor).__name__}"
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device != device:
             return f"a weight in {tensor.layout} of {tensor.dtype} on {tensor.device}"
         if tensor.grad is not None or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
             return "a weight with a gradient, without numbers, or a conjugate or negative view"

@@ -84,6 +84,8 @@ class PlacedModel:
         mapping = None if self.mapping is None else self.mapping()
         if mapping is not None and self.layout is not None and self.host is not None:
             self._come_back(mapping.tensor(), self.layout, self.host)
+        if mapping is not None and self.layout is None and self.single < RESTLESS:
+            self._follow()
         type(self.model).to(self.model, "cpu")  # what came to it on the GPU
         del mapping
         self.sums = []
@@ -101,6 +103,14 @@ class PlacedModel:
         lay_out(there, host.bytes)
         if len(there) < max(len(layout.slots), len(present)):
             self.layout = None  # some are others now
+
+    def _follow(self) -> None:
+        """Takes over how the weights lie on the GPU, where some were put side by side since they came."""
+        tensors = weights_in(self.model)
+        if unmovable(tensors, self.device) is None:
+            self.layout = Layout(tensors)
+            self.host, self.visits, self.single = HostBuffer(self.layout.nbytes), 0, self.single + 1
+            self.layout.pack(self.host.bytes)
 
     def _packed(self, tensors: list[torch.Tensor]) -> tuple[Layout, HostBuffer]:
         """Its weights lie side by side on the CPU: as they did before, or from now on."""

@@ -22,7 +22,7 @@ from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds
 from accel.errors import out_of_memory, told
-from accel.planning.on_cpu import RULE as ON_CPU
+from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from accel.verification.call import seeded
 

@@ -18,14 +18,15 @@ HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cos
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin); or, where they are not `given`, of the attention's
-    buffer, a table (positions, sin | cos), as GPT-J has.
+    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first; or, where they are
+    not `given`, of the attention's buffer, a table (positions, sin | cos), as older versions of GPT-J have.
     """
 
     name: str
     given: bool
     form: str
     interleaved: bool
+    sine_first: bool = False
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
@@ -38,7 +39,8 @@ class Rotary:
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         if self.given:
-            return kwargs[self.name]
+            first, second = kwargs[self.name]
+            return (second, first) if self.sine_first else (first, second)
         table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
         return cos, sin
@@ -55,7 +57,8 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         yield None
     kwargs = layer.call.kwargs
     candidates = [
-        Rotary(name, True, form, interleaved)
+        Rotary(name, True, form, interleaved, sine_first)
+        for sine_first in (False, True)
         for name, value in kwargs.items()
         if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
         for form, interleaved in (

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
-from accel.libraries.cache import DynamicCache, cache_argument, cache_field, with_present_names
+from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.prefill import Prompts
@@ -83,7 +83,7 @@ class DecoderForward(FastForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
-        self.cache_name = cache_argument(type(self.module).forward)
+        self.cache_name = cache_argument(type(self.module).forward) or NAMES[0]
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
         self.apart = False  # while it is tried: no weights are moved beside others

@@ -14,6 +14,7 @@ from accel.bench import timing
 from accel.bench.llm import cases, ready
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
+from accel.libraries.cache import generating_cache
 from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[3]
@@ -44,10 +45,11 @@ def test_steps_of_many_rows_go_on_from_a_prompt_computed_before(tiny, monkeypatc
     monkeypatch.setattr(cases, "MOST_PROMPT", 30)
     asked = []
 
-    def generate(input_ids, past_key_values=None, **more):
-        stored = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def generate(input_ids, **more):
+        cache = generating_cache(more)
+        stored = 0 if cache is None else cache.get_seq_length()
         asked.append((len(input_ids), input_ids.shape[1] - stored))
-        return tiny.generate(input_ids, past_key_values=past_key_values, **more)
+        return tiny.generate(input_ids, **more)
 
     few, many = cases.decode(work)
     assert "prompt" not in few.about and many.about["prompt"] == "computed before" and many.variants is None
