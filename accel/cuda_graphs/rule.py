@@ -165,7 +165,7 @@ class GraphForward(FastForward):
 
 def _elsewhere(device: torch.device, given: tuple) -> bool:
     """Whether the weights are not where the call computes."""
-    return device.type == "meta" or any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
+    return device.type == "meta" or any(isinstance(one, torch.Tensor) and one.device.type == "cuda" for one in given)
 
 
 def obstacle(root: nn.Module, stored: bool = False) -> str | None:

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 LAST_NAME = "~accel"  # behind all letters and digits, of which torch makes names
 
 
-class Held(Protocol):
+class GraphHolder(Protocol):
     """What holds graphs."""
 
     def clear(self) -> None: ...
@@ -39,7 +39,7 @@ class GroupEnd:
         raise RuntimeError("a group without a backend")
 
 
-def clear_at_end(holder: Held) -> None:
+def clear_at_end(holder: GraphHolder) -> None:
     """holder.clear() is called before torch ends its process groups. Does nothing where there are none."""
     names = getattr(getattr(distributed_c10d, "_world", None), "pg_names", None)
     if names is None or not dist.is_initialized():

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.errors import reason_of
+
 OWNER = "__getstate__"  # the place of the mark, where copy and pickle ask for what an object consists of
 ALONE = 2  # references to a mark that one `__dict__` alone holds: that, and the argument of the function that counts
 CALL = nn.Module.__call__.__code__  # type: ignore[attr-defined]
@@ -182,5 +184,6 @@ def _evaluated(steps: tuple[dis.Instruction, ...], frame: FrameType) -> object:
             elif kind not in ("PUSH_NULL", "NOP", "CACHE", "EXTENDED_ARG"):
                 return None
         return stack[-1]
-    except Exception:  # the names mean something else by now
+    except Exception as error:  # the names mean something else by now
+        reason_of(error)
         return None

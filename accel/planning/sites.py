@@ -14,6 +14,7 @@ from torch import nn
 
 from accel.cuda_graphs.pays import Cost, in_turns, less, no_more
 from accel.errors import reason_of
+from accel.libraries.experts import in_steps
 from accel.options import Options
 from accel.parallel.agreement import said_by_all
 from accel.parallel.sharded_layers import ranks_of
@@ -112,5 +113,6 @@ def costs(forward: FastForward, rows: int, like: torch.Tensor) -> tuple[Cost, Co
         fast(*args)
         if fast.ledger.rows():
             raise ValueError(fast.ledger.rows()[0][1])
-        fused, stock = in_turns((partial(fast, *args), partial(twin.forward, *args)), args[0].device)
-    return fused, stock
+        stocks = [twin.forward, *(one.forward for one in (in_steps(twin),) if one is not None)]
+        fused, *costs = in_turns([partial(run, *args) for run in (fast, *stocks)], args[0].device)
+    return fused, Cost(*map(min, zip(*costs, strict=True)))

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +148,12 @@ class Replicas(WithSettings):
         return own_settings(config)
 
 
+def name_and_revision(model: str) -> tuple[str, str]:
+    """From "name@revision"; from transformers 5.24 on a folder comes without one, and an "@" in it is part of it."""
+    name, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
+    return name, revision or "main"
+
+
 class Outlines(model_manager.ModelManager):
     """Models without weights, which are the replicas'. The server asks them for their class, settings and tokenizer."""
 
@@ -155,7 +162,7 @@ class Outlines(model_manager.ModelManager):
         super().__init__(**options)
 
     def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-        name, revision = model_id_and_revision.split("@", 1)
+        name, revision = name_and_revision(model_id_and_revision)
         given = {"revision": revision, "trust_remote_code": self.trust_remote_code}
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, **given))

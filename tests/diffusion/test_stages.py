@@ -7,6 +7,7 @@ import accel
 from accel.diffusion.family import RULES, graph_paths
 from accel.diffusion.pipeline import pipeline_plan
 from accel.diffusion.stages import denoiser_plan
+from accel.offload.hooks import SWITCH
 from accel.options import Options
 from accel.patching.owner import OWNER
 from accel.planning.plan import Plan, create_context
@@ -51,7 +52,7 @@ def test_a_pipelines_plan_changes_it_when_it_is_applied(pipe):
     plan = pipeline_plan(pipe, create_context(Options()))
     assert vars(pipe) == before
     plan.apply()
-    assert vars(pipe).keys() - before.keys() == {"progress_bar", OWNER}
+    assert vars(pipe).keys() - before.keys() == {"progress_bar", SWITCH, OWNER}
     plan.undo()
     assert vars(pipe) == before
     assert accel.report(pipe).sites == []

@@ -40,7 +40,7 @@ def test_weights_come_to_the_same_addresses_and_their_memory_goes(tiny):
         assert free - torch.cuda.mem_get_info()[0] > 2**30
         placed.to("cpu")
         torch.cuda.empty_cache()
-        assert free - torch.cuda.mem_get_info()[0] < 2**26
+        assert not visit or free - torch.cuda.mem_get_info()[0] < 2**22  # the first one loads kernels
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     assert len(places) == 1
     placed.to("cuda:0")

@@ -103,7 +103,6 @@ class DecoderForward(FastForward):
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
-        """What stock gives in a trial, with a cache of the usual kind."""
         with unpaged(self.module):
             return self.stock(**kwargs)
 
@@ -120,7 +119,7 @@ class DecoderForward(FastForward):
         tokens = ids if embeds is None else embeds
         if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
             raise Unfit("inputs of another form")
-        if embeds is not None and (ids is not None or embeds.shape[-1] != self.width()):
+        if embeds is not None and (ids is not None or embeds.shape[-1] != self.embeddings().shape[1]):
             raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
         if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
             raise Unfit("embeddings of another dtype than the model's")
@@ -200,10 +199,8 @@ class DecoderForward(FastForward):
             return None
         if positions is not None:
             shape = positions.shape if type(positions) is torch.Tensor else ()
-            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in (
-                (),
-                *((n,) for n in self.convention.parts),
-            ):
+            several = [(), *((parts,) for parts in self.convention.parts)]
+            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
                 raise Unfit("position_ids of another form")
             if positions.device != device:
                 raise Unfit("position_ids on another device")
@@ -227,9 +224,6 @@ class DecoderForward(FastForward):
             raise Unfit(changed_since("the place of its input embeddings")) from error
         return weight
 
-    def width(self) -> int:
-        return self.embeddings().shape[1]
-
     def shapes(self) -> tuple[Shape, ...]:
         """What each layer's keys are stored as, by its place in the cache."""
         weight = self.embeddings()
@@ -244,8 +238,7 @@ class DecoderForward(FastForward):
         return shapes
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
-        """Where a layer keeps keys and values."""
-        return embeddings.device
+        return embeddings.device  # where a layer keeps keys and values
 
     def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
@@ -266,10 +259,10 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         eager, metadata = partial(self.eager, store, start == 0), store.metadata
         arguments = (tokens, positions, metadata, keep)
-        if start and self.runner is not None and by_graph(rows, new) and tokens.is_cuda and not _capturing():
-            logits = self.runner(
-                eager, arguments, {}, ("mask",) if store.padding_mask is not None else (), pending=step
-            )
+        free = tokens.is_cuda and not torch.cuda.is_current_stream_capturing()
+        if start and self.runner is not None and by_graph(rows, new) and free:
+            variant = () if store.padding_mask is None else ("mask",)
+            logits = self.runner(eager, arguments, {}, variant, pending=step)
         elif prompts is not None and bucket is not None and positions is not None:
             plain, masked = partial(eager, *arguments), store.padding_mask is not None
             logits = prompts(eager, plain, tokens, positions, metadata, bucket, masked)
@@ -355,7 +348,3 @@ class DecoderForward(FastForward):
     def _stack(self) -> Iterable[nn.Module]:
         """The model's layers now, in place of those that were understood."""
         return self.module.get_submodule(self.stack)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()

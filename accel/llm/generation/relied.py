@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.llm.recording.implementation import EXPERTS, PAGED, foreign_experts, lent_configs
+from accel.libraries.experts import EXPERTS
+from accel.llm.recording.implementation import PAGED, foreign_experts, lent_configs
 from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same

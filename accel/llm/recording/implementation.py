@@ -11,7 +11,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-FIELD, EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
+from accel.libraries.experts import EXPERTS
+
+FIELD = "_attn_implementation_internal"
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import selectors
 import struct
+import subprocess
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<Q")  # before every pickle
+NOT_LAUNCHED = (OSError, RuntimeError, ImportError, AttributeError, AssertionError, subprocess.SubprocessError)
 IDLE = 120.0  # seconds without work, after which it ends
 
 
@@ -70,7 +72,7 @@ def compile_kernel(job: bytes) -> None:
     source = kind(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options, **more)
     if hasattr(driver, "make_launcher"):  # up to Triton 3.6 a C compiler makes one for each kernel
-        with suppress(Exception):  # without a GPU's library here; shows again where it is launched
+        with suppress(*NOT_LAUNCHED):  # without a GPU's library here; shows again where it is launched
             driver.CudaLauncher(source, compiled.metadata)
 
 
@@ -115,7 +117,8 @@ class Server:
     def _fork(self, number: int, job: bytes) -> None:
         try:
             Kernels(io.BytesIO(job)).load()  # imports, for the processes after this one too
-        except Exception:
+        except Exception as error:
+            set_aside(error)
             self._answer(number, False)
             return
         ours, theirs = os.pipe()
@@ -140,6 +143,11 @@ class Server:
     def _answer(self, number: int, well: bool) -> None:
         self.answers.write(b"%d %d\n" % (number, well))
         self.answers.flush()
+
+
+def set_aside(error: Exception) -> None:
+    """The kernel is compiled where it is launched, and what is wrong with it shows there."""
+    print(error, file=sys.stderr)
 
 
 def read(source: BinaryIO) -> bytes | None:

@@ -58,7 +58,8 @@ def test_the_command_measures_stock_beside_accel(fused, request_, tmp_path, monk
     for row in result["rows"]:
         assert all(row[name]["tok_s"] > 0 for name in ("stock", "accel", "accel int8, kv int8"))
     assert result["worst_margin"] <= result["margin_allowed"]
-    assert result["calls"]["accel"]["one_token_ms"] > 0 and json.loads(json.dumps(kept[-1])) == result
+    assert result["calls"]["accel"]["one_token_ms"] > 0
+    assert json.loads(json.dumps(kept[-1])) | {"took_s": 0} == result | {"took_s": 0}
     assert not [row for row in result["fallbacks"] if "generate_batch" in row[1]]  # our manager ran
 
 

@@ -185,6 +185,7 @@ def without_layers(reference, fast) -> SimpleNamespace:
     module = nn.ModuleDict({"layers": nn.ModuleList()})
     module.config = None
     given = {"reference": reference, "fast": fast, "experts": [], "routers": []}
+    given["given_cache"] = lambda cache: {}
     return SimpleNamespace(module=module, stack="layers", layers=[], **given)
 
 

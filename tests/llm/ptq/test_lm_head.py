@@ -14,6 +14,7 @@ from accel.quantization import call as holding
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.llm.changes import CHANGES
+from support.llm.edits.adapters import put
 from support.llm.families import BY_NAME, every, in_turn, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
@@ -173,7 +174,7 @@ def test_an_adapter_on_the_head(name, before):
 
     def adapted(model):
         torch.manual_seed(3)
-        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+        put(model, peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
         return model
 
     stock, ours = make(name), make(name)

@@ -22,11 +22,18 @@ def lora_config(model, seed: int = 0, **options):
     return LoraConfig(fan_in_fan_out=fan_in, **options)
 
 
+def put(model, config, name: str = "default"):
+    """As `model.add_adapter`, which transformers 5.24 refuses with every PEFT that is out: it asks for 0.22."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, model, adapter_name=name)
+
+
 def lora(name: str, seed: int = 0, **options) -> Callable:
     def step(model):
         config = lora_config(model, seed, **options)
         torch.manual_seed(seed)
-        model.add_adapter(config, adapter_name=name)
+        put(model, config, name)
 
     return step
 
