@@ -118,7 +118,7 @@ class Server:
         try:
             Kernels(io.BytesIO(job)).load()  # imports, for the processes after this one too
         except Exception as error:
-            set_aside(error)
+            self.set_aside(error)
             self._answer(number, False)
             return
         ours, theirs = os.pipe()
@@ -134,6 +134,10 @@ class Server:
         self.running[ours] = process, number
         self.selector.register(ours, selectors.EVENT_READ)
 
+    def set_aside(self, error: Exception) -> None:
+        """The kernel is compiled where it is launched, and what is wrong with it shows there."""
+        print(error, file=sys.stderr)
+
     def _ended(self, pipe: int) -> None:
         process, number = self.running.pop(pipe)
         self.selector.unregister(pipe)
@@ -143,11 +147,6 @@ class Server:
     def _answer(self, number: int, well: bool) -> None:
         self.answers.write(b"%d %d\n" % (number, well))
         self.answers.flush()
-
-
-def set_aside(error: Exception) -> None:
-    """The kernel is compiled where it is launched, and what is wrong with it shows there."""
-    print(error, file=sys.stderr)
 
 
 def read(source: BinaryIO) -> bytes | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from support.llm.edits.adapters import delete, lora, merge, prefix, unmerge, wrapped
+from support.llm.edits.adapters import choose, delete, lora, merge, prefix, switch, unmerge, wrapped
 from support.llm.edits.modules import (
     another_layer,
     around,
@@ -61,10 +61,10 @@ LLAMA_LIKE = ("llama", "gpt-neox")  # made of nn.Linear
 CHANGES = (
     Change(
         "lora",
-        (lora("style"), do(lambda m: m.disable_adapters()), do(lambda m: m.enable_adapters())),
+        (lora("style"), switch(False), switch(True)),
         reverse=delete,
     ),
-    Change("two-loras", (lora("style"), lora("tone", 1), do(lambda m: m.set_adapter("style"))), reverse=delete),
+    Change("two-loras", (lora("style"), lora("tone", 1), choose("style")), reverse=delete),
     Change("lora-merged", (lora("style"), do(merge), do(unmerge)), reverse=delete),
     Change("lora-with-dropout-and-bias", (lora("style", lora_dropout=0.5, use_rslora=True),), reverse=delete),
     Change("dora", (lora("style", use_dora=True),), reverse=delete, only=LLAMA_LIKE),

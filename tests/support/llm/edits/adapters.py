@@ -47,21 +47,42 @@ def wrapped(model):
     return get_peft_model(model, config).eval()
 
 
+def adapted(model) -> list:
+    """The layers that have an adapter: asked one by one, as `put` says."""
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
 def merge(model) -> None:
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.merge()
+    for module in adapted(model):
+        module.merge()
 
 
 def unmerge(model) -> None:
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.unmerge()
+    for module in adapted(model):
+        module.unmerge()
+
+
+def switch(on: bool) -> Callable:
+    def step(model):
+        for module in adapted(model):
+            module.enable_adapters(on)
+
+    return step
+
+
+def choose(name: str) -> Callable:
+    def step(model):
+        for module in adapted(model):
+            module.set_adapter(name)
+
+    return step
 
 
 def delete(model) -> None:
     for name in list(model.peft_config):
-        model.delete_adapter(name)
+        for module in adapted(model):
+            module.delete_adapter(name)
+        del model.peft_config[name]
 
 
 def prefix(model):
