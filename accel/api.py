@@ -13,6 +13,7 @@ from accel_kernels.warmup import prepare
 from torch import nn
 
 from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
+from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.world import world
 from accel.patching.context import Context
@@ -111,7 +112,7 @@ def optimize(
         plan.users = WeakList([*(before[name].users if before[name] is not None else ()), obj])
         plan.settle()
     remember(obj, (plan.root for plan in plans if isinstance(plan.root, nn.Module)))
-    for told in (told for plan in plans for told in plan.warnings):
+    for told in (*newer_than_tested(), *(told for plan in plans for told in plan.warnings)):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
 

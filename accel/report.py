@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from accel.libraries.versions import newer_than_tested
 from accel.parallel.sharded_layers import ranks_of
 from accel.planning.plan import Plan
 from accel.planning.whole_models import ON_CPU
@@ -109,6 +110,7 @@ class Report:
         for (where, rule, status, reason), count in _grouped(self.sites).items():
             table.add_row(where, rule, str(count), status, reason)
         yield table
+        yield from newer_than_tested()
         if self.weights:
             yield weights_table(self.weights)
         if self.graphs:

@@ -34,6 +34,32 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
+
+def show_versions(wanted: bool) -> None:
+    """Prints the versions of accel and of the libraries it works on, and the GPU; ends the command."""
+    if not wanted:
+        return
+    import torch
+
+    import accel
+    from accel.libraries.versions import TESTED, installed, newer_than_tested
+
+    typer.echo(f"accel {accel.__version__}")
+    for package, (oldest, newest) in TESTED.items():
+        typer.echo(f"{package} {installed(package) or 'not installed'} (tested: {oldest} to {newest})")
+    typer.echo(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+    for sentence in newer_than_tested():
+        typer.echo(sentence)
+    raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: bool = typer.Option(False, "--version", callback=show_versions, is_eager=True, help="Show versions."),
+) -> None:
+    """Speeds up diffusers and transformers code: accel.optimize(pipe)."""
+
+
 for command in (demo, report, verify, profile, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)

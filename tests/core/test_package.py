@@ -1,6 +1,7 @@
 """The layout itself: who imports whom, sizes and names of files, state of modules, names that mean one thing."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_no_import_goes_in_a_circle():
     while free := {name for name, others in left.items() if not others & left.keys()}:
         left = {name: others for name, others in left.items() if name not in free}
     assert not left
+
+
+def test_the_names_of_the_cache_stand_in_one_room():
+    """transformers renamed it once."""
+    others = [path for path in files(ACCEL) if path.parent.name != "libraries"]
+    assert not told({path: re.findall("past_key_values|cache_params", path.read_text()) for path in others})
+    assert not told({path: imported(path, "transformers.cache_utils", "transformers.DynamicCache") for path in others})
 
 
 def test_folders_are_small():

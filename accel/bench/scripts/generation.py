@@ -9,6 +9,7 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import endless, from_config
 from accel.bench.llm.workloads import Workload
 from accel.bench.scripts.script import Built, Size, script
+from accel.libraries.cache import DynamicCache, cache_given
 
 VOCABULARY = 512  # of tiny models
 TINY = dict(
@@ -154,13 +155,12 @@ def chat(size: Size) -> Built:
     said = [size.ids(1, size(48, 6), vocabulary, SEED + turn) for turn in range(turns)]
 
     def call() -> torch.Tensor:
-        from transformers import DynamicCache
-
-        cache, ids, answers = DynamicCache(config=model.config), said[0][:, :0], []
+        ids, answers = said[0][:, :0], []
+        kept = cache_given(type(model).prepare_inputs_for_generation, DynamicCache(config=model.config))
         for text in said:
             ids = torch.cat([ids, text], dim=1)
-            given = dict(attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=size(24, 3))
-            out = model.generate(ids, do_sample=False, **given)
+            given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=size(24, 3))
+            out = model.generate(ids, do_sample=False, **given, **kept)
             answers.append(out[:, ids.shape[1] :])
             ids = out
         return torch.cat(answers, dim=1)

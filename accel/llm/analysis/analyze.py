@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.libraries.cache import cache_argument
+from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
 from accel.llm.pipeline.placement import layer_placement
@@ -60,7 +61,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if (reason := model_side_effects(model)) is not None:
         return reason
     if cache_argument(type(model).forward) is None:
-        return "its forward takes no cache"
+        return "; ".join(["its forward takes no cache", *newer_than_tested()])
     words = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(words, torch.Tensor) or words.dim() != 2:
         return "it has not one table of embeddings"
