@@ -2,8 +2,9 @@
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from accel.parallel.group_end import clear_at_end
+from accel.parallel.group_end import GroupEnd, clear_at_end
 
 
 class Holder:
@@ -31,6 +32,8 @@ def test_holders_are_told_before_the_end_and_groups_begin_anew(world):
     del gone, holder
     group = dist.new_group([0])  # groups are made, named and ended beside it
     assert dist.get_process_group_ranks(group) == [0]
+    names = distributed_c10d._world.pg_names
+    assert isinstance(max(names, key=names.get), GroupEnd)  # torch begins with the last name
     dist.destroy_process_group(group)
     assert first.told == []
     dist.destroy_process_group()
