@@ -24,6 +24,7 @@ from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.recorder import example_ids, resting
 from accel.tolerances import SHARED_EXPERTS, bound
 
@@ -51,7 +52,7 @@ def refusal(forward: DecoderForward) -> str | None:
     if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:
         return "too few positions to try it"
     try:
-        with torch.no_grad(), resting(forward.module):
+        with torch.no_grad(), resting(forward.module), MathAttention():
             return _difference(forward)
     except Unfit as unfit:
         return str(unfit)
@@ -69,7 +70,7 @@ def _difference(forward: DecoderForward) -> str | None:
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
     steps, plans = _steps(forward, ids, lengths)
-    steps.warm_up([*plans, _large()], partial(_alone, forward, ids, lengths))
+    steps.warm_up([*plans, *_large()], partial(_alone, forward, ids, lengths))
     with noting(1, modules) as found:
         alone = _alone(forward, ids, lengths)
     choices = _by_steps(found, lengths) if wholes and found.cover(wholes) else None
@@ -152,13 +153,22 @@ def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> t
     return steps, [_plan(ids, before, after) for before, after in pairwise(lengths)]
 
 
-def _large() -> StepPlan:
-    """A step of so many tokens that no graph is made for it, to compile what it launches."""
-    count = MOST_PREFILLS + 1
-    rows, none, news = np.zeros(count, np.int64), np.empty(0, np.int64), np.full(count, BLOCK)
-    news[0] = 1
+def _large() -> tuple[StepPlan, ...]:
+    """To compile what they launch: steps of so many tokens that no graph is made for them, of prompts with a decode and
+    without, and one of decodes alone, of so many that none shares its keys.
+    """
+    prompts, decodes = MOST_PREFILLS, 2 * MOST_PREFILLS
+    return tuple(
+        _blank(np.concatenate([np.ones(ones, np.int64), np.full(prefills, BLOCK)]), ones)
+        for ones, prefills in ((1, prompts), (0, prompts), (decodes, 0))
+    )
+
+
+def _blank(news: np.ndarray, decodes: int) -> StepPlan:
+    """So many new tokens of each sequence, all of one row; decodes draw, prompts where there are no decodes."""
+    rows, none, drawn = np.zeros(len(news), np.int64), np.empty(0, np.int64), np.arange(decodes or len(news))
     tokens = np.zeros(news.sum(), np.int64)
-    return StepPlan(rows, rows, news, 1, tokens, np.arange(1), rows[:1], none, [], [])
+    return StepPlan(rows, rows, news, decodes, tokens, drawn, rows[drawn], none, [], [])
 
 
 def _plan(ids: torch.Tensor, before: np.ndarray, after: np.ndarray) -> StepPlan:

@@ -29,6 +29,7 @@ from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
+from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
@@ -170,7 +171,7 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), recorder.attached(model), recorder.until_shown:
+        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
