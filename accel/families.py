@@ -14,15 +14,16 @@ from accel.planning.plan import Plan
 
 def plan_for(part: object, context: Context) -> Plan:
     """How a model, a scheduler or a pipeline becomes fast. context: of all that is optimized together."""
+    own = context.for_model()
+    if isinstance(part, nn.Module) and is_language_model(part):
+        from accel.llm.stages import language_plan
+
+        return language_plan(part, own)
+
     from accel.diffusion import family, pipeline, schedulers
     from accel.diffusion.linears import denoises
 
-    own = context.for_model()
     if isinstance(part, nn.Module):
-        if is_language_model(part):
-            from accel.llm.stages import language_plan
-
-            return language_plan(part, own)
         own.graph_paths = family.graph_paths(part)
         if (context.options.weights or context.options.activations) is not None and denoises(part):
             from accel.diffusion.stages import denoiser_plan
@@ -44,16 +45,22 @@ def is_language_model(part: object) -> bool:
 
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
+    if is_language_model(part):
+        return True
+
     from accel.diffusion.linears import denoises
 
-    return is_language_model(part) or denoises(part)
+    return denoises(part)
 
 
 def divides(part: object) -> bool:
     """Whether `Options.parallel` says something about part."""
+    if is_language_model(part):
+        return False
+
     from accel.diffusion.linears import denoises
 
-    return not is_language_model(part) and (denoises(part) or hasattr(part, "tiled_decode"))
+    return denoises(part) or hasattr(part, "tiled_decode")
 
 
 def example_of(obj: object) -> dict:

@@ -24,7 +24,6 @@ from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import within_positions
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.recorder import example_ids, resting
 from accel.tolerances import SHARED_EXPERTS, bound
 
@@ -52,7 +51,7 @@ def refusal(forward: DecoderForward) -> str | None:
     if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:
         return "too few positions to try it"
     try:
-        with torch.no_grad(), resting(forward.module), MathAttention():
+        with torch.no_grad(), resting(forward.module):
             return _difference(forward)
     except Unfit as unfit:
         return str(unfit)

@@ -24,6 +24,7 @@ from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
 from accel.llm.recording.implementation import unpaged
+from accel.llm.recording.math_attention import MathAttention
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
@@ -103,7 +104,7 @@ class DecoderForward(FastForward):
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
-        with unpaged(self.module):
+        with unpaged(self.module), MathAttention():
             return self.stock(**kwargs)
 
     def mode(self) -> str | None:
@@ -332,8 +333,7 @@ class DecoderForward(FastForward):
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
-        reason = self._placed()
-        return reason or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+        return self._placed() or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
 
     def _placed(self) -> str | None:
         """Why its weights are not where they were understood."""

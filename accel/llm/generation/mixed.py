@@ -29,7 +29,6 @@ from accel.llm.generation.trial import (
 from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.recorder import ROWS, resting
 from accel.llm.runtime.step import Step
 from accel.quantization.module import unrounded
@@ -137,7 +136,7 @@ def try_mixed(forward: MixedForward) -> None:
     lengths = trial_lengths(forward)
     forward.apart = True
     try:
-        with resting(model), unrounded(model), MathAttention():
+        with resting(model), unrounded(model):
             wanted, _ = stock_logits(forward, lengths)
             bare = expected(forward, partial(_plain_logits, forward, lengths))
             fused = partial(_masked_logits, forward, lengths)

@@ -29,7 +29,6 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
 from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 
@@ -40,7 +39,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     try:
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
-        with resting(model), unrounded(model), MathAttention():
+        with resting(model), unrounded(model):
             try:
                 with _warming_up(forward, lengths, mask=True):
                     wanted, output = stock_logits(forward, lengths)

@@ -10,7 +10,6 @@ from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
 from accel.llm.generation.relied import ModelRelied, reading, relevant
 from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, written
 from accel.llm.recording.inputs import within_positions
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.recorder import resting
 
 
@@ -21,7 +20,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
     shown what only the fused forward has; between stock layers they are shown what stock would show them.
     """
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
-    with resting(forward.module), MathAttention():
+    with resting(forward.module):
         with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)
             for piece in pieces:
