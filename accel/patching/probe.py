@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accel_kernels.attention.math_attention import MathAttention
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -41,7 +42,7 @@ class Probe:
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             given = args, kwargs or {}
-            with cast_up(casts_of(module.modules())):
+            with cast_up(casts_of(module.modules())), MathAttention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accel_kernels import KV
+from accel_kernels.attention.math_attention import MathAttention
 from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -24,7 +25,6 @@ from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward

@@ -16,6 +16,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from accel_kernels.attention.math_attention import MathAttention
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -29,7 +30,6 @@ from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
-from accel.llm.recording.math_attention import MathAttention
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value

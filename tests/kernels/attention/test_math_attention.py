@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from accel.llm.recording import math_attention
-from accel.llm.recording.math_attention import MathAttention
+from accel_kernels.attention import math_attention
+from accel_kernels.attention.math_attention import MathAttention
 
 MASK = torch.ones(5, 7, dtype=torch.bool).tril(2)
 
