@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -52,6 +53,16 @@ def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random input of the module's device and dtype, from a generator of its own."""
     device, dtype = placement(module)
     return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed)).to(device, dtype)
+
+
+def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None:
+    """Compiles what candidate() launches on a GPU, side by side; what it gives is dropped."""
+    if device.type == "cuda":
+        try:
+            with torch.no_grad(), warmup():
+                candidate()
+        except Exception as error:  # shows again where it runs
+            reason_of(error)
 
 
 def _kind(module: nn.Module) -> tuple:

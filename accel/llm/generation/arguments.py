@@ -15,7 +15,7 @@ from accel.errors import of_a_kernel, reason_of
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.trial import expected
+from accel.llm.generation.trial import expected, plainly
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 
@@ -125,8 +125,12 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
         given = forward.given_cache(cache)
         return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)[:, HIDDEN:]
 
+    def stock() -> torch.Tensor:
+        with plainly(forward):
+            return run(forward.reference)
+
     try:
-        wanted = expected(forward, lambda: run(forward.reference))
+        wanted = expected(forward, stock)
         with wanted.routed():
             got = run(forward.fast)
     except Exception as error:  # not a call that can be had, or not one that can be had fast

@@ -20,6 +20,7 @@ from accel.llm.generation.trial import (
     short_prompt,
     trial_inputs,
     trial_lengths,
+    written,
 )
 from accel.llm.kv_cache.store import Shape
 from accel.llm.recording.recorder import resting
@@ -69,6 +70,9 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         fused_logits(forward, lengths)
         ids, _, positions = trial_inputs(forward, max((*PADDED, *longer)) + 1)
         short, most = short_prompt(lengths), forward.most_positions
+        if short < lengths[0]:  # of a trial that fills a window; this one is called without positions, too
+            padded, hidden, _ = trial_inputs(forward, short)
+            written(forward, [{"input_ids": padded, "attention_mask": hidden}])
         positions %= short  # a model with a table of positions may have fewer than that
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
         prompts = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in fit), *((n, short, (1,)) for n in WIDE)]
