@@ -1,13 +1,10 @@
 """Models whose short prompts are filled up to the lengths of graphs, run eagerly on a CPU."""
 
-import copy
-
-import pytest
 import torch
 
-import accel
 from accel.llm.generation.prefill import Prompts
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm import optimized_models
+from support.llm.families import prompt
 
 
 class Eager:
@@ -31,10 +28,7 @@ class Anywhere(Prompts):
 
 def new_pair(name: str, **changes):
     """(optimized, and every short prompt of it filled up; stock)."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name, **changes)
-    ours = accel.optimize(copy.deepcopy(stock))
+    ours, stock = optimized_models.pair(name, changes=tuple(changes.items()))
     if vars(ours)["forward"].prompts is not None:
         vars(ours)["forward"].prompts = Anywhere(Eager())
     return ours, stock
