@@ -14,6 +14,7 @@ from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.edits.adapters import lora
 from support.llm.families import layers, make, padded, prompt
+from support.llm.optimized_models import optimized
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by, logits
 from support.llm.rounded_activations import off
@@ -101,8 +102,7 @@ def test_restore_gives_back_all_and_the_model_can_be_optimized_otherwise(tiny):
 
 @torch.no_grad()
 def test_of_linears_that_stay_quantized_rounding_is_taken_back():
-    model = make("llama")
-    accel.optimize(model, weights="int8", activations="int8", keep_original=False)
+    model = optimized("llama", weights="int8", activations="int8", keep_original=False)
     with pytest.warns(UserWarning, match="stay quantized"):
         accel.restore(model)
     assert {str(module.scheme) for module in held_by(model)} == {"int8 by row"}
@@ -118,8 +118,7 @@ def test_of_linears_that_stay_quantized_rounding_is_taken_back():
 
 
 def test_the_report_says_which_linears_round():
-    model = make("llama")
-    accel.optimize(model, weights="fp8", activations="fp8")
+    model = optimized("llama", weights="fp8", activations="fp8")
     report = accel.report(model)
     assert {row["scheme"] for row in report.weights} == {"fp8 by row, activations fp8 beyond 64 rows"}
     assert "activations fp8 beyond 64" in " ".join(str(report).split())
@@ -176,7 +175,7 @@ class Counting(RowProducts):
 @torch.no_grad()
 def test_rows_are_rounded_once_for_all_that_share_them():
     """Queries, keys and values; gate and up; the norm in front inside."""
-    model = accel.optimize(make("llama"), weights="int8", activations="int8")
+    model = optimized("llama", weights="int8", activations="int8")
     counting = Counting()
     for module in held_by(model):
         module.products = counting

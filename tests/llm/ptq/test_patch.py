@@ -12,6 +12,7 @@ from accel.planning.plan import PLAN
 from accel.quantization import patch as swap
 from accel.quantization.module import QuantizedLinear
 from support.llm.families import layers, make, padded
+from support.llm.optimized_models import optimized, pair
 from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits, rounded, sites
 
@@ -69,10 +70,8 @@ def model_of(model):
 @pytest.mark.parametrize("first", ["int8", None])
 @pytest.mark.parametrize("then", ["int4-g32", None])
 def test_a_second_optimize_plans_anew(first, then):
-    model, fresh, stock = make("llama"), make("llama"), make("llama")
-    accel.optimize(model, weights=first)
+    (model, stock), fresh = pair("llama", weights=first), optimized("llama", weights=then)
     accel.optimize(model, weights=then)
-    accel.optimize(fresh, weights=then)
     assert {module.scheme for module in held_by(model)} == {module.scheme for module in held_by(fresh)}
     assert len(held_by(model)) == (0 if then is None else 14)
     ids, mask = padded()
@@ -89,8 +88,7 @@ def pickled(model):
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.share(3)
 def test_a_copy_is_quantized_by_itself(copied, weights):
-    stock, model = make("qwen2"), make("qwen2")
-    accel.optimize(model, weights=weights)
+    model, stock = pair("qwen2", weights=weights)
     ids, mask = padded()
     wanted = generate(model, ids, mask)
     other = copied(model)
@@ -105,10 +103,8 @@ def test_a_copy_is_quantized_by_itself(copied, weights):
 
 
 def test_hooks_of_the_users_stay_through_restore():
-    stock, ours = make("llama"), make("llama")
-    accel.optimize(ours, weights="int8")
-    theirs = rounded(stock, ours)
-    handles = []
+    ours, stock = pair("llama", weights="int8")
+    theirs, handles = rounded(stock, ours), []
     for model in (ours, theirs, stock):
         one, other = (layer.mlp.up_proj for layer in layers(model).values())
         handles.append(one.register_forward_hook(lambda module, args, output: 2 * output))
@@ -123,8 +119,7 @@ def test_hooks_of_the_users_stay_through_restore():
 
 
 def test_restore_refuses_where_a_forward_was_put_on_top():
-    model = make("llama")
-    accel.optimize(model, weights="int8")
+    model = optimized("llama", weights="int8")
     module = model.model.layers[1].self_attn.o_proj
     module.forward = lambda x: 2 * type(module).forward(module, x)
     before = logits(model)
@@ -144,8 +139,7 @@ def test_offloaded_afterwards(weights, buffers):
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
-    stock, ours = make("llama-biases"), make("llama-biases")
-    accel.optimize(ours, weights=weights)
+    ours, stock = pair("llama-biases", weights=weights)
     ids, mask = padded()
     wanted = generate(rounded(stock, ours), ids, mask)
     cpu_offload(ours, execution_device=torch.device("cpu"), offload_buffers=buffers)
