@@ -22,14 +22,6 @@ from support.llm.outputs import ran_fast
 from support.llm.runtime.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def optimized(name: str = "mixtral", dtype: torch.dtype = torch.bfloat16, **options):
     return optimized_models.optimized(name, dtype, (("max_position_embeddings", 256),), **options)
 

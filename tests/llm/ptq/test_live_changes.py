@@ -20,14 +20,21 @@ LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-of
 WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-data", "pruned")
 
 
-@pytest.mark.parametrize(
-    ("name", "change"), every(2, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER]), ids=str
-)
-@pytest.mark.share(3)
-def test_a_change_is_seen_by_the_next_call(change, name):
-    if change.only and name not in change.only:
-        pytest.skip("for other families")
-    ours, stock = pair(name, weights="int8")
+HEAD = ("hook-on-the-head", "other-head", "more-words")  # what is done to a head in 8 bits
+TABLE = [
+    (name, change, "int8")
+    for name, change in every(6, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER])
+    if not change.only or name in change.only
+]
+TABLE += [
+    *((*row, "int8-head") for row in every(2, ["llama", "llama-tied"], [c for c in CHANGES if c.name in HEAD])),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "weights"), TABLE, ids=str)
+@pytest.mark.share(1)
+def test_a_change_is_seen_by_the_next_call(name, change, weights):
+    ours, stock = pair(name, weights=weights)
     theirs = rounded(stock, ours)
     for model in (ours, theirs):
         model.family = name

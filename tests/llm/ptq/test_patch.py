@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -11,17 +12,20 @@ from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import patch as swap
 from accel.quantization.module import QuantizedLinear
+from support.everything import EVERYTHING
 from support.llm.families import layers, make, padded
 from support.llm.optimized_models import optimized, pair
-from support.llm.outputs import generate, same
-from support.llm.quantized import held_by, logits, rounded, sites
+from support.llm.outputs import generate, ran_fast, same
+from support.llm.quantized import HEADS, held_by, logits, of_experts, rounded, sites
 
-FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
+FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3", "gpt-oss")
+# Tied words, experts with biases, Conv1D, layers that stay stock; each with a head in 8 bits or without.
+SOME = [("llama-tied", "int8-head"), ("gpt-oss", "int4-g32-asym"), ("gpt2", "int8"), ("deepseek-v3", "int8-asym-head")]
+SCHEMES = ("int8", "int4-g32-asym", *HEADS)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.share(6)
+@pytest.mark.parametrize(("name", "weights"), list(product(FAMILIES, SCHEMES)) if EVERYTHING else SOME)
+@pytest.mark.share(1)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))
@@ -182,6 +186,27 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
         accel.optimize(model, weights="fp8")
     assert {reason for path, (_, reason) in sites(model).items() if path} == {"is int8 by row already"}
     same(generate(model, ids, mask), generate(reference, ids, mask))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "place", "count"),
+    [("llama-tied", "int8-head", "lm_head", 15), ("gpt-oss", "int8", "model.layers.1.mlp.experts", 12)],
+)
+def test_heads_and_experts_stay_without_their_originals(name, weights, place, count):
+    ours, stock = pair(name, weights=weights, keep_original=False)
+    ids, mask = padded()
+    wanted = generate(rounded(stock, ours), ids, mask)
+    same(generate(ours, ids, mask), wanted)
+    with pytest.warns(UserWarning, match=f"{count} weights stay quantized"):
+        accel.restore(ours)
+    same(generate(ours, ids, mask), wanted)
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), wanted)
+    ran_fast(ours)
+    assert all("forward" in vars(one) for one in of_experts(ours).values())
+    with pytest.warns(UserWarning, match="nothing to quantize as 'fp8"):
+        accel.optimize(ours, weights=weights.replace("int8", "fp8"))
+    assert sites(ours)[place] == ("skipped", "is int8 by row already")
 
 
 def reachable(plan, module) -> bool:

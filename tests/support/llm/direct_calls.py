@@ -7,12 +7,6 @@ import torch
 from support.llm.outputs import same
 
 
-def cache_of(model):
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def both(pair, call):
     ours, stock = pair
     theirs = call(stock)

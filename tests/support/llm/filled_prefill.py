@@ -4,6 +4,7 @@ import torch
 
 from accel.llm.generation.prefill import Prompts
 from support.llm import optimized_models
+from support.llm.calls import new_cache
 from support.llm.families import prompt
 
 
@@ -40,15 +41,9 @@ def shapes(model) -> list:
     return [] if prompts is None else prompts.runner.shapes
 
 
-def cache_of(model):
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def talk(model, ids, mask=None, steps: int = 4, **given) -> dict:
     """Logits of a prompt's last token and of given words after it, and what the cache holds in the end."""
-    cache, found = cache_of(model), {}
+    cache, found = new_cache(model), {}
     if mask is not None:
         given["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
     output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **given)

@@ -210,14 +210,6 @@ DAMAGE = {
     "model.safetensors is missing": lambda folder: (folder / "model.safetensors").unlink(),
     "model.safetensors is damaged": truncated,
     r"mlp.up_proj: no weight_scale": lambda folder: rewritten(folder, lambda t: t.pop(UP + "weight_scale")),
-    r"mlp.up_proj: no weight_shape": lambda folder: rewritten(folder, lambda t: t.pop(UP + "weight_shape")),
-    r"mlp.up_proj: a weight that is no matrix": lambda folder: rewritten(folder, lambda t: t.pop(UP + "weight_packed")),
-    r"mlp.up_proj: a packed weight \(96, 8\) for the shape \(96, 72\)": lambda folder: rewritten(
-        folder, lambda t: t.update({UP + "weight_shape": torch.tensor([96, 72])})
-    ),
-    r"mlp.up_proj: scales \(96, 3\) for a weight \(96, 64\)": lambda folder: rewritten(
-        folder, lambda t: t.update({UP + "weight_scale": torch.ones(96, 3)})
-    ),
     r"mlp.up_proj: NaN or Inf among its scales": lambda folder: rewritten(folder, nan),
     r"lacks model.norm.weight": lambda folder: rewritten(folder, lambda t: t.pop("model.norm.weight")),
     r"lacks model.layers.1.mlp.up_proj": lambda folder: rewritten(
