@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from support.llm.calls import new_cache
-from support.llm.direct_calls import both, second, shown
 from support.llm.families import FAMILIES, VOCAB, padded, prompt
-from support.llm.outputs import flat, same
+from support.llm.outputs import both, flat, same, second, shown
 
 CORE = [family.name for family in FAMILIES if family.core]
 

@@ -7,9 +7,8 @@ import torch
 
 import accel
 from support.llm.calls import new_cache
-from support.llm.direct_calls import both
 from support.llm.families import FAMILIES, padded, prompt
-from support.llm.outputs import flat, same
+from support.llm.outputs import both, flat, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 

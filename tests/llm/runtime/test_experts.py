@@ -107,21 +107,12 @@ def test_experts_of_any_size_have_their_own_factor(spread):
 
 
 @torch.no_grad()
-def test_another_activation_is_noticed(monkeypatch):
-    ours, stock = pair("mixtral")
+@pytest.mark.parametrize(("name", "setting", "value"), [("mixtral", "act_fn", nn.GELU()), ("gpt-oss", "limit", 0.25)])
+def test_another_setting_is_noticed(name, setting, value, monkeypatch):
+    ours, stock = pair(name)
     tokens, ids = taken(monkeypatch), prompt(1, 5)
     for model in (ours, stock):
-        model.model.layers[0].mlp.experts.act_fn = nn.GELU()
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
-    assert tokens == [5]
-
-
-@torch.no_grad()
-def test_another_limit_is_noticed(monkeypatch):
-    ours, stock = pair("gpt-oss")
-    tokens, ids = taken(monkeypatch), prompt(1, 5)
-    for model in (ours, stock):
-        model.model.layers[1].mlp.experts.limit = 0.25
+        setattr(model.model.layers[1].mlp.experts, setting, value)
     torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
     assert tokens == [5]
 

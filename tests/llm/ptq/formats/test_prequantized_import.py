@@ -120,7 +120,6 @@ def test_other_layouts_are_repacked(kind, name):
     ids, mask = padded()
     same(generate(model, ids, mask), generate(twin, ids, mask))
     ran_fast(model)
-    assert accel.verify(model).passed
     _status, reason = sites(model)["model.layers.0.mlp.up_proj"]
     assert ("activations keep their dtype" in reason) == (kind == "bitsandbytes")
     accel.restore(model)
