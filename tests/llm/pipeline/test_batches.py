@@ -30,13 +30,6 @@ FAMILIES = ("gpt2", "gemma2", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "
 SIZE = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
 
 
-@pytest.fixture(scope="module")
-def both():
-    """(optimized, stock): four layers, two and two."""
-    stock = make("llama", num_hidden_layers=4)
-    return accel.optimize(spread(copy.deepcopy(stock))), stock
-
-
 def asked_of(stock, **more):
     prompts = prompts_of(LENGTHS, stock.config.get_text_config().vocab_size)
     return [request(str(i), p, n, **more) for i, (p, n) in enumerate(zip(prompts, NEWS, strict=True))]
