@@ -17,27 +17,20 @@ from support.patched import fast_forwards
 SHARE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
-def test_deepcopy_uses_its_own_weights_and_restores_by_itself(pair):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_uses_its_own_weights_and_restores_by_itself(pair, copied):
     model, twin, inputs = pair
     accel.optimize(model)
-    twin_of_optimized = copy.deepcopy(model)
+    other = copied(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    close(run(twin_of_optimized, inputs), run(twin, inputs))
-    assert accel.report(twin_of_optimized).sites == accel.report(model).sites
-    accel.restore(twin_of_optimized)
-    assert not fast_forwards(twin_of_optimized) and fast_forwards(model)
-    assert torch.equal(run(twin_of_optimized, inputs), run(twin, inputs))
-
-
-def test_pickle_round_trip(pair):
-    model, twin, inputs = pair
-    accel.optimize(model)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert len(fast_forwards(loaded)) == len(fast_forwards(model))
-    close(run(loaded, inputs), run(twin, inputs))
-    assert torch.equal(run(accel.restore(loaded), inputs), run(twin, inputs))
+    close(run(other, inputs), run(twin, inputs))
+    assert accel.report(other).sites == accel.report(model).sites
+    assert len(fast_forwards(other)) == len(fast_forwards(model))
+    accel.restore(other)
+    assert not fast_forwards(other) and fast_forwards(model)
+    assert torch.equal(run(other, inputs), run(twin, inputs))
 
 
 def test_state_dict_and_save_pretrained_are_the_stock_ones(pair, tmp_path):
