@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import accel
 from support.diffusion.outputs import close, run
 from support.patched import fast_forwards
+from support.together import together
 
 # Of the largest value.
 SHARE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -113,21 +113,12 @@ def test_threads_agree(pair, tiny):
     accel.optimize(model)
     inputs = [tiny.inputs(model, height=8, width=4 + 2 * i, seed=i) for i in range(4)]
     wanted = [run(twin, i) for i in inputs]
-    errors = []
 
     def work(index):
-        try:
-            for _ in range(5):
-                close(run(model, inputs[index]), wanted[index])
-        except Exception as error:
-            errors.append(error)
+        for _ in range(5):
+            close(run(model, inputs[index]), wanted[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    together(work, ((i,) for i in range(4)))
 
 
 def test_projections_share_one_storage_without_a_second_copy(pair):

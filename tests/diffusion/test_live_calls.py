@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import tracemalloc
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 import accel
 from support.everything import EVERYTHING
+from support.together import together
 
 
 def same(ours, stock):
@@ -136,22 +136,13 @@ def test_two_threads_on_pipelines_that_share_their_models(pipe, live, calls):
 
     wanted = [[live.draw(p, **size(i, p)) for i in range(3)] for p in pair]
     accel.optimize(pair[0])
-    errors = []
 
     def work(p, images):
-        try:
-            for _ in range(2):
-                for i, image in enumerate(images):
-                    same(live.draw(p, **size(i, p)), image)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(2):
+            for i, image in enumerate(images):
+                same(live.draw(p, **size(i, p)), image)
 
-    threads = [threading.Thread(target=work, args=job) for job in zip(pair, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(work, zip(pair, wanted, strict=True))
 
 
 def held() -> tuple[int, int]:
