@@ -80,6 +80,11 @@ class Report:
         shared = {} if self.rank is None else {"rank": self.rank, "ranks": self.ranks}
         return {"sites": sites, "fallbacks": fallbacks} | lists | shared
 
+    @property
+    def stock_on_cpu(self) -> bool:
+        """Whether calls on a CPU run stock's own code, since fused ones are no faster there."""
+        return any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
+
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
         if not self.optimized:
@@ -90,11 +95,10 @@ class Report:
         bounds = (f"{row['used_mb']:.0f} of at most {row['limit_mb']:.0f} MB" for row in self.graph_memory)
         memory = ", ".join(bounds) or f"{used:.0f} MB"
         calls = sum(calls for _, _, calls in self.fallbacks)
-        waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
         return (
             f"{count['patched']} sites patched, {count['skipped']} skipped, {len(captured)} graphs "
             f"({memory}), {calls} calls fell back to stock"
-            f"{'; what is patched is for a GPU, on this CPU it runs stock' if waits else ''}"
+            f"{'; what is patched is for a GPU, on this CPU it runs stock' if self.stock_on_cpu else ''}"
         )
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

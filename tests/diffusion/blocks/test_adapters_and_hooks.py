@@ -128,32 +128,23 @@ def test_a_hook_on_any_one_module_fires(tiny, kind):
         assert len(seen) == wanted.count(path), path
 
 
-def test_circular_padding_set_by_the_user(tiny):
-    """Seamless textures: people set padding_mode on every convolution."""
+@pytest.mark.parametrize("after", [False, True])
+def test_circular_padding_set_by_the_user(tiny, after):
+    """Seamless textures: people set padding_mode on every convolution, before optimize or after it."""
     model = tiny.unet()
     twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    if after:
+        accel.optimize(model)
     for unet in (model, twin):
         for module in unet.modules():
             if isinstance(module, torch.nn.Conv2d):
                 module.padding_mode = "circular"
                 module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
-        if unet is model:
-            accel.optimize(model)
+    if not after:
+        accel.optimize(model)
     close(run(model, inputs), run(twin, inputs))
     for unet in (model, twin):
         unet.conv_in.padding_mode = "zeros"
-    close(run(model, inputs), run(twin, inputs))
-
-
-def test_circular_padding_set_after_optimize(tiny):
-    model = tiny.unet()
-    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
-    accel.optimize(model)
-    for unet in (model, twin):
-        for module in unet.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                module.padding_mode = "circular"
-                module._reversed_padding_repeated_twice = [p for p in reversed(module.padding) for _ in range(2)]
     close(run(model, inputs), run(twin, inputs))
 
 
