@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from accel.patching.structure import TABLES, enclosed, own_classes, torch_functions, written_in
+from accel.libraries.code import tables
+from accel.patching.structure import enclosed, own_classes, torch_functions, written_in
 
 CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")  # by whoever calls a module
 OWN = __name__.partition(".")[0]  # whose modules stand in for stock's: what they run is not stock's code
@@ -177,11 +178,9 @@ class _Followed:
         if callable(value):
             self._note(None, mapping.get("__name__", ""), mapping, name)
             self._follow(value)
-        for table in TABLES:
-            found = getattr(value, table, None)
-            if isinstance(found, dict):
-                for key in self.chosen:
-                    self._follow(self._note(None, type(value).__name__, found, key))
+        for table in tables(value):
+            for key in self.chosen:
+                self._follow(self._note(None, type(value).__name__, table, key))
 
 
 def _package(module: str) -> str:

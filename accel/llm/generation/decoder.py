@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
+from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.prefill import Prompts
@@ -337,7 +338,7 @@ class DecoderForward(FastForward):
 
     def _placed(self) -> str | None:
         """Why its weights are not where they were understood."""
-        moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
+        moved = next((path for path, module in self.module.named_modules() if hook_of(module) is not None), None)
         if moved is not None:
             return f"an accelerate hook on {moved or 'the model'}"
         parameters = list(self.module.parameters())

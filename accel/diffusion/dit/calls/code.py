@@ -2,9 +2,7 @@
 for.
 """
 
-import sys
-from typing import Any
-
+from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 
 
@@ -18,23 +16,9 @@ class BlockCode(CalledCode):
         return [*ClassCode(self.kinds).tables, *super().find(), *_backend_tables()]
 
     def entries(self) -> list[object]:
-        return list(_backends().values())
-
-
-def active_backend() -> object:
-    """The attention backend for processors without their own: by `attention_backend(...)` or the environment."""
-    return getattr(_registry(), "_active_backend", None)
-
-
-def _registry() -> Any:
-    return getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
-
-
-def _backends() -> dict:
-    found = getattr(_registry(), "_backends", None)
-    return found if isinstance(found, dict) else {}
+        return list(attention_backends().values())
 
 
 def _backend_tables() -> list[CodeTable]:
-    found = _backends()
+    found = attention_backends()
     return [CodeTable("attention backends", found, tuple(found), dict(found))] if found else []

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from accel.libraries.adapters import holds_adapters
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
@@ -52,7 +53,7 @@ class SaveOverride(InstanceMethod):
         names = state_dict if state_dict is not None else model.state_dict()
         held, mixtures = _held(model, names), _mixtures(model, names)
         given = state_dict is not None and not (held or mixtures)
-        if getattr(model, "_hf_peft_config_loaded", False) or given:
+        if holds_adapters(model) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
             return
         if (ranks := ranks_of(model)) is not None and (held or mixtures):

@@ -1,0 +1,22 @@
+"""Whose code something is, and where the libraries keep code under names."""
+
+from collections.abc import Iterator
+
+GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # settings that are read with gradients alone
+
+
+def comes_from(library: str, one: object) -> bool:
+    """Whether a class, a function, or the class of an object stands in a module of this library."""
+    return (getattr(one, "__module__", None) or "").partition(".")[0] == library
+
+
+def tables(registry: object) -> Iterator[dict]:
+    """The functions by name that a registry of transformers holds: for itself, and for all registries of its class."""
+    for name in ("_local_mapping", "_global_mapping"):
+        if isinstance(found := getattr(registry, name, None), dict):
+            yield found
+
+
+def kernel_of(kind: type) -> str | None:
+    """The name by which Hugging Face's package `kernels` finds another forward for a class; None without one."""
+    return getattr(kind, "kernel_layer_name", None)
