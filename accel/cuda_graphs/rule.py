@@ -22,9 +22,9 @@ from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
+from accel.libraries.tensor_parallel import by_transformers
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import sequence_ranks, uncapturable
-from accel.parallel.sharded_layers import by_transformers
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match, Skip

@@ -13,7 +13,7 @@ from torch import nn
 from accel.casting import cast_of
 from accel.libraries.code import comes_from, kernel_of, tables
 from accel.libraries.hooks import hook_of
-from accel.parallel.sharded_layers import rests_without_gradients
+from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
