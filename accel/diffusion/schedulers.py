@@ -271,7 +271,7 @@ def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
 def _unknown(scheduler: object) -> str | None:
     """Why the scheduler is left stock: code that is not diffusers', or a step of another kind."""
     kind: Any = type(scheduler)
-    if not comes_from("diffusers", kind):
+    if not comes_from(kind, "diffusers"):
         return f"{kind.__module__}.{kind.__name__} is not a scheduler of diffusers"
     replaced = [name for name in vars(scheduler) if inspect.isfunction(getattr(kind, name, None))]
     if replaced:

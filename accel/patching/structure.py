@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.casting import cast_of
-from accel.libraries.code import comes_from, kernel_of, tables
+from accel.libraries.code import comes_from, function_tables, kernel_of
 from accel.libraries.hooks import hook_of
 from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER
@@ -35,7 +35,7 @@ def hooked(module: nn.Module) -> str | None:
 
 def transformers_hook(hook: object) -> bool:
     """Whether a hook is one of those by which transformers itself collects hidden states; they do nothing else."""
-    return comes_from("transformers", hook)
+    return comes_from(hook, "transformers")
 
 
 def foreign_hooks(module: nn.Module) -> bool:
@@ -174,7 +174,7 @@ def _names(code: CodeType) -> set[str]:
 
 def _functions(value: object) -> Iterator:
     """The Python functions in a class attribute, inside what wraps them, or in a registry."""
-    for table in tables(value):
+    for table in function_tables(value):
         yield from table.values()
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     while inspect.isfunction(value):
@@ -239,7 +239,7 @@ def pointwise(conv: nn.Conv2d) -> bool:
 def foreign_processor(module: nn.Module) -> str | None:
     """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
     processor = vars(module).get("processor")
-    if processor is None or (comes_from("diffusers", type(processor)) and foreign(processor) is None):
+    if processor is None or (comes_from(type(processor), "diffusers") and foreign(processor) is None):
         return None
     return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
 

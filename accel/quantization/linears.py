@@ -8,7 +8,7 @@ from torch import nn
 from accel.quantization.scheme import Scheme
 
 if TYPE_CHECKING:
-    from transformers.pytorch_utils import Conv1D
+    from transformers import Conv1D
 
 Dense: TypeAlias = "nn.Linear | Conv1D"  # what has a matrix and perhaps a bias, and may be quantized
 

@@ -241,7 +241,7 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
     block of a UNet, whose parts have rules of their own.
     """
     module = site.module
-    if not _is_block(site.path, module) or comes_from("transformers", type(module)):
+    if not _is_block(site.path, module) or comes_from(type(module), "transformers"):
         return None
     if any(_is_block(path, child) for path, child in module.named_modules() if path):
         return None

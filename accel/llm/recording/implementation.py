@@ -7,14 +7,16 @@ from functools import partial
 
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accel.libraries.attention import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_EXPERTS_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    FIELD,
+    PAGED,
+)
+from accel.libraries.code import comes_from
 from accel.libraries.experts import EXPERTS
-
-FIELD = "_attn_implementation_internal"
-PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 
 
 def foreign_attention(modules: list[nn.Module]) -> str | None:
@@ -46,7 +48,7 @@ def foreign_experts(configs: Iterable[PretrainedConfig]) -> list[Callable]:
 def _of_transformers(function: Callable) -> bool:
     while isinstance(function, partial):
         function = function.func
-    return (getattr(function, "__module__", None) or "").startswith("transformers.")
+    return comes_from(function, "transformers")
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from accel_kernels import Quantized
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
 from accel.libraries.adapters import holds_adapters
 from accel.llm.ptq.formats import compressed_tensors as compressed
