@@ -13,7 +13,7 @@ from accel.libraries.code import function_tables
 __all__ = ["ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS", "eager_mask"]
 
 ATTENTION = "_attn_implementation"  # of a configuration: the attention that it names
-FIELD = f"{ATTENTION}_internal"  # where the name is kept
+FIELD = "_attn_implementation_internal"  # where the name is kept
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 # What an attention function may be told that changes nothing, or that whoever records it sees by itself.
 TOLD = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "position_ids", "use_cache", "cache_position"}

@@ -45,6 +45,13 @@ def _backends() -> Any:
     return getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
 
 
+def file_of_pipelines(name: str) -> Any:
+    """Where diffusers has pipelines of a kind and their own models; None for a name that it does not know."""
+    import diffusers
+
+    return getattr(diffusers.pipelines, name, None)
+
+
 def image_output(sample: torch.Tensor) -> Any:
     """What a stack of transformer blocks over images returns."""
     from diffusers.models.modeling_outputs import Transformer2DModelOutput

@@ -24,6 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["AutoQuantizationConfig", "no_tie_weights"]
 
+# Of a configuration, what says nothing of what the model computes.
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config")
+
 
 def own_name(model: PreTrainedModel) -> Callable[[str], str]:
     """Gives the name that a model has for what a file holds under another: transformers renames some."""

@@ -12,7 +12,7 @@ from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
 from accel.errors import Refused
-from accel.libraries.adapters import holds_adapters
+from accel.libraries.adapters import BASE, holds_adapters
 from accel.libraries.hooks import hook_of
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
@@ -30,7 +30,7 @@ from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static
-from accel.quantization.linears import BASE, Dense, nothing
+from accel.quantization.linears import Dense, nothing
 from accel.quantization.model import quantization_record
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange, held_elsewhere

@@ -9,7 +9,7 @@ from accel_kernels import Quantized
 from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
-from accel.libraries.adapters import holds_adapters
+from accel.libraries.adapters import BASE, holds_adapters
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
@@ -17,7 +17,6 @@ from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
-from accel.quantization.linears import BASE
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
