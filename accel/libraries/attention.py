@@ -10,8 +10,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel.libraries.code import function_tables
 
-__all__ = ["ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS", "eager_mask"]
+__all__ = ["eager_mask"]
 
+# Functions by their names in configurations.
+ATTENTIONS, MASKS, MIXTURES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS
 ATTENTION = "_attn_implementation"  # of a configuration: the attention that it names
 FIELD = "_attn_implementation_internal"  # where the name is kept
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # settings that are read with gradients alone
+KERNEL = "kernel_layer_name"  # of a class: by which the package `kernels` finds another forward for it
 
 
 def comes_from(one: object, *libraries: str) -> bool:
@@ -15,8 +16,3 @@ def function_tables(registry: object) -> Iterator[dict]:
     for name in ("_local_mapping", "_global_mapping"):
         if isinstance(found := getattr(registry, name, None), dict):
             yield found
-
-
-def kernel_of(kind: type) -> str | None:
-    """The name by which Hugging Face's package `kernels` finds another forward for a class; None without one."""
-    return getattr(kind, "kernel_layer_name", None)

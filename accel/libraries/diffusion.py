@@ -7,27 +7,14 @@ import torch
 
 STEP = "_step_index"  # of a scheduler: how many of its timesteps have passed
 CLASS = "_class_name"  # of a saved model, in its config.json
+DIVIDED, CACHED_STEPS = "_parallel_config", "_cache_config"  # on a model: how ranks divide it; its own step cache
+MESH = "_flattened_mesh"  # of a `ContextParallelConfig`: its ranks, in one dimension
 UNEVEN = ("ulysses_anything", "ring_anything")  # settings under which ranks hold sequences of different lengths
-
-
-def parallel_config(holder: object) -> Any:
-    """By what a model, or an attention's processor, is divided among ranks; None where it is whole."""
-    return getattr(holder, "_parallel_config", None)
 
 
 def context_parallel(holder: object) -> Any:
     """The `ContextParallelConfig` by which sequences of this model, or of an attention's processor, are divided."""
-    return getattr(parallel_config(holder), "context_parallel_config", None)
-
-
-def mesh_of(config: Any) -> Any:
-    """The ranks of a `ContextParallelConfig`, in one dimension; None where it does not tell them."""
-    return getattr(config, "_flattened_mesh", None)
-
-
-def cache_config(model: object) -> Any:
-    """How diffusers' own step cache is enabled on a model; None where it is not."""
-    return getattr(model, "_cache_config", None)
+    return getattr(getattr(holder, DIVIDED, None), "context_parallel_config", None)
 
 
 def active_backend() -> object:

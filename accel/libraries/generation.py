@@ -20,6 +20,7 @@ POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
 
 # Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step
 # before. The tokenizer is for stop strings: generate() hands it to the model as well, which has no use for it.
@@ -28,11 +29,6 @@ ARGUMENTS = {*STEP, "input_ids", "inputs_embeds", "return_dict", "tokenizer"}
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
-
-
-def filler(config: Any) -> torch.Tensor | None:
-    """The token that generate() puts behind the end of a row, as it has found it."""
-    return config._pad_token_tensor
 
 
 def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, **given: Any) -> LogitsProcessorList:
@@ -96,7 +92,7 @@ class _Loopless:
 def returns_what_criteria_saw() -> bool:
     """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
     model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
-    config._pad_token_tensor = torch.tensor(0)  # type: ignore[attr-defined]
+    setattr(config, FILLER, torch.tensor(0))
     criteria = StoppingCriteriaList([model.criterion])
     try:
         with torch.no_grad():

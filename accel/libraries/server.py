@@ -1,5 +1,6 @@
 """transformers' own server: its classes, and the names under which it looks them up."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +16,7 @@ from transformers.utils import logging
 __all__ = ["ModelManager", "Serve", "WorkerEnded"]
 
 logger = logging.get_logger("transformers.accel")
-HANDLERS = (
-    (chat_completion, "ChatCompletionHandler", chat_completion.ChatCompletionHandler),
-    (completion, "CompletionHandler", completion.CompletionHandler),
-    (response, "ResponseHandler", response.ResponseHandler),
-)
+HANDLERS = (chat_completion.ChatCompletionHandler, completion.CompletionHandler, response.ResponseHandler)
 
 
 class OwnModels(ModelManager):
@@ -67,7 +64,7 @@ def served_by(
     """Inside, the server loads models, batches, seeds and handles requests by these. handler: makes of one another."""
     meant: list[tuple[Any, str, Any]] = [(model_manager, "ModelManager", models)]
     meant += [(utils, "CBGenerateManager", batching), (utils, "set_torch_seed", seed)]
-    meant += [(module, name, handler(kind)) for module, name, kind in HANDLERS]
+    meant += [(sys.modules[kind.__module__], kind.__name__, handler(kind)) for kind in HANDLERS]
     before = [getattr(module, name) for module, name, _ in meant]
     try:
         for module, name, ours in meant:

@@ -15,6 +15,8 @@ from torch import nn
 from accel.libraries.hooks import hook_of
 
 DISTRIBUTED = "transformers.distributed."
+MATRICES = "MoeExpertsParallel"  # the style that gives each rank a part of every expert's matrices
+WITH_GRADIENTS = "_hf_quantized_needs_local_tp"  # on a quantized linear: a style takes its own part of it with them too
 STYLES = f"{DISTRIBUTED}tensor_parallel"
 
 
@@ -85,11 +87,6 @@ def style_of(style: Any, table: bool) -> Style | None:
     return Style(1, False, not takes_part) if whole else None
 
 
-def divides_matrices(style: Any) -> bool:
-    """Whether this style gives each rank a part of every expert's matrices."""
-    return type(style) is sys.modules[STYLES].MoeExpertsParallel
-
-
 def experts_here(way: Any) -> int | None:
     """How many whole experts each rank has, where all ranks have one batch and sum what they give; None for any other
     way.
@@ -100,12 +97,6 @@ def experts_here(way: Any) -> int | None:
     if not getattr(way, "needs_shared_batch", False) or not getattr(way, "shares_batch", False):
         return None
     return way.num_local_experts
-
-
-def install_quantized(style: Any, mesh: Any, quantized: nn.Module) -> None:
-    """Lets a quantized linear do before and after what this style has the linear do whose place it takes."""
-    quantized._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # with gradients too
-    style.install_forward(quantized, mesh)
 
 
 def _hooked(module: nn.Module) -> bool:

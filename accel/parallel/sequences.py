@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from accel.libraries.diffusion import UNEVEN, mesh_of
+from accel.libraries.diffusion import MESH, UNEVEN
 from accel.parallel.ranks import Ranks
 
 
 def sequence_ranks(config: Any) -> Ranks | None:
     """All ranks that compute one forward together; None where its mesh does not tell them."""
-    mesh = mesh_of(config)
+    mesh = getattr(config, MESH, None)
     if mesh is None or not dist.is_available() or not dist.is_initialized():
         return None
     return Ranks.of(mesh.get_group())

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from accel.libraries.tensor_parallel import (
+    MATRICES,
+    STYLES,
+    WITH_GRADIENTS,
     closure_of,
     dispatch_of,
-    divides_matrices,
     experts_here,
-    install_quantized,
     style_of,
 )
 from accel.parallel.ranks import Ranks
@@ -108,7 +109,7 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     """How transformers has divided the experts of this module; None for any other, or a way that is not known."""
     held = closure_of(module)
     if held is not None:
-        known = divides_matrices(held[0]) and held[1].ndim == 1
+        known = type(held[0]) is getattr(sys.modules[STYLES], MATRICES) and held[1].ndim == 1
         return ExpertSharding(0, Ranks.of(held[1].get_group()), *held) if known else None
     held = dispatch_of(module)
     if held is None or held[1].ndim != 1 or (here := experts_here(held[0])) is None:
@@ -134,7 +135,8 @@ def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
     """
     held = closure_of(module)
     if held is not None:
-        install_quantized(*held, quantized)
+        setattr(quantized, WITH_GRADIENTS, True)
+        held[0].install_forward(quantized, held[1])
 
 
 def known(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.casting import cast_of
-from accel.libraries.code import comes_from, function_tables, kernel_of
+from accel.libraries.code import KERNEL, comes_from, function_tables
 from accel.libraries.hooks import hook_of
 from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER
@@ -70,7 +70,7 @@ def kernelized(module: nn.Module) -> bool:
     """
     forward = vars(module).get("forward")
     bound = isinstance(forward, MethodType) and forward.__self__ is module
-    return bound and kernel_of(type(module)) is not None and not stock_method(module, forward)
+    return bound and hasattr(type(module), KERNEL) and not stock_method(module, forward)
 
 
 def own_forward(module: nn.Module) -> str:

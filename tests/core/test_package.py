@@ -170,11 +170,11 @@ def inside_of_library(name: str) -> bool:
 
 
 def spelled(path: Path) -> tuple[set[str], set[str]]:
-    """Attributes that a file asks for, dotted where they are of something imported, and whole strings in it."""
+    """Attributes that a file asks others for, also with the names before them, and whole strings in it."""
     attributes, strings = set(), set()
     for node in nodes(parsed(path)):
-        if isinstance(node, ast.Attribute):
-            attributes |= {node.attr, ast.unparse(node)}
+        if isinstance(node, ast.Attribute) and (dotted := ast.unparse(node)) != f"self.{node.attr}":
+            attributes |= {node.attr, dotted}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
     return attributes, strings
@@ -186,29 +186,18 @@ def their_private_names() -> set[str]:
     return {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)} - vars(nn.Module()).keys()
 
 
-def own_names(path: Path) -> set[str]:
-    """Functions, methods and attributes that a file defines."""
-    found = {node.name for node in nodes(parsed(path)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    stored = (node for node in nodes(parsed(path)) if isinstance(node, ast.Attribute | ast.Name))
-    return found | {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in stored
-        if isinstance(node.ctx, ast.Store) and (isinstance(node, ast.Name) or ast.unparse(node.value) == "self")
-    }
-
-
-def theirs(path: Path, private: set[str], own: set[str]) -> set[str]:
+def theirs(path: Path, private: set[str]) -> set[str]:
     """What a file knows of the insides of a library of Hugging Face."""
     attributes, strings = spelled(path)
     dotted = imported(path, *HUGGING_FACE) | {name for name in attributes if name.split(".")[0] in HUGGING_FACE}
     paths = {text for text in strings if re.fullmatch(rf"({'|'.join(HUGGING_FACE)})\.[\w.]*", text)}
     renamed = {name for name in RENAMED if name in path.read_text()}
-    return {*filter(inside_of_library, dotted), *paths, *(attributes & private - own), *(strings & private), *renamed}
+    return {*filter(inside_of_library, dotted), *paths, *(private & (attributes | strings)), *renamed}
 
 
 def test_the_insides_of_libraries_are_known_in_one_room():
-    private, own = their_private_names(), set().union(*map(own_names, OUTSIDE))
-    found = told({path: theirs(path, private, own) for path in OUTSIDE})
+    private = their_private_names()
+    found = told({path: theirs(path, private) for path in OUTSIDE})
     assert not found, f"{found}: {MOVE}"
 
 

@@ -14,8 +14,7 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
-from accel.diffusion.dit.calls.code import BlockCode
-from accel.diffusion.dit.calls.kinds import call_of, sort_of
+from accel.diffusion.dit.calls.kinds import BlockCode, call_of, sort_of
 from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
 from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
 from accel.diffusion.dit.executable import Executable

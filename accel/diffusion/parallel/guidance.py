@@ -19,7 +19,7 @@ from accel.diffusion.parallel.rows import BatchCall, gathered, not_rows, part_of
 from accel.diffusion.parallel.same_numbers import Checks, check_same
 from accel.errors import reason_of
 from accel.fusion.loop import Loop
-from accel.libraries.diffusion import parallel_config
+from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.world import everybody
@@ -83,7 +83,7 @@ class GuidanceForward(FastForward):
         """Why this call is no matter of the ranks, each of which may be somewhere else."""
         if self.ranks is None:
             return "this process is alone"
-        if parallel_config(self.module) is not None:
+        if getattr(self.module, DIVIDED, None) is not None:
             return "diffusers divides it among ranks already (enable_parallelism)"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"

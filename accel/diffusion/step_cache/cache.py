@@ -33,7 +33,7 @@ from accel.diffusion.step_cache.step_call import StepCall
 from accel.diffusion.step_cache.tracks import Tracks
 from accel.errors import PatchConflict, reason_of
 from accel.fusion.loop import Loop
-from accel.libraries.diffusion import cache_config
+from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -147,7 +147,7 @@ class StepCacheForward(FastForward):
             return reason
         if self.state.arguments.samples(given)[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"
-        if (config := cache_config(self.module)) is not None:
+        if (config := getattr(self.module, CACHED_STEPS, None)) is not None:
             return f"diffusers' own cache is enabled ({type(config).__name__})"
         return next(filter(None, map(self._unfit_block, self.paths)), None)
 

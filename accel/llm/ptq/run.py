@@ -12,7 +12,7 @@ from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
 from accel.errors import Refused
-from accel.libraries.adapters import BASE, holds_adapters
+from accel.libraries.adapters import ADAPTED, BASE
 from accel.libraries.hooks import hook_of
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
@@ -107,7 +107,7 @@ def quantize(
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
         raise ValueError(nothing(scheme, skipped))
-    if out is not None and (holds_adapters(model) or any(BASE in p.split(".") for p in chosen)):
+    if out is not None and (getattr(model, ADAPTED, False) or any(BASE in p.split(".") for p in chosen)):
         raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
     data = [] if calibration is None else batches(model, calibration, tokenizer)
     checkpoint, known = None, {}

@@ -8,13 +8,7 @@ from functools import partial
 from torch import nn
 from transformers import PretrainedConfig
 
-from accel.libraries.attention import (
-    ALL_ATTENTION_FUNCTIONS,
-    ALL_EXPERTS_FUNCTIONS,
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    FIELD,
-    PAGED,
-)
+from accel.libraries.attention import ATTENTIONS, FIELD, MASKS, MIXTURES, PAGED
 from accel.libraries.code import comes_from
 from accel.libraries.experts import EXPERTS
 
@@ -27,9 +21,9 @@ def foreign_attention(modules: list[nn.Module]) -> str | None:
     configs = {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PretrainedConfig)}
     names = {vars(config).get(FIELD) for config in configs.values()} - {None}
     for name in sorted(names | {name.removeprefix(PAGED) for name in names}):
-        functions = [] if name.startswith(PAGED) else [ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
+        functions = [] if name.startswith(PAGED) else [MASKS.get(name)]
         if name != "eager":  # which is a function of the model's own file
-            functions.append(ALL_ATTENTION_FUNCTIONS.get(name))
+            functions.append(ATTENTIONS.get(name))
         if None in functions:
             return f"the attention {name!r} has no masks, or is not registered"
         if not all(_of_transformers(function) for function in functions):
@@ -41,7 +35,7 @@ def foreign_experts(configs: Iterable[PretrainedConfig]) -> list[Callable]:
     """The functions that these configurations have experts computed by, but for transformers' own, which give equal
     results: generate() itself takes another one for steps than for prompts.
     """
-    functions = [ALL_EXPERTS_FUNCTIONS.get(vars(config).get(EXPERTS)) for config in configs]
+    functions = [MIXTURES.get(vars(config).get(EXPERTS)) for config in configs]
     return [function for function in functions if function is not None and not _of_transformers(function)]
 
 

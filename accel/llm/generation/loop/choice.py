@@ -10,23 +10,14 @@ from transformers import LogitsProcessorList
 # Processors that are functions of the tokens and the scores alone, and ask the GPU for nothing: they may be called
 # before the host knows the tokens, and once more where a step is dropped. Anything else may be somebody's own code.
 PURE = (
-    transformers.EpsilonLogitsWarper,
-    transformers.ExponentialDecayLengthPenalty,
-    transformers.ForcedBOSTokenLogitsProcessor,
-    transformers.ForcedEOSTokenLogitsProcessor,
-    transformers.InfNanRemoveLogitsProcessor,
-    transformers.LogitNormalization,
-    transformers.MinLengthLogitsProcessor,
-    transformers.MinNewTokensLengthLogitsProcessor,
-    transformers.MinPLogitsWarper,
-    transformers.RepetitionPenaltyLogitsProcessor,
-    transformers.SuppressTokensAtBeginLogitsProcessor,
-    transformers.SuppressTokensLogitsProcessor,
-    transformers.TemperatureLogitsWarper,
-    transformers.TopKLogitsWarper,
-    transformers.TopPLogitsWarper,
-    transformers.TypicalLogitsWarper,
-)
+    transformers.EpsilonLogitsWarper, transformers.ExponentialDecayLengthPenalty,
+    transformers.ForcedBOSTokenLogitsProcessor, transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.InfNanRemoveLogitsProcessor, transformers.LogitNormalization, transformers.MinLengthLogitsProcessor,
+    transformers.MinNewTokensLengthLogitsProcessor, transformers.MinPLogitsWarper,
+    transformers.RepetitionPenaltyLogitsProcessor, transformers.SuppressTokensAtBeginLogitsProcessor,
+    transformers.SuppressTokensLogitsProcessor, transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper,
+    transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper,
+)  # fmt: skip
 
 
 def pure(processors: LogitsProcessorList) -> bool:

@@ -17,21 +17,14 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import filler, next_inputs
+from accel.libraries.generation import FILLER, next_inputs
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
@@ -47,8 +40,8 @@ TOUCHED = (
 UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
 # Criteria that may be heard a step late. The first are functions of the tokens, which the GPU computes in the step; the
 # others end all rows at once, and look at the shape of what they are given, or at the clock.
-BY_TOKENS = (EosTokenCriteria, StopStringCriteria)
-AT_ONCE = (MaxLengthCriteria, MaxTimeCriteria)
+BY_TOKENS = (transformers.EosTokenCriteria, transformers.StopStringCriteria)
+AT_ONCE = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria)
 
 
 def undisturbed(forward: DecoderForward) -> bool:
@@ -128,7 +121,7 @@ class TokenLoop:
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
         self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
-        self.pad = filler(request.config)
+        self.pad = getattr(request.config, FILLER)
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length

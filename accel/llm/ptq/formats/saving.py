@@ -9,7 +9,7 @@ from accel_kernels import Quantized
 from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
-from accel.libraries.adapters import BASE, holds_adapters
+from accel.libraries.adapters import ADAPTED, BASE
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
@@ -51,7 +51,7 @@ class SaveOverride(InstanceMethod):
         names = state_dict if state_dict is not None else model.state_dict()
         held, mixtures = _held(model, names), _mixtures(model, names)
         given = state_dict is not None and not (held or mixtures)
-        if holds_adapters(model) or given:
+        if getattr(model, ADAPTED, False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
             return
         if (ranks := ranks_of(model)) is not None and (held or mixtures):
