@@ -6,15 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.libraries.tensor_parallel import (
-    MATRICES,
-    STYLES,
-    WITH_GRADIENTS,
-    closure_of,
-    dispatch_of,
-    experts_here,
-    style_of,
-)
+from accel.libraries import tensor_parallel
+from accel.libraries.tensor_parallel import STYLES, closure_of, dispatch_of
 from accel.parallel.ranks import Ranks
 
 TENSORS = "torch.distributed.tensor"
@@ -73,7 +66,7 @@ def sharding(module: nn.Module) -> Sharding | None:
     held = closure_of(module)
     if held is None or held[1].ndim != 1:
         return None
-    how, weight = style_of(held[0], isinstance(module, nn.Embedding)), module._parameters.get("weight")
+    how, weight = tensor_parallel.style_of(held[0], isinstance(module, nn.Embedding)), module._parameters.get("weight")
     if how is None or (weight is not None and not _lies(weight, how.dim)):
         return None
     return Sharding(*how, Ranks.of(held[1].get_group()), *held)
@@ -109,10 +102,10 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     """How transformers has divided the experts of this module; None for any other, or a way that is not known."""
     held = closure_of(module)
     if held is not None:
-        known = type(held[0]) is getattr(sys.modules[STYLES], MATRICES) and held[1].ndim == 1
+        known = type(held[0]) is getattr(sys.modules[STYLES], tensor_parallel.MATRICES) and held[1].ndim == 1
         return ExpertSharding(0, Ranks.of(held[1].get_group()), *held) if known else None
     held = dispatch_of(module)
-    if held is None or held[1].ndim != 1 or (here := experts_here(held[0])) is None:
+    if held is None or held[1].ndim != 1 or (here := tensor_parallel.experts_here(held[0])) is None:
         return None
     ranks = Ranks.of(held[1].get_group())
     return ExpertSharding(ranks.rank * here, ranks)
@@ -135,7 +128,7 @@ def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
     """
     held = closure_of(module)
     if held is not None:
-        setattr(quantized, WITH_GRADIENTS, True)
+        setattr(quantized, tensor_parallel.WITH_GRADIENTS, True)
         held[0].install_forward(quantized, held[1])
 
 
