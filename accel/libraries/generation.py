@@ -14,7 +14,7 @@ from accel.libraries.cache import generating_cache
 
 __all__ = ["GenerationMode"]
 
-# Methods of a model that generate() calls, in this order.
+# Methods of a model that generate() calls; LOOP is where it goes on token by token.
 MODE_ARGUMENTS, INPUTS = "_extract_generation_mode_kwargs", "_prepare_model_inputs"
 POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
