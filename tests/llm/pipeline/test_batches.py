@@ -9,6 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 import accel
+from accel.libraries.hooks import HOOK
 from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.refusal import refusal
@@ -18,7 +19,6 @@ from accel.llm.batching.step import Flight
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import page_bytes
-from accel.llm.pipeline.device_hooks import HOOK
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import layers, make
