@@ -18,9 +18,9 @@ from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
 from accel.patching.probe import Probe
-from accel.planning.objects import schedulers_in
 from accel.planning.plan import PLAN, Plan, plan_of
 from accel.planning.stages import Staged
+from accel.planning.targets import schedulers_in
 
 
 class LoopStart(InstanceMethod):
