@@ -32,7 +32,8 @@ def parts_in(obj: object) -> dict[str, object]:
     models = {path: part for path, part in found.items() if isinstance(part, nn.Module)}
     inside = {id(one) for model in models.values() for one in model.modules() if one is not model}
     whole = {path: model for path, model in models.items() if id(model) not in inside}
-    return whole | {path: part for path, part in found.items() if path not in models}
+    others = {path: part for path, part in found.items() if path not in models}
+    return whole | dict(sorted(others.items(), key=lambda item: is_pipeline(item[1])))
 
 
 def models_in(obj: object) -> dict[str, nn.Module]:
@@ -126,8 +127,10 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
         if _is_whole(one):
             yield path, one
             continue
+        if is_scheduler(one) and is_pipeline(holder):
+            yield path, one
+            continue
         if is_pipeline(one):
-            yield from ((_joined(path, name), part) for name, part in schedulers_in(one).items())
             yield path, one
         children = [(_joined(path, name), child, one) for name, child in _children(one)]
         if is_pipeline(holder) and isinstance(one, nn.Module) and not any(True for _ in _walk(one)):
