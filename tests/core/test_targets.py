@@ -1,5 +1,9 @@
 """Whatever holds models: they are found inside, give what stock gives, and are as before after `restore`."""
 
+import copy
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +12,8 @@ from torch import nn
 import accel
 from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
+from support.llm.calls import tokenizer
+from support.llm.families import make, prompt
 from support.patched import fast_forwards
 from support.state import assert_same_state, snapshot
 from support.targets import TARGETS
@@ -72,3 +78,151 @@ def test_what_holds_models(name, alone, calls):
         same_state(before, state(obj))
         assert all(torch.equal(got, one) for got, one in zip(call(obj), wanted, strict=True))
     assert "not optimized" in str(accel.report(obj))
+
+
+class Own(nn.Module):
+    def __init__(self, *held):
+        super().__init__()
+        self.held = nn.ModuleList(held)
+
+
+def unloaded():
+    from diffusers import StableDiffusionXLModularPipeline
+
+    return StableDiffusionXLModularPipeline()
+
+
+def scripted():
+    return torch.jit.script(nn.Linear(2, 2))
+
+
+def without_weights():
+    with torch.device("meta"):
+        return make("llama")
+
+
+NOTHING = {
+    "None": (lambda: None, TypeError, "a NoneType, which holds no model"),
+    "name": (lambda: "meta-llama/Llama-3", TypeError, "load the model from 'meta-llama/Llama-3', and give that"),
+    "path": (lambda: Path("folder"), TypeError, "load the model from 'folder', and give that"),
+    "tokenizer": (tokenizer, TypeError, "which holds no model of diffusers or transformers; give a model or pipeline"),
+    "configuration": (lambda: make("llama").config, TypeError, "LlamaConfig, which holds no model"),
+    "class": (lambda: type(make("llama")), TypeError, "the class LlamaForCausalLM: give an instance of it"),
+    "method": (lambda: make("llama").generate, TypeError, "a method: give the LlamaForCausalLM whose it is"),
+    "module of torch": (lambda: nn.Linear(2, 2), TypeError, "a torch.nn.modules.linear.Linear, which holds no model"),
+    "module of his own": (lambda: Own(nn.Linear(2, 2)), TypeError, "Own, which holds no model"),
+    "weights": (lambda: make("llama").state_dict(), TypeError, "OrderedDict, which holds no model"),
+    "compiled": (lambda: torch.compile(make("llama")), TypeError, "what torch.compile returned: give the model"),
+    "scripted": (scripted, TypeError, "a scripted module: give the model that it was made from"),
+    "empty list": (list, ValueError, "this list is empty: give a model or pipeline"),
+    "empty dictionary": (dict, ValueError, "this dict is empty"),
+    "list of texts": (lambda: ["a", "b"], TypeError, "a list, which holds no model"),
+    "pipeline without models": (unloaded, ValueError, "holds no model yet: load its components first"),
+    "no weights": (without_weights, ValueError, "weights of this LlamaForCausalLM are on the meta device"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.share(1)
+@pytest.mark.filterwarnings("ignore")
+def test_what_holds_none_is_told_what_to_give(name):
+    made, kind, told = NOTHING[name]
+    obj = made()
+    before = dict(getattr(obj, "__dict__", {}))
+    with pytest.raises(kind, match=re.escape(told)) as raised:
+        accel.optimize(obj)
+    assert "\n" not in str(raised.value)
+    after = getattr(obj, "__dict__", {})
+    assert before.keys() == after.keys() and all(after[key] is value for key, value in before.items())
+    if name != "no weights":
+        for function in (accel.restore, accel.report, accel.verify):
+            with pytest.raises(kind, match=re.escape(told)):
+                function(obj)
+
+
+def sharded_whole(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def sharded_by_layers(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("shard", [sharded_whole, sharded_by_layers])
+@pytest.mark.share(1)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_fsdp_divides_stays_stock(shard, alone):
+    obj, ids = shard(make("llama").eval()), prompt()
+    with torch.no_grad():
+        wanted = obj(input_ids=ids).logits
+        accel.optimize(obj)
+        ((_, rule, status, reason),) = accel.report(obj).sites
+        assert (rule, status) == ("model", "skipped") and reason.startswith("FSDP divides its weights among processes")
+        assert torch.equal(obj(input_ids=ids).logits, wanted) and not fast_forwards(obj)
+        assert accel.verify(obj, input_ids=ids).passed
+        accel.restore(obj)
+        with pytest.raises(accel.errors.SkippedSite, match="FSDP divides its weights"):
+            accel.optimize(obj, strict=True)
+    assert "_accel_plan" not in vars(obj) and accel.report(obj).sites == []
+
+
+def test_a_model_without_weights_among_others_stays_stock():
+    """As scripts free a text encoder whose embeddings they have."""
+    pair = {"encoder": without_weights(), "writer": make("llama")}
+    accel.optimize(pair)
+    told = {path: reason for path, rule, _, reason in accel.report(pair).sites if rule == "model"}
+    assert told == {"encoder": "its weights are on the meta device, without values"} and fast_forwards(pair["writer"])
+    accel.restore(pair)
+
+
+def test_models_that_are_swapped_are_restored_too():
+    held, lone = Own(make("llama")), make("llama")
+    first = held.held[0]
+    accel.optimize([held, lone])
+    held.held[0] = make("llama")
+    assert not fast_forwards(held) and fast_forwards(first)
+    accel.optimize(held)
+    assert fast_forwards(held.held[0])
+    swapped, held.held = held.held[0], nn.ModuleList()
+    accel.restore(held)
+    assert not (fast_forwards(first) or fast_forwards(swapped)) and fast_forwards(lone)
+    accel.restore(lone)
+    assert set(vars(held)) == set(vars(Own())) and not fast_forwards(lone)
+
+
+def test_a_model_that_two_use_stays_fast_for_the_other():
+    model = make("llama")
+    one, other = Own(model), Own(model)
+    accel.optimize(one)
+    accel.optimize(other)
+    one.held = nn.ModuleList()
+    with pytest.warns(UserWarning, match="an optimized Own uses it"):
+        accel.restore(one)
+    assert fast_forwards(model)
+    accel.restore(other)
+    assert not fast_forwards(model)
+
+
+def test_what_is_around_a_model_is_verified_and_quantized():
+    wrapped, ids = nn.DataParallel(make("llama")), prompt()
+    held = {"a": [wrapped]}
+    accel.optimize(held)
+    assert accel.verify(wrapped).passed and accel.verify(wrapped, input_ids=ids).passed
+    assert accel.verify(held).agreement is not None  # the one model in it
+    two = [held, make("llama", seed=3)]
+    with pytest.raises(TypeError, match="a list is not called: verify what it holds one by one"):
+        accel.verify(accel.optimize(two))
+    with pytest.raises(TypeError, match="not a list, which holds 2 of them"):
+        accel.quantize(two, "int8")
+    accel.restore(two)
+    stock = copy.deepcopy(wrapped.module)
+    assert accel.quantize(held, "int8") is held
+    assert not torch.equal(wrapped(input_ids=ids).logits, stock(input_ids=ids).logits)
