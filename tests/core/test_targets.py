@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
+from accel.fusion.loop import Loop
+from accel.libraries.models import is_pipeline
 from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
 from support.llm.calls import tokenizer
@@ -40,6 +42,14 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.fixture
+def loops(monkeypatch):
+    """Those that pipelines began."""
+    found, begin = [], Loop.begin
+    monkeypatch.setattr(Loop, "begin", lambda self, schedulers=(): found.append(begin(self, schedulers)))
+    return found
+
+
 def state(obj) -> list[dict]:
     """Of all that may be changed: models and what is around them."""
     modules = {id(one): one for one in (*models_in(obj).values(), *holders_in(obj)) if isinstance(one, nn.Module)}
@@ -60,7 +70,7 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.share(1)
 @pytest.mark.filterwarnings("ignore")
-def test_what_holds_models(name, alone, calls):
+def test_what_holds_models(name, alone, calls, loops):
     (obj, call), (stock, _) = TARGETS[name](), TARGETS[name]()
     with torch.no_grad():
         wanted = call(stock)
@@ -73,6 +83,7 @@ def test_what_holds_models(name, alone, calls):
         for got, one in zip(call(obj), wanted, strict=True):
             torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
         assert calls and accel.report(obj).fallbacks == []
+        assert len(loops) == sum(map(is_pipeline, parts_in(obj).values()))
         assert all(any(site[0].startswith(path) for site in accel.report(obj).sites) for path in models)
         accel.restore(obj)
         same_state(before, state(obj))
@@ -226,3 +237,20 @@ def test_what_is_around_a_model_is_verified_and_quantized():
     stock = copy.deepcopy(wrapped.module)
     assert accel.quantize(held, "int8") is held
     assert not torch.equal(wrapped(input_ids=ids).logits, stock(input_ids=ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_of_a_modular_pipeline_are_copied_without_its_models():
+    pipe, call = TARGETS["modular pipeline"]()
+    with torch.no_grad():
+        wanted = call(pipe)
+        accel.optimize(pipe)
+        other = pipe.blocks.init_pipeline()
+        assert not models_in(other)
+        other.update_components(**pipe.components)
+        assert torch.equal(call(other)[0], call(pipe)[0])
+        twin = copy.deepcopy(pipe)
+        accel.restore(pipe)
+        assert not any(map(fast_forwards, models_in(pipe).values())) and torch.equal(call(pipe)[0], wanted[0])
+        assert all(map(fast_forwards, models_in(twin).values()))
+        assert torch.equal(call(accel.restore(twin))[0], wanted[0])
