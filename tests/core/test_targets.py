@@ -4,10 +4,12 @@ import copy
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.pipelines import SUPPORTED_TASKS
 
 import accel
 from accel.fusion.loop import Loop
@@ -17,6 +19,7 @@ from accel.planning.targets import holders_in, models_in, parts_in
 from support.llm.calls import tokenizer
 from support.llm.families import make, prompt
 from support.patched import fast_forwards
+from support.pipeline_tasks import TASKS
 from support.state import assert_same_state, snapshot
 from support.targets import TARGETS
 
@@ -112,6 +115,8 @@ def without_weights():
         return make("llama")
 
 
+# A call without a cache, as of scores, and a prompt with an image.
+STOCK_CALLS = ("no cache", "called with pixel_values", "called with mm_encoder_outputs")
 NOTHING = {
     "None": (lambda: None, TypeError, "a NoneType, which holds no model"),
     "name": (lambda: "meta-llama/Llama-3", TypeError, "load the model from 'meta-llama/Llama-3', and give that"),
@@ -254,3 +259,44 @@ def test_blocks_of_a_modular_pipeline_are_copied_without_its_models():
         assert not any(map(fast_forwards, models_in(pipe).values())) and torch.equal(call(pipe)[0], wanted[0])
         assert all(map(fast_forwards, models_in(twin).values()))
         assert torch.equal(call(accel.restore(twin))[0], wanted[0])
+
+
+def agree(ours, stock) -> None:
+    """What a pipeline gives: numbers, texts, arrays and images, in lists and dictionaries."""
+    if isinstance(stock, dict):
+        assert ours.keys() == stock.keys()
+        ours, stock = [ours[name] for name in stock], list(stock.values())
+    if isinstance(stock, list | tuple):
+        assert len(ours) == len(stock)
+        for mine, theirs in zip(ours, stock, strict=True):
+            agree(mine, theirs)
+    elif isinstance(stock, float | torch.Tensor | np.ndarray | np.generic):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(stock), rtol=1e-4, atol=1e-4)
+    elif stock is not None and hasattr(stock, "tobytes"):
+        assert ours.tobytes() == stock.tobytes()
+    else:
+        assert type(ours) is type(stock) and ours == stock
+
+
+@pytest.mark.parametrize("name", sorted(TASKS.keys() & SUPPORTED_TASKS.keys()))
+@pytest.mark.share(1)
+@pytest.mark.filterwarnings("ignore")
+def test_every_task_of_the_pipelines_of_transformers(name, calls):
+    pipe, call = TASKS[name]()
+
+    def answer():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return call(pipe)
+
+    wanted, before = answer(), snapshot(pipe.model)
+    assert accel.optimize(pipe) is pipe and fast_forwards(pipe.model)
+    agree(answer(), wanted)
+    assert calls and set(accel.report(pipe).fallbacks) <= {("model", reason, 1) for reason in STOCK_CALLS}
+    accel.restore(pipe)
+    assert_same_state(before, snapshot(pipe.model))
+    agree(answer(), wanted)
+
+
+def test_no_task_is_forgotten():
+    assert SUPPORTED_TASKS.keys() <= TASKS.keys()
