@@ -284,7 +284,7 @@ def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:
         raise TypeError(f"a {type(obj).__name__} is not called: verify what it holds one by one")
     from accel.llm import verify as language
 
-    if (subject := language.subject(obj, args, kwargs)) is not None:
+    if len(models) == 1 and (subject := language.subject(obj, args, kwargs)) is not None:
         return language.agreement_with_stock(*subject, plans, seed)
     if not args and not kwargs:
         kwargs = example_of(obj)

@@ -30,6 +30,15 @@ def is_causal_lm(obj: Any) -> bool:
         return False
 
 
+def writes_by_itself(obj: Any) -> bool:
+    """Whether obj is a causal language model whose own forward is a step of generate(): it takes a cache."""
+    if not is_causal_lm(obj):
+        return False
+    from accel.libraries.cache import cache_argument
+
+    return cache_argument(type(obj).forward) is not None
+
+
 def denoising_loops(pipe: Any) -> list[Any]:
     """What of a pipeline shows the progress of its loops, by a method `progress_bar`: itself, or some of its blocks."""
     if hasattr(type(pipe), "progress_bar"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.libraries.models import is_causal_lm, is_model, is_pipeline
+from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
 from accel.parallel.sharded_layers import fully_sharded
 
 GIVE = "give a model or pipeline of diffusers or transformers, or an object, module, list or dictionary that holds some"
@@ -140,13 +140,15 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
 
 def _is_whole(one: object) -> bool:
     """Whether it is a model, with all that is in it. One that only goes around a language model is walked, as it calls
-    that by generate().
+    that by generate(); a decoder that an encoder belongs to is not such a model.
     """
     if not isinstance(one, nn.Module):
         return False
     if not is_model(one):
         return fully_sharded(one)
-    return is_causal_lm(one) or not any(is_causal_lm(module) for module in one.modules())
+    if writes_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
+        return True
+    return not any(is_causal_lm(module) for module in one.modules() if module is not one)
 
 
 def _children(one: Any) -> Iterator[tuple[str, Any]]:

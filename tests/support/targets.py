@@ -149,6 +149,27 @@ def one_model_in_two_places():
 
 
 @target
+def model_around_a_language_model():
+    """Its own forward takes no cache: it hands an image and a text to the generate() of the model inside."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "opt", "vocab_size": 99, "ffn_dim": 48, "word_embed_proj_dim": 32, **sizes}
+    config = transformers.Blip2Config(
+        vision_config=sizes | {"image_size": 16, "patch_size": 8},
+        qformer_config=sizes | {"encoder_hidden_size": 32},
+        text_config=text | {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        num_query_tokens=4,
+        image_token_index=90,
+    )
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    ids = torch.cat([torch.full((1, 4), 90), IDS], dim=1)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.ones(1, 3, 16, 16)}
+    return model, lambda obj: [obj.generate(**given, max_new_tokens=4, do_sample=False)]
+
+
+@target
 def remote_code():
     """As trust_remote_code leaves it: the classes of a module that no package has."""
     import transformers.models.llama.modeling_llama as llama
