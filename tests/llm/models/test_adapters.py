@@ -8,6 +8,7 @@ import torch
 import accel
 from accel.llm.runtime.layer import LayerForward
 from support.llm.families import make, prompt
+from support.patched import sites
 from support.state import differences
 
 peft = pytest.importorskip("peft")
