@@ -10,6 +10,7 @@ from torch import nn
 from accel.libraries.versions import newer_than_tested
 from accel.parallel.sharded_layers import ranks_of
 from accel.planning.plan import Plan
+from accel.planning.targets import stays_stock
 from accel.planning.whole_models import ON_CPU
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class Report:
             for runner in plan.pool.runners:
                 if any(id(module) in own for module in runner.module.modules()):  # or of layers put together
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
+        whole = (plan.root for plan in plans.values() if isinstance(plan.root, nn.Module))
+        shared = [ranks_of(model) for model in whole if stays_stock(model) is None]
         ranks = next(filter(None, shared), None)
         rank, size = (None, None) if ranks is None else (ranks.rank, ranks.size)
         pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()

@@ -22,7 +22,7 @@ from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
-from accel.planning.objects import is_scheduler
+from accel.planning.targets import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}
 # Updates that are linear in their tensors, and the argument whose dtype the result has (UniPC, arXiv:2302.04867).

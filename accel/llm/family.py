@@ -1,8 +1,7 @@
-"""What makes a model a causal language model, and the rules for it."""
+"""The rules for causal language models."""
 
 from itertools import product
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from accel.cuda_graphs.pool import GraphPool
@@ -41,17 +40,6 @@ from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.quantization.activation_quantization import rounding
-
-
-def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model continues text as transformers does: embeddings in, a head out, decoder only."""
-    generates = getattr(model, "can_generate", None)
-    config = getattr(model, "config", None)
-    if generates is None or not generates() or config is None or getattr(config, "is_encoder_decoder", False):
-        return False
-    heads = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    return all(get is not None and get() is not None for get in heads)
-
 
 PARTIAL = "understood, but not the whole model"
 

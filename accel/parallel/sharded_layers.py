@@ -80,6 +80,16 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return None if not meshes else Ranks.of(meshes[0].get_group(0))
 
 
+def fully_sharded(module: nn.Module) -> bool:
+    """Whether torch's FSDP, of either kind, divides the weights of this module and those in it that it does not wrap.
+
+    They are put together before each of its calls, in memory that is taken from them afterwards.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")
+    kinds = (getattr(library, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))
+    return isinstance(module, tuple(kind for kind in kinds if kind is not None))
+
+
 class ExpertSharding(NamedTuple):
     """How a module of experts is divided: matrices, each rank having a part of each, or whole experts.
 

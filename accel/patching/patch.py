@@ -54,9 +54,9 @@ class Patch:
         self._mark()
 
     def check(self) -> None:
-        """Raises PatchConflict unless the attribute is still what `apply` put there."""
+        """Raises PatchConflict unless the attribute is still what `apply` put there, or the class's own method."""
         current = vars(self.owner).get(self.name, MISSING)
-        if current is not self.value:
+        if current is not self.value and not stock_method(self.owner, current, self.name):
             raise PatchConflict(
                 f"{type(self.owner).__name__}.{self.name} was replaced after accel.optimize by {current!r}; "
                 "undo that change first, then call accel.restore"
