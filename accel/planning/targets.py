@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.libraries.hooks import hook_of
 from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
 from accel.parallel.sharded_layers import fully_sharded
 
@@ -90,7 +91,7 @@ def on_meta(model: nn.Module) -> bool:
     """Whether a model has no values, and no hook would bring them."""
     parameters = list(model.parameters())
     empty = bool(parameters) and all(parameter.is_meta for parameter in parameters)
-    return empty and not any("_hf_hook" in vars(module) for module in model.modules())
+    return empty and not any(hook_of(module) is not None for module in model.modules())
 
 
 def is_compiled(part: object) -> bool:

@@ -18,10 +18,10 @@ from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
 from support.llm.calls import tokenizer
 from support.llm.families import make, prompt
+from support.objects.pipeline_tasks import TASKS
+from support.objects.targets import TARGETS
 from support.patched import fast_forwards
-from support.pipeline_tasks import TASKS
 from support.state import assert_same_state, snapshot
-from support.targets import TARGETS
 
 
 @pytest.fixture

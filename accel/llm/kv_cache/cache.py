@@ -338,8 +338,7 @@ def _foreign(cache: Any, shapes: Sequence[Shape]) -> str | None:
 
 
 def _fill(store: Store, cache: DynamicCache) -> None:
-    tokens = cache.get_seq_length()
-    if tokens:
+    if tokens := cache.get_seq_length():
         store.reserve(_held(cache.layers[0])[0].shape[0], tokens)
         with torch.no_grad():
             for index, layer in enumerate(cache.layers):
@@ -348,6 +347,4 @@ def _fill(store: Store, cache: DynamicCache) -> None:
 
 def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer, not to be edited: a look at them makes no stock layer of one of ours."""
-    if type(layer) in OURS:
-        return layer.store.read(layer.index)
-    return layer.keys, layer.values
+    return layer.store.read(layer.index) if type(layer) in OURS else (layer.keys, layer.values)
