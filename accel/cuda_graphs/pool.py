@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Entry
-from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.states import States
 from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
 
@@ -23,7 +23,7 @@ class Runner(Protocol):
 
     module: nn.Module
     entries: dict[tuple, Entry]
-    fingerprint: Fingerprint | None
+    states: States
     ranks: Ranks | None
 
     def rows(self) -> list[dict]: ...
@@ -132,7 +132,7 @@ class GraphPool:
         self.clear()
         with self.lock:
             for runner in self.runners:
-                runner.fingerprint = None
+                runner.states.clear()
 
     def clear(self, alone: bool = False) -> None:
         """Drops every graph and gives the memory back. alone: but for those that ranks drop only together."""

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accel_kernels.trials import Trials
@@ -22,6 +22,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import captured
 from accel.cuda_graphs.memory import CaptureMemory
 from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.states import States, Watched
 from accel.cuda_graphs.wall_time import milliseconds
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
@@ -36,12 +37,6 @@ MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
 SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
 PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
 RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
-
-
-class Watched(Protocol):
-    """What a forward reads beside its module."""
-
-    def views(self) -> Iterable[Iterable]: ...
 
 
 class GraphRunner:
@@ -71,13 +66,18 @@ class GraphRunner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.entries: dict[tuple, Entry] = {}
-        self.fingerprint: Fingerprint | None = None
+        self.states = States()
         self.reason: str | None = None
         self.changes = 0
         self.warm: set[Hashable] = set()
         self.replays = 0
         self.trials = Trials()
         self.pool.add(self)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """Of the module as it was found last."""
+        return self.states.now
 
     def __call__(
         self,
@@ -106,7 +106,7 @@ class GraphRunner:
             fingerprint = self.fingerprint
             if fingerprint is None or not fingerprint.reachable():
                 fingerprint = self._renew()
-            entry = None if key is None else self.entries.get(key)
+            entry = self._entry(key)
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
@@ -122,9 +122,11 @@ class GraphRunner:
             if key is None:
                 reason = "an argument that is neither a tensor nor a plain value"
             elif reason is None:
-                entry = self.entries.get(key)
+                entry = self._entry(key)
                 if entry is None:
                     entry = self._remember(key)
+                elif entry.graph is not None:  # of a state that the module was in before
+                    return self._replay(entry, leaves, device, constant)
                 elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
                     wanted = None if self.keep else instead
                     way = partial(self._capture_on_device, entry, eager, leaves, spec, device, constant, wanted)
@@ -187,7 +189,7 @@ class GraphRunner:
         if key is None:
             return None
         with self.pool.lock:
-            entry, fingerprint = self.entries.get(key), self.fingerprint
+            entry, fingerprint = self._entry(key), self.fingerprint
             if entry is None or entry.graph is None or fingerprint is None or not fingerprint.reachable():
                 return None
             versions = fingerprint.versions()
@@ -214,18 +216,15 @@ class GraphRunner:
         return first
 
     def _renew(self) -> Fingerprint:
-        """Forgets all graphs: the module is not the one they were captured from. Returns what it is now."""
-        self.changes += self.fingerprint is not None
-        for done in self.pool.done.values():
-            done.synchronize()  # a replay on another stream may still be at it
-        for entry in self.entries.values():
-            self.pool.drop(entry)
-        self.entries.clear()
-        self.fingerprint = self._taken()
-        self.reason = self.obstacle(self.module)
-        if self.changes >= RESTLESS:
-            self.reason = "the module changes between any two calls"
-        return self.fingerprint
+        """Looks what the module is now, and forgets graphs of which there is no use any more. Returns what it is."""
+        now, new = self.states.renew(self._taken)
+        if new:
+            self.changes += bool(self.entries)
+            for key in [key for key in self.entries if key[0] not in self.states.numbers()]:
+                self.pool.drop(self.entries.pop(key))
+        restless = "the module changes between any two calls" if self.changes >= RESTLESS else None
+        self.reason = restless or self.obstacle(self.module)
+        return now
 
     def _taken(self) -> Fingerprint:
         beside = None if self.beside is None else self.beside.views()
@@ -234,16 +233,17 @@ class GraphRunner:
     def _follow(self) -> None:
         """Looks for weights where an eager call has put them, side by side for one product, if no graph reads them."""
         with self.pool.lock:
-            now = self.fingerprint
-            graphs = any(entry.graph is not None for entry in self.entries.values())
-            if now is not None and not graphs and not now.reachable() and now.holds():
-                self.fingerprint = self._taken()
+            if not any(entry.graph is not None for entry in self.entries.values()):
+                self.states.follow(self._taken)
+
+    def _entry(self, key: tuple | None) -> Entry | None:
+        """Of this call in the present state."""
+        return None if key is None else self.entries.get((self.states.number, *key))
 
     def _remember(self, key: tuple) -> Entry:
         if len(self.entries) >= MOST_SHAPES:
             self.pool.drop(self.entries.pop(next(iter(self.entries))))
-        self.entries[key] = Entry()
-        return self.entries[key]
+        return self.entries.setdefault((self.states.number, *key), Entry())
 
     def _capture(self, entry: Entry, device: torch.device, capture: Callable[[bool], None]) -> None:
         """capture(crowded): whether all other graphs must go first."""
@@ -347,4 +347,4 @@ class GraphRunner:
 
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
-        return [entry.row(self.path, key[0], self._awaited(entry)) for key, entry in self.entries.items()]
+        return [entry.row(self.path, key[1], self._awaited(entry)) for key, entry in self.entries.items()]

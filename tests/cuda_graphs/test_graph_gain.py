@@ -12,6 +12,7 @@ from torch import nn
 from accel.cuda_graphs import host_copies
 from accel.cuda_graphs import runner as graphs
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
+from accel.cuda_graphs.states import MOST
 from accel.patching.ledger import Ledger
 
 
@@ -308,3 +309,22 @@ def test_what_cannot_be_captured_is_settled_too(runner_of, monkeypatch):
     runner.obstacle = lambda module: "hooks"
     kernels = Kernels(runner, monkeypatch)
     assert [kernels.call(2, parts=3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("eager", 0.0)]
+
+
+def test_a_state_that_comes_back_finds_its_graph(runner_of):
+    """As of an adapter that is switched off and on. Graphs of other weights are forgotten."""
+    runner, call = runner_of(keep=True, eager=(10.0, 10.0), graph=(1.0, 1.0))
+    module = runner.module
+    module.scale = 1.0
+    found = []
+    for scale in (1.0, 2.0) * 3:
+        module.scale = scale
+        found.append([call(instead=False) for _ in range(3)])
+    assert found[:2] == [["eager", "graph", "graph"]] * 2 and found[2:] == [["graph"] * 3] * 4
+    assert len(runner.entries) == 2 and runner.reason is None
+    for scale in range(6):
+        module.scale = float(scale)
+        call(instead=False)
+    assert len(runner.entries) == MOST
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    assert [call(instead=False) for _ in range(2)] == ["eager", "graph"] and len(runner.entries) == 1
