@@ -69,9 +69,10 @@ def test_offload(pipe, kind, order):
     steps = [getattr(pipe, kind), lambda: accel.optimize(pipe)]
     for step in steps if order == "offload first" else reversed(steps):
         step()
-    for _ in range(2):
+    for _ in range(3):
         alike(draw(pipe, ["a handwritten five"])[0], stock)
-    assert not any(row["status"] == "graph" for row in accel.report(pipe).graphs)
+    graphs = any(row["status"] == "graph" for row in accel.report(pipe).graphs)
+    assert graphs == (kind == "enable_model_cpu_offload")  # whole models come to the same addresses each time
     accel.restore(pipe)
     alike(draw(pipe, ["a handwritten five"])[0], stock)
 
