@@ -5,8 +5,6 @@ caller has imported them already.
 import sys
 from typing import Any
 
-from torch import nn
-
 
 def is_model(obj: object) -> bool:
     """Whether obj is a model of diffusers or transformers, or of a class that somebody derived from theirs."""
@@ -43,7 +41,8 @@ def denoising_loops(pipe: Any) -> list[Any]:
     """What of a pipeline shows the progress of its loops, by a method `progress_bar`: itself, or some of its blocks."""
     if hasattr(type(pipe), "progress_bar"):
         return [pipe]
-    found, waiting = [], [getattr(pipe, "_blocks", None)]
+    found: list[Any] = []
+    waiting = [getattr(pipe, "_blocks", None)]
     while waiting:
         block = waiting.pop()
         waiting += getattr(block, "sub_blocks", {}).values()
@@ -52,6 +51,6 @@ def denoising_loops(pipe: Any) -> list[Any]:
     return found
 
 
-def _bases(library: str, *names: str) -> tuple[type[nn.Module], ...]:
+def _bases(library: str, *names: str) -> tuple[type[Any], ...]:
     module = sys.modules.get(library)
     return tuple(getattr(module, name) for name in names if hasattr(module, name)) if module is not None else ()
