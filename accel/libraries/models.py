@@ -40,7 +40,8 @@ def denoising_loops(pipe: Any) -> list[Any]:
     """What of a pipeline shows the progress of its loops, by a method `progress_bar`: itself, or some of its blocks."""
     if hasattr(type(pipe), "progress_bar"):
         return [pipe]
-    found, waiting = [], [getattr(pipe, "_blocks", None)]
+    found: list[Any] = []
+    waiting = [getattr(pipe, "_blocks", None)]
     while waiting:
         block = waiting.pop()
         waiting += getattr(block, "sub_blocks", {}).values()

@@ -13,14 +13,14 @@ from transformers.pipelines import SUPPORTED_TASKS
 
 import accel
 from accel.fusion.loop import Loop
-from accel.libraries.models import is_pipeline
+from accel.libraries.models import is_causal_lm, is_pipeline
 from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
 from support.llm.calls import tokenizer
 from support.llm.families import make, prompt
 from support.objects.pipeline_tasks import TASKS
 from support.objects.targets import TARGETS
-from support.patched import fast_forwards
+from support.patched import fast_forwards, sites
 from support.state import assert_same_state, snapshot
 
 
@@ -74,14 +74,17 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 @pytest.mark.share(1)
 @pytest.mark.filterwarnings("ignore")
 def test_what_holds_models(name, alone, calls, loops):
-    (obj, call), (stock, _) = TARGETS[name](), TARGETS[name]()
+    count, make_target = TARGETS[name]
+    (obj, call), (stock, _) = make_target(), make_target()
     with torch.no_grad():
         wanted = call(stock)
         call(obj)  # some of it is made by the first call
         before = state(obj)
         assert accel.optimize(obj) is obj
         models = models_in(obj)
-        assert models and all(map(fast_forwards, models.values())), list(models)
+        assert len(models) == count and all(map(fast_forwards, models.values())), list(models)
+        whole = sites(obj, "language model")
+        assert all(whole[path][0] == "patched" for path, model in models.items() if is_causal_lm(model))
         calls.clear()
         for got, one in zip(call(obj), wanted, strict=True):
             torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
@@ -246,7 +249,7 @@ def test_what_is_around_a_model_is_verified_and_quantized():
 
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_of_a_modular_pipeline_are_copied_without_its_models():
-    pipe, call = TARGETS["modular pipeline"]()
+    pipe, call = TARGETS["modular pipeline"][1]()
     with torch.no_grad():
         wanted = call(pipe)
         accel.optimize(pipe)

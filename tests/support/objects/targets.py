@@ -12,13 +12,18 @@ from torch import nn
 from support.diffusion.tiny_models import make_unet, make_vae, unet_inputs
 from support.llm.families import make, prompt
 
-TARGETS: dict[str, Callable] = {}
+TARGETS: dict[str, tuple[int, Callable]] = {}
 IDS = prompt()
 
 
-def target(made):
-    TARGETS[made.__name__.replace("_", " ")] = made
-    return made
+def target(models: int = 1):
+    """models: how many are in it."""
+
+    def add(made):
+        TARGETS[made.__name__.replace("_", " ")] = models, made
+        return made
+
+    return add
 
 
 def text_encoder():
@@ -43,7 +48,7 @@ def encoded(model) -> list[torch.Tensor]:
     return [model(input_ids=IDS).last_hidden_state]
 
 
-@target
+@target(3)
 def single_components():
     return [make_unet(), make_vae(), text_encoder()], lambda obj: [
         *drawn(obj[0]),
@@ -52,7 +57,7 @@ def single_components():
     ]
 
 
-@target
+@target()
 def adapter():
     import peft
 
@@ -61,12 +66,12 @@ def adapter():
     return peft.get_peft_model(make("llama"), config).eval(), written
 
 
-@target
+@target()
 def data_parallel():
     return nn.DataParallel(make("llama")), lambda obj: [obj(input_ids=IDS).logits, *written(obj.module)]
 
 
-@target
+@target()
 def distributed_data_parallel():
     model = nn.parallel.DistributedDataParallel(make("llama")).eval()
     return model, lambda obj: [obj(input_ids=IDS).logits, *written(obj.module)]
@@ -94,7 +99,7 @@ class Pooling(nn.Module):
         return features | {"sentence_embedding": (features["token_embeddings"] * mask).sum(1) / mask.sum(1)}
 
 
-@target
+@target()
 def sentence_transformer():
     features = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     return Embedder(Encoder(text_encoder()), Pooling()).eval(), lambda obj: [obj(features)]
@@ -113,7 +118,7 @@ class Drawing(nn.Module):
         return [self.scale * one for one in (*encoded(self.encode), *drawn(self.others[0]))]
 
 
-@target
+@target(3)
 def module_of_his_own():
     return Drawing().eval(), lambda obj: [*obj(), *written(obj.writer)]
 
@@ -136,19 +141,19 @@ class Service:
         return [*drawn(self._models["draw"]), *encoded(more), *written(self.more.held[0])]
 
 
-@target
+@target(3)
 def object_of_his_own():
     return Service(), lambda obj: obj()
 
 
-@target
+@target()
 def one_model_in_two_places():
     model = make("llama")
     named = namedtuple("Named", ("chat", "judge"))
     return named(model, {"wrapped": nn.DataParallel(model), "inner": model.model}), lambda obj: written(obj.chat)
 
 
-@target
+@target(3)
 def model_around_a_language_model():
     """Its own forward takes no cache: it hands an image and a text to the generate() of the model inside."""
     import transformers
@@ -169,7 +174,7 @@ def model_around_a_language_model():
     return model, lambda obj: [obj.generate(**given, max_new_tokens=4, do_sample=False)]
 
 
-@target
+@target()
 def remote_code():
     """As trust_remote_code leaves it: the classes of a module that no package has."""
     import transformers.models.llama.modeling_llama as llama
@@ -186,7 +191,7 @@ def remote_code():
     return twin, written
 
 
-@target
+@target()
 def text_pipeline():
     from transformers import pipeline
 
@@ -208,7 +213,7 @@ def image(pipe) -> list[torch.Tensor]:
     return [torch.from_numpy(pipe("a", output_type="np", **call).images)]
 
 
-@target
+@target(4)
 def pipelines_that_share_a_model():
     from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
 
@@ -219,7 +224,7 @@ def pipelines_that_share_a_model():
     return [pipe, other], lambda obj: [*image(obj[0]), *image(obj[1])]
 
 
-@target
+@target(4)
 def modular_pipeline():
     from diffusers import StableDiffusionXLModularPipeline
 
@@ -235,7 +240,7 @@ def modular_pipeline():
     return pipe, drawn
 
 
-@target
+@target(4)
 def pipeline_with_an_adapter_around_its_unet():
     import peft
 
