@@ -1,4 +1,4 @@
-"""Triton's interpreter, a third faster: it looks through the whole language for what to replace but once a launch.
+"""Triton's interpreter, a third faster and the same in every version: it looks through the whole language for what to replace but once a launch.
 
 Left alone, it does so again in every call of a function inside a kernel, and finds everything replaced. And it makes
 its table of numpy's types anew for each number it looks up.
@@ -52,9 +52,21 @@ def look_up_once() -> None:
     interpreter._get_np_dtype = numpy_type
 
 
+def take_truths() -> None:
+    """A kernel's argument may be True, as in what is compiled: Triton 3.6's interpreter takes it for 32 bits of one."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+    truths = [tl.tensor(interpreter.TensorHandle(np.array([one]), tl.int1), tl.int1) for one in (False, True)]
+    interpreter._implicit_cvt = lambda given: truths[given] if isinstance(given, bool) else convert(given)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     replace_once()
     look_up_once()
+    take_truths()
 
 
 @pytest.fixture(scope="session", autouse=True)
