@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import accel
 from accel.commands.app import app
 from accel.libraries import versions
+from support import version_sets
 from support.llm import families
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +53,4 @@ def test_what_was_tested_is_what_ran():
     bounds = dict(re.findall(r'^    "(\w+)>=([\d.]+)["; ]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for package in ("torch", "triton", "transformers", "diffusers", "accelerate", "peft"):
         assert versions._numbers(bounds[package]) == versions._numbers(ran["oldest"][package]), package
+    assert all((ROOT / path).exists() for path in version_sets.TOUCHING)

@@ -24,8 +24,15 @@ SHOWN = ("python", "torch", "triton", "transformers", "diffusers", "accelerate",
 OUTCOMES = ("passed", "failed", "skipped")
 # What `libraries` brings up to date, with what these ask for. Torch stays, whose wheels are gigabytes.
 LIBRARIES = ("transformers", "diffusers", "accelerate", "peft", "huggingface-hub", "safetensors", "tokenizers")
+# Models of every kind recognized, fused, called, generated with, reported and restored: 90 seconds of CPU time.
 TOUCHING = """
-    tests/core/test_optimize.py
+    tests/compatibility tests/core/test_optimize.py tests/core/test_saved.py tests/planning/test_whole_models.py
+    tests/diffusion/test_pipeline.py tests/diffusion/test_transformer_pipeline.py tests/diffusion/dit/test_blocks.py
+    tests/diffusion/dit/test_adapters.py tests/diffusion/schedulers/test_patches.py tests/offload
+    tests/llm/analysis tests/llm/recording tests/llm/models/test_multimodal.py tests/llm/models/test_unusual_models.py
+    tests/llm/generation/test_direct_calls.py tests/llm/generation/test_calling_convention.py
+    tests/llm/generation/test_fallbacks.py tests/llm/kv_cache/test_cache.py tests/llm/kv_cache/test_stock_models.py
+    tests/llm/batching/manager/test_hook.py tests/llm/ptq/formats/test_prequantized_import.py
 """.split()
 VERSIONS = """
 import json, platform
@@ -86,19 +93,21 @@ def newest_libraries(arguments: str) -> int:
     upgrade = [word for library in LIBRARIES for word in ("--upgrade-package", library)]
     wanted = ("--python", sys.executable, "--requirements", ROOT / "pyproject.toml", "--extra", "dev", *upgrade)
     answer = uv("--dry-run", *wanted, capture_output=True, text=True)
+    newer = [] if answer.returncode else re.findall(r"^ \+ (\S+==\S+)$", answer.stderr, re.MULTILINE)
+    layer = PINNED / "newest"
+    if newer:
+        onto = ("--python", sys.executable, "--no-deps", "--target", layer, "--upgrade")
+        answer = uv("--quiet", *onto, *newer, capture_output=True, text=True)
     if answer.returncode:
         print(answer.stderr)
         if "No solution found" in answer.stderr:
             return answer.returncode
         print("The newest versions of the libraries are NOT tested: no package index answered.")
         return 0
-    newer = re.findall(r"^ \+ (\S+==\S+)$", answer.stderr, re.MULTILINE)
     if not newer:
         print("The newest versions of the libraries are those that constraints.txt pins: nothing more to test.")
         return 0
     print("the tests that touch the libraries, under", *newer, flush=True)
-    layer = PINNED / "newest"
-    uv("--quiet", "--python", sys.executable, "--no-deps", "--target", layer, "--upgrade", *newer, check=True)
     return pytest(Path(sys.executable), " ".join([*TOUCHING, arguments]), PYTHONPATH=str(layer))
 
 
