@@ -53,7 +53,7 @@ CI runs the tests that touch the libraries under their newest versions too.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sets", nargs="*", choices=[*SETS, "libraries"])
-    parser.add_argument("--pytest", default="", help="passed on: then only what was run counts anew on the page")
+    parser.add_argument("--pytest", default="", help="passed on; what runs counts anew")
     given = parser.parse_args()
     return max(
         newest_libraries(given.pytest) if name == "libraries" else run_suite(name, given.pytest)
@@ -62,14 +62,16 @@ def main() -> int:
 
 
 def run_suite(name: str, arguments: str) -> int:
-    """The tests in a set's environment, and the set's row of the page."""
+    """The tests in a set's environment, and the set's row of the page, of which a part runs anew only after a whole."""
     python = python_of(name)
     log, kept = python.parents[1] / "suite.xml", python.parents[1] / "outcomes.json"
+    log.unlink(missing_ok=True)
     print(f"the tests under the {name} versions", flush=True)
     code = pytest(python, f"-n 2 --dist worksteal --junitxml={log} {arguments}")
-    before = json.loads(kept.read_text()) if arguments and kept.exists() else {}
-    kept.write_text(json.dumps(before | outcomes(log)))
-    write_row(name, versions(python), Counter(json.loads(kept.read_text()).values()))
+    if kept.exists() or not arguments:
+        found = (json.loads(kept.read_text()) if arguments else {}) | outcomes(log)
+        kept.write_text(json.dumps(found))
+        write_row(name, versions(python), Counter(found.values()))
     return code
 
 
