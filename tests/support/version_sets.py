@@ -24,7 +24,7 @@ SHOWN = ("python", "torch", "triton", "transformers", "diffusers", "accelerate",
 OUTCOMES = ("passed", "failed", "skipped")
 # What `libraries` brings up to date, with what these ask for. Torch stays, whose wheels are gigabytes.
 LIBRARIES = ("transformers", "diffusers", "accelerate", "peft", "huggingface-hub", "safetensors", "tokenizers")
-# Models of every kind recognized, fused, called, generated with, reported and restored: 90 seconds of CPU time.
+# Models of every kind recognized, fused, called, generated with, reported and restored: a minute of CPU time.
 TOUCHING = """
     tests/compatibility tests/core/test_optimize.py tests/core/test_saved.py tests/planning/test_whole_models.py
     tests/diffusion/test_pipeline.py tests/diffusion/test_transformer_pipeline.py tests/diffusion/dit/test_blocks.py
