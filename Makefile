@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # uv does it in a quarter of the time, from where pip is set up to; pip does it where uv cannot.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match --constraint constraints.txt
-install = { { eval "$$($(BIN)/python -m pip config list | $(BIN)/python -c "$$SETTINGS")" && $(UV) $(1) 2>/dev/null; } || $(PIP) $(1); }
+settings = eval "$$($(BIN)/python -m pip config list | $(BIN)/python -c "$$SETTINGS")"
+install = { { $(settings) && $(UV) $(1) 2>/dev/null; } || $(PIP) $(1); }
 define SETTINGS
 import ast, shlex, sys
 names = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_EXTRA_INDEX_URL", "find-links": "UV_FIND_LINKS"}
@@ -32,7 +33,7 @@ SELF := .[dev,docs]
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ray compatibility test-gpu docs lint format bench plots clean
+.PHONY: help demo test test-all test-ray test-versions test-newest compatibility test-gpu docs lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -70,6 +71,13 @@ $(WITH_RAY): $(READY)
 test-ray: $(WITH_RAY)  ## the tests of replicas under Ray Serve, which it installs
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/replicas tests/core/test_examples.py -k ray $(ARGS)
 
+# SETS="oldest newest" runs these alone. Two of them have a CUDA build of torch: 6 GB each.
+test-versions: $(READY)  ## the suite under the oldest, pinned and newest versions, and docs/versions.md of them
+	@$(settings) && $(BIN)/python tests/support/version_sets.py $(SETS) --pytest="$(ARGS)"
+
+test-newest: $(READY)  ## the tests that touch the libraries under their newest versions, where these are not pinned
+	@$(settings) && $(BIN)/python tests/support/version_sets.py libraries --pytest="$(ARGS)"
+
 compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimized
 	OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/compatibility $(ARGS)
 
@@ -95,6 +103,6 @@ bench:  ## stock, accel and torch.compile side by side, in the Python that has a
 plots: $(READY)  ## draw docs/images from benchmarks/results
 	$(BIN)/python benchmarks/plot.py
 
-clean:  ## remove what was built and cached; .venv stays
+clean:  ## remove what was built and cached; environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis accel-demo.png
 	find accel kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 # By package: the oldest and the newest that the tests have passed on.
 TESTED = {
-    "torch": ("2.10", "2.13"),
+    "torch": ("2.10", "2.15"),
     "triton": ("3.6", "3.9"),
     "transformers": ("5.17", "5.24"),
     "diffusers": ("0.41", "0.42"),

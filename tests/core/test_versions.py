@@ -1,5 +1,8 @@
 """A library that is newer than the newest that was tested: it is said once, and the report keeps it."""
 
+import re
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,7 +11,10 @@ from accel.commands.app import app
 from accel.libraries import versions
 from accel.libraries.cache import SOUGHT
 from accel.llm.recording.errors import NotUnderstood
+from support import version_sets
 from support.llm import families
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -23,11 +29,11 @@ def test_what_is_newer_is_told(now, newer, monkeypatch):
 
 
 def test_optimize_and_the_report_say_so(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda package: "99.0" if package == "diffusers" else None)
+    monkeypatch.setattr(versions, "installed", lambda package: "99.1" if package == "diffusers" else None)
     model = families.make("llama")
-    with pytest.warns(UserWarning, match=r"diffusers 99\.0 is newer than"):
+    with pytest.warns(UserWarning, match=r"diffusers 99\.1 is newer than"):
         accel.optimize(model)
-    assert "diffusers 99.0 is newer than" in str(accel.report(model))
+    assert "diffusers 99.1 is newer than" in str(accel.report(model))
 
 
 def refusing(*_, **__):
@@ -57,3 +63,19 @@ def test_the_command_shows_versions():
     shown = CliRunner().invoke(app, ["--version"])
     assert shown.exit_code == 0 and f"accel {accel.__version__}" in shown.output
     assert all(f"{package} " in shown.output for package in versions.TESTED)
+
+
+def test_what_was_tested_is_what_ran():
+    """The page that `make test-versions` writes, the versions that optimize asks for, and what may be installed."""
+    header, _, *rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs/versions.md").read_text().splitlines()
+                        if line.startswith("|")]  # fmt: skip
+    ran = {row[0]: dict(zip(header, row[1:], strict=True)) for row in rows}
+    tested = re.findall(r'"(\w+)": \("([\d.]+)", "([\d.]+)"\)', Path(versions.__file__).read_text())
+    assert {package for package, _, _ in tested} == set(versions.TESTED)
+    for package, oldest, newest in tested:
+        assert versions._numbers(oldest) == versions._numbers(ran["oldest"][package]), package
+        assert versions._numbers(newest) == versions._numbers(ran["newest"][package]), package
+    bounds = dict(re.findall(r'^    "(\w+)>=([\d.]+)["; ]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for package in ("torch", "triton", "transformers", "diffusers", "accelerate", "peft"):
+        assert versions._numbers(bounds[package]) == versions._numbers(ran["oldest"][package]), package
+    assert all((ROOT / path).exists() for path in version_sets.TOUCHING)

@@ -12,6 +12,7 @@ from accel.diffusion.blocks import resnet
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.fusion.float32_precision import full_precision
 from accel.fusion.half_operands import HalfOperands
+from support.kernels import interpreter
 from support.precision import in_tf32, off
 
 OVERFLOWED = "overflowed with convolutions in float16; they are in TF32 from now on"
@@ -121,6 +122,7 @@ def test_when(monkeypatch):
 def test_with_the_kernels_as_on_a_gpu(vae, latents, monkeypatch):
     """Tensors that claim to be on a GPU, and kernels in Triton's interpreter."""
     pytest.importorskip("triton")
+    interpreter.prepare()
     exact, stock = decode(copy.deepcopy(vae).double(), latents), decode(rounded(vae), latents)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(kernels_op, "capability", lambda device: (9, 0))

@@ -302,6 +302,7 @@ def sequence(name: str, anything: bool) -> dict[str, Any]:
     from support.compatibility import diffusers_calls, tiny_diffusers_models
 
     torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
+    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
     torch.manual_seed(0)
     model = tiny_diffusers_models.build(name)
     torch.manual_seed(1)

@@ -67,6 +67,7 @@ def divided(model: Any, **options: Any) -> Any:
     from diffusers import ContextParallelConfig
 
     torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
+    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, **options))
     return model
 

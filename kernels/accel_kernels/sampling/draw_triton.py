@@ -14,7 +14,8 @@ NOWHERE = tl.constexpr(2**31 - 1)
 @triton.jit
 def scale_of(temperature):
     """What a difference of logits is multiplied by to be a power of two; that of temperature 1 where it is 0."""
-    return tl.minimum(LOG2E / tl.where(temperature > 0, temperature, 1.0), 3e38)  # finite: times zero is zero
+    one = tl.full([], LOG2E, tl.float32)  # a constant over a tensor is no tensor in Triton 3.8's interpreter
+    return tl.minimum(one / tl.where(temperature > 0, temperature, 1.0), 3e38)  # finite: times zero is zero
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from accel.diffusion.blocks.video_convolution_kind import VideoConvolution
 from accel.diffusion.blocks.video_resnet import VideoResnetForward
 from accel.patching.fast_forward import Kernels
 from accel.patching.ledger import Ledger
+from support.kernels import interpreter
 from support.patched import sites
 from support.state import assert_same_state, snapshot
 from support.video.tiny_videos import VIDEOS, latents, make_video
@@ -101,6 +102,7 @@ def test_in_channels_last_weights(pair):
 def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     """Tensors that claim to be on a GPU, and kernels in Triton's interpreter: channels-last, biases added by passes."""
     pytest.importorskip("triton")
+    interpreter.prepare()
     model, stock = pair
     z = latents(model, 2, 2, 2)
     wanted, launched = decode(stock, z), []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import accel.llm.analysis.router  # noqa: F401 (before a test takes float64 for float32, which it would keep)
 from accel.llm.ptq import run as running
 
 
@@ -14,6 +15,7 @@ def double(monkeypatch):
 
     def enter():
         monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch, "float", torch.float64)  # which transformers 5.17 says
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
     return enter

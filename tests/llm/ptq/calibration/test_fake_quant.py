@@ -48,7 +48,8 @@ def test_a_model_gives_the_same_logits(name, kind, ways, monkeypatch):
         held = ours.get_submodule(path).quantized
         weight = held.numbers().double() * held.scales.double()
         module.weight.data = (weight.t() if type(module).__name__ == "Conv1D" else weight).contiguous()
-    monkeypatch.setattr(torch, "float32", torch.float64)  # of norms and rotary tables
+    for said in ("float32", "float"):  # of norms and rotary tables
+        monkeypatch.setattr(torch, said, torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     modules = list(of_layers(fake_quant).values())
     assert len(modules) == len(held_by(ours)) > 0
