@@ -24,7 +24,9 @@ def imported() -> list[str]:
     """Modules from outside of the working directory, but for the parts of pytest."""
     found = ((name, getattr(module, "__file__", None)) for name, module in sys.modules.copy().items())
     return [
-        name for name, file in found if file and not file.startswith(HERE) and not name.startswith(("_pytest", "pytest"))
+        name
+        for name, file in found
+        if file and not file.startswith(HERE) and not name.startswith(("_pytest", "pytest"))
     ]
 
 

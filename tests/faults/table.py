@@ -1,10 +1,10 @@
 """The table of faults: one TOML file for a part of the product, one table in it for a fault.
 
-    [name]
-    file = "accel/..."   # of the product
-    old = '''...'''      # text that stands there exactly once
-    new = '''...'''      # what a careless or malicious change would make of it
-    tests = "tests/... -k ..."  # arguments of pytest: the few tests that are to see it
+[name]
+file = "accel/..."   # of the product
+old = '''...'''      # text that stands there exactly once
+new = '''...'''      # what a careless or malicious change would make of it
+tests = "tests/... -k ..."  # arguments of pytest: the few tests that are to see it
 """
 
 import shlex
