@@ -1,4 +1,4 @@
-"""The command: runs faults by name, shows a table of what was caught, and keeps it as JSON."""
+"""Breaks the product on purpose, and tells which of these faults the tests see. Works in a copy of the tree."""
 
 import argparse
 import fnmatch

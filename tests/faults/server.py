@@ -23,11 +23,8 @@ HERE = str(Path.cwd())
 def imported() -> list[str]:
     """Modules from outside of the working directory, but for the parts of pytest."""
     found = ((name, getattr(module, "__file__", None)) for name, module in sys.modules.copy().items())
-    return [
-        name
-        for name, file in found
-        if file and not file.startswith(HERE) and not name.startswith(("_pytest", "pytest"))
-    ]
+    others = ((name, file) for name, file in found if not name.startswith(("_pytest", "pytest")))
+    return [name for name, file in others if file and not file.startswith(HERE)]
 
 
 def run(arguments: list[str], printed: str, modules: str) -> int:
