@@ -54,7 +54,7 @@ CALLS = {
 NEW = 20  # tokens of a call
 
 
-@pytest.mark.parametrize("name", always(CALLS, "rows that end, drawn", "all"))
+@pytest.mark.parametrize("name", always(CALLS, "rows that end, drawn", "one row that ends", "all"))
 def test_token_for_token(name, pair_of, ran):
     ours, stock = pair_of("llama")
     call = {key: tokenizer() if value == "tokenizer" else value for key, value in CALLS[name].items()}
