@@ -67,12 +67,12 @@ def shown(found: dict[str, Outcome]) -> Table:
 
 
 def keep(file: Path, found: dict[str, Outcome]) -> None:
-    """Adds results to those in the file, with the commit and the versions of now."""
+    """Adds results to those in the file, each with the commit that it is of, and the versions of now."""
     before = json.loads(file.read_text())["faults"] if file.exists() else {}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    results = before | {name: outcome._asdict() for name, outcome in found.items()}
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty", "--abbrev=10"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    results = before | {name: outcome._asdict() | {"commit": commit} for name, outcome in found.items()}
     told = {
-        "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in LIBRARIES},
         "caught": sum(one["verdict"] == CAUGHT for one in results.values()),
