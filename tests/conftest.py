@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items if not EVERYTHING else ():
         test, marker = table(item), item.get_closest_marker("share")
         share = next((share for least, share in SHARES.items() if rows[test] >= least), 1)
-        if marker is not None:
-            share = marker.args[0]
+        if marks:
+            share = min(marks)
         elif item.get_closest_marker("gpu"):
             share = 1
         if numbers[test] * GOLDEN % 1 >= 1 / share:
