@@ -20,9 +20,10 @@ endef
 export SETTINGS
 # CUDA builds of torch bring their own triton; for the CPU build, on Linux, this one runs the kernels' interpreter tests.
 TRITON := triton>=3.6,<=3.9.0
-# The kernels are to compile with the oldest that pyproject.toml allows too: a folder beside the environment's own.
-# Where there is none for this Python, the test that reads them with it is skipped.
+# The kernels are to compile with the oldest that pyproject.toml allows too: make test-all has it in a folder beside the
+# environment's own. Where there is none for this Python, the test that reads them with it is skipped.
 OLDEST_TRITON := triton==3.6.0
+WITH_OLDEST := $(VENV)/.oldest-triton
 # Ray is 79 MB and a process of its own for each of its parts: without it, make test leaves its tests out.
 WITH_RAY := $(VENV)/.ray
 # With a comma, at which a call in a makefile would be cut.
@@ -43,7 +44,6 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@$(call install,torch hatchling)
 	@$(TORCH_BYTECODE) & \
 	{ test "$$(uname -s)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(call install,"$(TRITON)"); } \
-	&& { test "$$(uname -s)" != Linux || $(PIP) --no-deps --target $(VENV)/oldest-triton "$(OLDEST_TRITON)" || true; } \
 	&& $(call install,--no-build-isolation --editable "$(SELF)"); installed=$$?; wait; exit $$installed
 	@touch $@
 
@@ -55,7 +55,11 @@ demo: $(READY)  ## digits drawn and a text continued, stock and optimized: accel
 test: $(READY)  ## every test that needs no GPU
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: $(READY)  ## test, with every product of families and modes, and docs/compatibility.md written anew
+$(WITH_OLDEST): $(READY)
+	@test "$$(uname -s)" != Linux || $(PIP) --no-deps --target $(VENV)/oldest-triton "$(OLDEST_TRITON)" || true
+	@touch $@
+
+test-all: $(WITH_OLDEST)  ## test, with every product of families and modes, and docs/compatibility.md written anew
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-faults: $(READY)  ## which of the faults in tests/faults the tests see (ARGS="kv-* --jobs 2")

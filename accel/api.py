@@ -20,11 +20,11 @@ from accel.patching.context import Context
 from accel.patching.owner import disown_inside
 from accel.planning import whole_models
 from accel.planning.choices_file import choices_file
-from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
 from accel.planning.plan import PLAN, Plan, create_context, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
+from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in
 from accel.report import Report
 from accel.verification.metrics import Quality
 from accel.verification.verify import against_stock
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-VALID = "a diffusers pipeline, a diffusers model, a transformers model, or a transformers pipeline"
 
 
 def optimize(
@@ -56,16 +55,20 @@ def optimize(
 ) -> T:
     """Makes every later call of obj faster, in place; returns obj.
 
-    obj: a diffusers pipeline (its models and schedulers), a diffusers or transformers model, or a transformers
-    pipeline.
+    obj: a model or a pipeline of diffusers or transformers, or what holds some: an adapter's or torch's wrapper, a
+    module or an object of your own, a list, tuple or dictionary. Models are found inside; the rest runs as it is.
     options: an `accel.Options`; or its fields as keywords, which it explains. Both together raise TypeError, but for
     keywords that ask for the default. Calling it again plans anew, with the new options.
-    Raises TypeError for another object or an unknown option, ValueError for a wrong value, `errors.Refused` for one
-    that does not fit this model, and with strict=True `errors.SkippedSite` for a site that would be skipped (both are
-    ValueErrors); obj is then as it was. Warns where weights= fits no linear layer of a model.
+    Raises TypeError for another object or an unknown option, ValueError for a wrong value or an object without a model
+    or weights, `errors.Refused` for a value that does not fit this model, and with strict=True `errors.SkippedSite` for
+    a site that would be skipped (both are ValueErrors); obj is then as it was. Warns where weights= fits no linear
+    layer of a model.
     """
     chosen = choose(options, locals(), unknown)  # all keywords by their names
     parts = _parts(obj)
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    if models and all(map(on_meta, models)):
+        raise ValueError(f"the weights of this {type(obj).__name__} are on the meta device, without values: load them")
     for name, takes, kinds in (
         ("weights", takes_weights, "causal language models and denoisers, such as UNets"),
         ("activations", takes_weights, "causal language models and denoisers, such as UNets"),
@@ -78,7 +81,7 @@ def optimize(
     ranks = None if chosen.parallel is None else world(f"parallel={chosen.parallel!r}")
     for name, part in parts.items():
         agree_to_optimize(name, part, chosen, ranks)
-    if any(tensor.is_cuda for part in parts.values() if isinstance(part, nn.Module) for tensor in part.parameters()):
+    if any(tensor.is_cuda for model in models for tensor in model.parameters()):
         prepare()  # what compiles kernels starts while the models are examined
     for part in parts.values():
         disown_inside(part)
@@ -99,7 +102,8 @@ def optimize(
         for name in applied:
             whole_models.decide(vars(parts[name])[PLAN])
         if chosen.step_cache is not None:
-            _settle_step_cache(obj, chosen.step_cache, context)
+            drawing = [part for part in parts.values() if is_pipeline(part)]
+            _settle_step_cache(drawing[0] if len(drawing) == 1 else obj, chosen.step_cache, context)
     except BaseException:
         for name in reversed(applied):
             vars(parts[name]).pop(PLAN).undo()
@@ -109,9 +113,9 @@ def optimize(
         raise
     plans = [vars(parts[name])[PLAN] for name in applied]
     for name, plan in zip(applied, plans, strict=True):
-        plan.users = WeakList([*(before[name].users if before[name] is not None else ()), obj])
+        plan.users = WeakList(before[name].users if before[name] is not None else ())
         plan.settle()
-    remember(obj, (plan.root for plan in plans if isinstance(plan.root, nn.Module)))
+    remember(obj, plans)
     for told in (*newer_than_tested(), *(told for plan in plans for told in plan.warnings)):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
@@ -148,14 +152,18 @@ def quantize(
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
     Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on.
     """
-    if not is_language_model(model):
-        raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
+    found = [part for part in models_in(model).values() if is_language_model(part)]
+    if len(found) != 1:
+        holds = f", which holds {len(found)} of them" if found else ""
+        raise TypeError(
+            f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}{holds}"
+        )
     from accel.llm.ptq.run import quantize as run
     from accel.progress import bar
 
     with bar(f"quantizing to {scheme}") as at:
         folder = None if out is None else Path(out)
-        run(model, scheme, calibration, tokenizer, method, folder, at, activations, device)
+        run(found[0], scheme, calibration, tokenizer, method, folder, at, activations, device)
     return model
 
 
@@ -191,8 +199,9 @@ def restore(obj: T) -> T:
     where
     someone replaced a forward on top of ours.
     """
-    plans, left = list(_plans(obj).values()), []
-    for plan in filter(None, map(plan_of, former(obj))):
+    before = former(obj)
+    plans, left = list(_plans(obj, bool(before)).values()), []
+    for plan in filter(None, map(plan_of, before)):
         reason = kept_by(obj, plan.root, plan.users)
         if reason is None:
             plans.append(plan)
@@ -204,7 +213,7 @@ def restore(obj: T) -> T:
     for plan in plans:
         plan.undo()
         vars(plan.root).pop(PLAN)
-    for part in _parts(obj).values():
+    for part in parts_in(obj).values():
         disown_inside(part)
     forget(obj)
     for told in left:
@@ -268,9 +277,14 @@ def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:
     plans = _plans(obj)
     if not plans:
         raise ValueError("nothing to verify: this object is not optimized; call accel.optimize(obj) first")
+    models = list(models_in(obj).values())
+    if not (args or kwargs) and len(models) == 1 and not is_pipeline(obj):
+        obj = models[0]  # of which an example call may be known
+    if not callable(obj):
+        raise TypeError(f"a {type(obj).__name__} is not called: verify what it holds one by one")
     from accel.llm import verify as language
 
-    if (subject := language.subject(obj, args, kwargs)) is not None:
+    if len(models) == 1 and (subject := language.subject(obj, args, kwargs)) is not None:
         return language.agreement_with_stock(*subject, plans, seed)
     if not args and not kwargs:
         kwargs = example_of(obj)
@@ -295,23 +309,15 @@ def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None
         whole_models.decide(whole)
 
 
-def _models(obj: object) -> dict[str, nn.Module]:
-    found = models_in(obj)
-    if found is None:
-        raise TypeError(f"accel cannot optimize a {type(obj).__module__}.{type(obj).__name__}; give {VALID}")
-    return _unique(found)
-
-
 def _parts(obj: object) -> dict[str, object]:
-    return _unique({**_models(obj), **parts_in(obj)})
+    """What of obj may be patched, by its path. Raises TypeError or ValueError for an object without a model."""
+    parts = parts_in(obj)
+    if not any(isinstance(part, nn.Module) for part in parts.values()):
+        raise nothing_in(obj)
+    return parts
 
 
-def _unique(parts: dict[str, T]) -> dict[str, T]:
-    """Each object once, by the first of its names."""
-    first = {id(part): name for name, part in reversed(parts.items())}
-    return {name: part for name, part in parts.items() if first[id(part)] == name}
-
-
-def _plans(obj: object) -> dict[str, Plan]:
-    plans = {name: plan_of(part) for name, part in _parts(obj).items()}
+def _plans(obj: object, empty: bool = False) -> dict[str, Plan]:
+    """Those of its parts. empty: it may hold nothing any more."""
+    plans = {name: plan_of(part) for name, part in (parts_in(obj) if empty else _parts(obj)).items()}
     return {name: plan for name, plan in plans.items() if plan is not None}

@@ -5,8 +5,6 @@ Whoever does the work of such layers without calling them, or may not have their
 it the weights are there in the dtype of the products, and at its end the stored bytes stand where they stood.
 """
 
-import functools
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-HOOK, WRAPPERS = "diffusers.hooks.layerwise_casting", "diffusers.hooks.hooks"
+from accel.libraries.hooks import casting_hook
+
 UNIT = 64  # numbers: weights begin at a multiple of it, where those of one product can follow one another
 
 
@@ -34,18 +33,10 @@ class Cast(NamedTuple):
 
 def cast_of(module: nn.Module) -> Cast | None:
     """How the weights of a layer are cast around its call, if that is all that stands around its forward."""
-    registry = vars(module).get("_diffusers_hook")
-    kind = getattr(sys.modules.get(HOOK), "LayerwiseCastingHook", None)
-    if registry is None or kind is None or vars(module)["_modules"]:
+    found = None if vars(module)["_modules"] else casting_hook(module)
+    if found is None:
         return None
-    hooks, references = list(registry.hooks.values()), registry._fn_refs
-    if len(hooks) != 1 or len(references) != 1 or type(hooks[0]) is not kind:
-        return None
-    hook, reference, forward = hooks[0], references[0], vars(module).get("forward")
-    function = forward.func if isinstance(forward, functools.partial) else None
-    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    if getattr(function, "__globals__", {}).get("__name__") != WRAPPERS or not any(one is reference for one in inside):
-        return None
+    hook, reference = found
     methods = reference.pre_forward, reference.post_forward
     known = methods == (hook.pre_forward, hook.post_forward) or methods == (_pass_arguments, _pass_output)
     tensors = (*module._parameters.values(), *module._buffers.values())

@@ -3,26 +3,33 @@
 Families are imported when something of theirs is at hand, so that importing accel stays light.
 """
 
-import sys
+from typing import Any
 
 from torch import nn
 
+from accel.errors import SkippedSite
+from accel.libraries.models import is_causal_lm as is_language_model
 from accel.patching.context import Context
-from accel.planning.objects import is_scheduler
 from accel.planning.plan import Plan
+from accel.planning.stages import Row, Staged, Told
+from accel.planning.targets import is_scheduler, stays_stock
 
 
 def plan_for(part: object, context: Context) -> Plan:
     """How a model, a scheduler or a pipeline becomes fast. context: of all that is optimized together."""
-    from accel.diffusion import family, pipeline, schedulers
-    from accel.diffusion.linears import denoises
-
     own = context.for_model()
     if isinstance(part, nn.Module):
+        if stays_stock(part) is not None:
+            return Plan(part, (), own, (leave_stock,))
         if is_language_model(part):
             from accel.llm.stages import language_plan
 
             return language_plan(part, own)
+
+    from accel.diffusion import family, pipeline, schedulers
+    from accel.diffusion.linears import denoises
+
+    if isinstance(part, nn.Module):
         own.graph_paths = family.graph_paths(part)
         if (context.options.weights or context.options.activations) is not None and denoises(part):
             from accel.diffusion.stages import denoiser_plan
@@ -32,28 +39,32 @@ def plan_for(part: object, context: Context) -> Plan:
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 
 
-def is_language_model(part: object) -> bool:
-    """Whether part is a causal language model, which only transformers' are."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(part, transformers.PreTrainedModel):
-        return False
-    from accel.llm import family
-
-    return family.is_causal_lm(part)
+def leave_stock(model: Any, context: Context) -> Staged:
+    """The one stage of a model in which nothing can be replaced: it says why."""
+    reason = stays_stock(model)
+    if context.options.strict:
+        raise SkippedSite(f"strict=True: {type(model).__name__}: {reason}")
+    return Staged(tell=lambda: Told([Row("", "model", "skipped", str(reason))]))
 
 
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
+    if is_language_model(part):
+        return True
+
     from accel.diffusion.linears import denoises
 
-    return is_language_model(part) or denoises(part)
+    return denoises(part)
 
 
 def divides(part: object) -> bool:
     """Whether `Options.parallel` says something about part."""
+    if is_language_model(part):
+        return False
+
     from accel.diffusion.linears import denoises
 
-    return not is_language_model(part) and (denoises(part) or hasattr(part, "tiled_decode"))
+    return denoises(part) or hasattr(part, "tiled_decode")
 
 
 def example_of(obj: object) -> dict:

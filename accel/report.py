@@ -10,6 +10,7 @@ from torch import nn
 from accel.libraries.versions import newer_than_tested
 from accel.parallel.sharded_layers import ranks_of
 from accel.planning.plan import Plan
+from accel.planning.targets import stays_stock
 from accel.planning.whole_models import ON_CPU
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class Report:
             for runner in plan.pool.runners:
                 if any(id(module) in own for module in runner.module.modules()):  # or of layers put together
                     graphs += [row | {"path": full(row["path"])} for row in runner.rows()]
-        shared = [ranks_of(plan.root) for plan in plans.values() if isinstance(plan.root, nn.Module)]
+        whole = (plan.root for plan in plans.values() if isinstance(plan.root, nn.Module))
+        shared = [ranks_of(model) for model in whole if stays_stock(model) is None]
         ranks = next(filter(None, shared), None)
         rank, size = (None, None) if ranks is None else (ranks.rank, ranks.size)
         pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()
@@ -80,6 +82,11 @@ class Report:
         shared = {} if self.rank is None else {"rank": self.rank, "ranks": self.ranks}
         return {"sites": sites, "fallbacks": fallbacks} | lists | shared
 
+    @property
+    def stock_on_cpu(self) -> bool:
+        """Whether calls on a CPU run stock's own code, since fused ones are no faster there."""
+        return any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
+
     def summary(self) -> str:
         """One line: sites patched and skipped, graphs, fallbacks; or that there is nothing to tell."""
         if not self.optimized:
@@ -90,11 +97,10 @@ class Report:
         bounds = (f"{row['used_mb']:.0f} of at most {row['limit_mb']:.0f} MB" for row in self.graph_memory)
         memory = ", ".join(bounds) or f"{used:.0f} MB"
         calls = sum(calls for _, _, calls in self.fallbacks)
-        waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in self.sites)
         return (
             f"{count['patched']} sites patched, {count['skipped']} skipped, {len(captured)} graphs "
             f"({memory}), {calls} calls fell back to stock"
-            f"{'; what is patched is for a GPU, on this CPU it runs stock' if waits else ''}"
+            f"{'; what is patched is for a GPU, on this CPU it runs stock' if self.stock_on_cpu else ''}"
         )
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

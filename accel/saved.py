@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accel.errors import fatal
+from accel.libraries.diffusion import CLASS, file_of_pipelines
 
 INDEX = "model_index.json"  # of a pipeline
 PICKLES = ("pytorch_model*.bin*", "diffusion_pytorch_model*.bin*")  # of transformers and of diffusers, in shards too
@@ -33,12 +34,12 @@ def load_saved(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has neither a {INDEX} nor a config.json")
     config = read_json(folder / "config.json")
-    if "_class_name" in config:
+    if CLASS in config:
         import diffusers
 
-        model = getattr(diffusers, config["_class_name"], None)
+        model = getattr(diffusers, config[CLASS], None)
         if model is None:
-            raise ValueError(f"{folder} is a {config['_class_name']}, which this diffusers does not know")
+            raise ValueError(f"{folder} is a {config[CLASS]}, which this diffusers does not know")
     else:
         import transformers
 
@@ -101,10 +102,8 @@ def _models(folder: Path, dtype: str | torch.dtype) -> dict[str, nn.Module]:
 
 def _class(library: str, name: str) -> type | None:
     """A class of models of diffusers or transformers, or of a pipeline of diffusers."""
-    import diffusers
-
     known = library in ("diffusers", "transformers")
-    kind = getattr(import_module(library) if known else getattr(diffusers.pipelines, library, None), name, None)
+    kind = getattr(import_module(library) if known else file_of_pipelines(library), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
 
 

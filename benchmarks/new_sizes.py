@@ -22,7 +22,7 @@ import torch
 from accel.bench.cases import CASES
 from accel.bench.llm.models import build, prompt
 from accel.bench.machine import commit, machine, now, slug
-from accel.bench.ready import spawn
+from accel.bench.ready.states import spawn
 from accel.bench.timing import seconds
 from accel.diffusion.inputs import unet_inputs
 

@@ -34,7 +34,7 @@ from accel.diffusion.inputs import example_call
 from accel.diffusion.linears import denoiser_linears, denoises
 from accel.diffusion.sensitive_linears import modulations
 from accel.options import Options
-from accel.planning.objects import models_in
+from accel.planning.targets import models_in
 from accel.quantization.linears import inside, unfit
 from accel.quantization.model import Quantization
 from accel.quantization.scheme import Scheme
@@ -57,7 +57,7 @@ def of_folder(
     """The first denoiser of the pipeline, and `most` of its calls."""
     pipe = load_saved(folder, dtype, device)
     pipe.set_progress_bar_config(disable=True)
-    model = next(part for part in (models_in(pipe) or {}).values() if denoises(part))
+    model = next(part for part in models_in(pipe).values() if denoises(part))
     calls: list[Call] = []
 
     def seen(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -23,7 +23,7 @@ from accel.bench.runner import WrongResult
 from accel.bench.timing import Timing, burst, seconds
 from accel.diffusion.inputs import denoiser_inputs, example_call
 from accel.patching.patch import set_data
-from accel.planning.objects import models_in
+from accel.planning.targets import models_in
 from accel.verification.metrics import Quality, tensors
 
 STAGES = ("loading", "stock", "accel: correctness and memory", "accel", "stock again")
@@ -158,7 +158,7 @@ def _settle(obj: Any) -> None:
 
     They lie at odd addresses in it, and matrix products on a CPU round by address: stock would not equal itself.
     """
-    for model in (models_in(obj) or {}).values():
+    for model in models_in(obj).values():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu":
                 set_data(tensor, torch.clone)

@@ -17,7 +17,7 @@ from accel.bench.case import Case, shapes
 from accel.bench.compiled import compiled_step, fresh_inductor_cache
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
-from accel.bench.ready import time_to_ready
+from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.timing import Clock, compare_times, seconds
 from accel.errors import told
 from accel.quantization.module import unrounded
@@ -273,12 +273,29 @@ def run(
     release(device)
     if ready and weights is None and going.in_time("time to ready"):
         stage(STAGES[5])
-        left = going.clock.left()
         try:
-            result["ready"] |= time_to_ready(case, device, dtype, None if math.isinf(left) else max(left, LEAST_READY))
+            result["ready"] |= _ready(going)
         except RuntimeError as error:
             going.fail("time to ready", error)
     return result
+
+
+def _ready(going: _Run) -> dict[str, float]:
+    """Seconds in fresh processes. Raises RuntimeError where one fails or takes more than is left."""
+
+    def left() -> float | None:
+        seconds_left = going.clock.left()
+        return None if math.isinf(seconds_left) else max(seconds_left, LEAST_READY)
+
+    rows = measure_states(going.case.name, going.device, going.dtype, more=("--images",), left=left)
+    cold, warm = rows["cold"], rows["warm"]
+    return {
+        "cold_s": cold["ready_s"],
+        "warm_s": warm["ready_s"],
+        "cold_lost_s": lost_s(cold),
+        "warm_lost_s": lost_s(warm),
+        "stock_first_call_s": rows["stock"]["ready_s"],
+    }
 
 
 @torch.no_grad()

@@ -5,10 +5,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands.bench import bench
-from accel.commands.bench_batch import bench_batch
-from accel.commands.bench_llm import bench_llm
-from accel.commands.bench_scripts import bench_scripts
+from accel.commands.bench.batch import bench_batch
+from accel.commands.bench.images import bench
+from accel.commands.bench.llm import bench_llm
+from accel.commands.bench.ready import bench_ready
+from accel.commands.bench.scripts import bench_scripts
 from accel.commands.demo import demo
 from accel.commands.profile import profile
 from accel.commands.quantize import quantize
@@ -66,3 +67,4 @@ app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)
 app.command("bench batch")(bench_batch)
 app.command("bench scripts")(bench_scripts)
+app.command("bench ready")(bench_ready)

@@ -54,7 +54,7 @@ def quantize(
     parse_folder(folder)
     import torch
 
-    from accel.llm.family import is_causal_lm
+    from accel.libraries.models import is_causal_lm
     from accel.llm.ptq import run
     from accel.progress import bar
 

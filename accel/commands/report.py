@@ -62,13 +62,13 @@ def _measured(loaded: Any, at: Callable[[str], None]) -> dict[str, list[dict]]:
     """Every mechanism of every model whose inputs are known, by the model's name."""
     from accel.bench.ablation import ablate
     from accel.diffusion.inputs import denoiser_inputs
-    from accel.planning.objects import models_in
+    from accel.planning.targets import models_in
 
     def without(name: str, mechanism: str) -> None:
         at(f"{name} without {mechanism}")
 
     found = {}
-    for name, model in (models_in(loaded) or {}).items():
+    for name, model in models_in(loaded).items():
         try:
             inputs = denoiser_inputs(model)
         except TypeError:

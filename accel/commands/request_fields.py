@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import HTTPException
 from jinja2 import TemplateError
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from accel.errors import told
+from accel.libraries.server import checking, logger
 from accel.llm.batching.sampling import OF_SAMPLING, SETTINGS, Setting
 
-logger = logging.get_logger("transformers.accel")
 TOKENS = Setting(Integral, "a whole number above 0", 1, 2**31 - 1)
 ONE = Setting(Integral, "1, as one answer is given", 1, 1)
 NUMBERS = {
@@ -39,7 +38,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 def refusing(handler: type) -> type:
     """A handler of transformers' server that refuses what makes no sense with status 400 and a sentence."""
 
-    class Refusing(handler):  # type: ignore[misc, valid-type]
+    class Refusing(checking(handler, check_config)):  # type: ignore[misc]
         async def handle_request(self, body: dict, request_id: str) -> Any:
             try:
                 check_fields(body)
@@ -50,11 +49,6 @@ def refusing(handler: type) -> type:
             except KeyError as error:
                 logger.warning(f"request {request_id} is refused: it lacks {error}", exc_info=True)
                 raise HTTPException(400, f"the request, or a part of it, lacks {error}") from error
-
-        def _build_generation_config(self, *args: Any, **kwargs: Any) -> GenerationConfig:
-            config: GenerationConfig = super()._build_generation_config(*args, **kwargs)
-            check_config(config)
-            return config
 
     Refusing.__name__ = Refusing.__qualname__ = handler.__name__
     return Refusing

@@ -12,14 +12,13 @@ def serve(ctx: typer.Context) -> None:
     Such as: accel serve FOLDER_OR_NAME --continuous-batching --port 8000. Every model that the server loads is
     optimized; with --continuous-batching each request is drawn by its own settings.
     """
-    from transformers.utils.import_utils import is_serve_available
+    from accel.libraries.versions import can_serve
 
-    if not is_serve_available():
+    if not can_serve():
         typer.echo(f"accel serve needs the packages of transformers' server: {EXTRA}", err=True)
         raise typer.Exit(1)
-    from transformers.cli.serve import Serve
-
     from accel.commands.serving import optimized_serving
+    from accel.libraries.server import Serve
 
     server = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     server.command()(Serve)

@@ -1,6 +1,6 @@
 """transformers' own server, in which every model is optimized and every request has settings of its own.
 
-No HTTP is ours. Some names of `transformers.cli.serving` mean something of ours while the server is set up and runs:
+No HTTP is ours. Some names of the server mean something of ours while it is set up and runs (`libraries/server.py`):
 the class that loads models, the one that hands requests to continuous batching, the function that seeds a request, and
 the handlers, which look at a request's fields first.
 """
@@ -8,7 +8,7 @@ the handlers, which look at a request's fields first.
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,25 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
-from transformers.cli.serving import chat_completion, completion, model_manager, response, utils
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers.utils import logging
 
 import accel
 from accel.commands.request_fields import refusing
 from accel.errors import reason_of
+from accel.libraries.batching import INIT, GenerationOutput, RequestStatus
+from accel.libraries.server import Batching, ModelManager, WorkerEnded, logger, served_by
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.hook import NAME, InitContinuousBatching, limits_of
+from accel.llm.batching.hook import InitContinuousBatching, limits_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.request import was_cut
 from accel.llm.batching.submission import StopStrings, Submission, prompt_ids
 
-logger = logging.get_logger("transformers.accel")
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
 SAMPLED = ("temperature", "top_k", "top_p")  # what stock's batching can have a request's own value of
 
 
-class OptimizedModels(model_manager.ModelManager):
+class OptimizedModels(ModelManager):
     """Loads models as stock does, and optimizes each once. One that cannot be is served as it is, and a warning says
     why.
     """
@@ -56,7 +54,7 @@ class OptimizedModels(model_manager.ModelManager):
         return model, processor
 
 
-class OwnSettings(utils.CBGenerateManager):
+class OwnSettings(Batching):
     """Continuous batching in which each request is drawn by its own generation configuration.
 
     Stock gives all of them that of the first request that ever came.
@@ -69,16 +67,16 @@ class OwnSettings(utils.CBGenerateManager):
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Stock's, with a manager around which requests get their settings."""
-        if self._cb is None:
+        if self.manager is None:
             super().init_cb(model, gen_config)
-            if not isinstance(self._cb, WithSettings):
-                self._cb: Any = WithSettings(self._cb)
+            if not isinstance(self.manager, WithSettings):
+                self.manager = WithSettings(self.manager)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         try:
-            with self._cb.settings(gen_config, processor, streaming=True):
+            with self.manager.settings(gen_config, processor, streaming=True):
                 self._refuse(model, inputs, gen_config)
                 return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         except ValueError as error:  # such as an id that is under way
@@ -88,10 +86,10 @@ class OwnSettings(utils.CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         try:
-            with self._cb.settings(gen_config, processor, streaming=False):
+            with self.manager.settings(gen_config, processor, streaming=False):
                 self._refuse(model, inputs, gen_config)
                 return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
-        except utils.CBWorkerDeadError:
+        except WorkerEnded:
             raise
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
@@ -106,10 +104,10 @@ class OwnSettings(utils.CBGenerateManager):
         biased = [token for sequence in sequences for token in sequence]
         if wrong := [token for token in biased if not 0 <= token < words]:
             raise ValueError(f"logit_bias of token {wrong[0]}; valid are token ids below {words}")
-        tokens, most = len(inputs["input_ids"]), self._cb.longest()
+        tokens, most = len(inputs["input_ids"]), self.manager.longest()
         if most is not None and tokens > most:
             raise ValueError(f"a prompt of {tokens} tokens, where a request may come to {most}")
-        self._cb.refuse(inputs["input_ids"], config)
+        self.manager.refuse(inputs["input_ids"], config)
 
 
 class ServedCall(NamedTuple):
@@ -243,7 +241,7 @@ def longest_request(manager: ContinuousBatchingManager) -> int | None:
     engine = getattr(manager, "engine", None)
     if isinstance(engine, Engine):
         return engine.limits.context
-    hook = vars(manager.model).get(NAME) if isinstance(manager, BatchManager) else None
+    hook = vars(manager.model).get(INIT) if isinstance(manager, BatchManager) else None
     if not isinstance(hook, InitContinuousBatching):
         return None
     return limits_of(hook.forward, manager.continuous_batching_config).context  # of the engine that is being made
@@ -255,24 +253,6 @@ def note_seed(seed: int) -> None:
     SEED.set(seed)
 
 
-OURS: tuple[tuple[Any, str, Any], ...] = (
-    (utils, "CBGenerateManager", OwnSettings),
-    (utils, "set_torch_seed", note_seed),
-    (chat_completion, "ChatCompletionHandler", refusing(chat_completion.ChatCompletionHandler)),
-    (completion, "CompletionHandler", refusing(completion.CompletionHandler)),
-    (response, "ResponseHandler", refusing(response.ResponseHandler)),
-)
-
-
-@contextmanager
-def optimized_serving(models: Callable[..., model_manager.ModelManager] = OptimizedModels) -> Iterator[None]:
+def optimized_serving(models: Callable[..., ModelManager] = OptimizedModels) -> AbstractContextManager[None]:
     """Inside, what transformers serves is optimized. models: what loads them, with the arguments of stock's."""
-    meant = ((model_manager, "ModelManager", models), *OURS)
-    before = [getattr(module, name) for module, name, _ in meant]
-    try:
-        for module, name, ours in meant:
-            setattr(module, name, ours)
-        yield
-    finally:
-        for (module, name, _), stock in zip(meant, before, strict=True):
-            setattr(module, name, stock)
+    return served_by(models, OwnSettings, note_seed, refusing)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import reason_of
+from accel.libraries.code import comes_from
 from accel.offload.hooks import BeneathOffload
 from accel.parallel.sharded_layers import local
 from accel.patching.structure import own_classes
@@ -24,7 +25,6 @@ IRRELEVANT = {
 }
 
 CONTAINERS = (dict, list, set, tuple)
-OBJECTS = ("diffusers.", "transformers.")
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
 
@@ -79,7 +79,7 @@ class Fingerprint:
 
     def _look_into(self, value: object) -> None:
         """Configurations, attention processors: plain objects of the libraries that a forward reads."""
-        if id(value) not in self._objects and type(value).__module__.startswith(OBJECTS):
+        if id(value) not in self._objects and comes_from(type(value), "diffusers", "transformers"):
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
                 self._objects[id(value)] = value

@@ -20,9 +20,11 @@ from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_linears import PromptProjections
+from accel.libraries.diffusion import context_parallel
+from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
+from accel.libraries.tensor_parallel import by_transformers
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
-from accel.parallel.sequences import beneath, context_parallel, hooks_of, only_divides, sequence_ranks, uncapturable
-from accel.parallel.sharded_layers import by_transformers
+from accel.parallel.sequences import sequence_ranks, uncapturable
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match, Skip
@@ -183,7 +185,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         where = name or type(root).__name__
         placed = module is root and comes_to_one_place(module)
         casts = stored and cast_of(module) is not None
-        moved = "_hf_hook" in attributes and not placed
+        moved = hook_of(module) is not None and not placed
         if moved or (hooks_of(module) and not casts and not only_divides(module, config)):
             reason = moved_by_torch(module)
             if reason is not None:
@@ -194,7 +196,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
             return f"the attention of {where} is divided among ranks that the model does not name"
         if module is not root and foreign_hooks(module):
             return f"forward hooks on {where} would not run"
-        forward = attributes.get("_old_forward") if placed else beneath(module)
+        forward = attributes.get(BENEATH) if placed else beneath(module)
         ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
         if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"

@@ -17,7 +17,8 @@ from rich.text import Text
 import accel
 from accel import saved
 from accel.bench.timing import seconds
-from accel.demo.shipped import device_line, find_folder
+from accel.demo.shipped import device_line, find_folder, speed_ratio
+from accel.report import Report
 
 MODEL = Path("examples", "models", "tiny-lm")
 PROMPT = "It was a beautiful evening, and Emma"
@@ -42,17 +43,13 @@ class Continuation:
     ready_s: float
     restored_equal: bool
     machine: str
-    summary: str
+    report: Report
 
     @property
     def same(self) -> int:
         """How many tokens are the same from the first on; where one differs, all after it follow another text."""
         pairs = zip(self.stock, self.optimized, strict=False)
         return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(self.stock), len(self.optimized)))
-
-    @property
-    def speedup(self) -> float:
-        return statistics.median(self.stock_s) / statistics.median(self.optimized_s)
 
     def table(self) -> Table:
         stock_s, optimized_s = statistics.median(self.stock_s), statistics.median(self.optimized_s)
@@ -61,9 +58,8 @@ class Continuation:
         shown.add_column("")
         for name in ("stock", "accel", "ratio"):
             shown.add_column(name, justify="right")
-        shown.add_row(
-            "tokens per second", f"{count / stock_s:.1f}", f"{ours / optimized_s:.1f}", f"{self.speedup:.2f}x"
-        )
+        ratio = speed_ratio(self.stock_s, self.optimized_s, self.report)
+        shown.add_row("tokens per second", f"{count / stock_s:.1f}", f"{ours / optimized_s:.1f}", ratio)
         shown.add_row("time per token", f"{stock_s / count * 1e3:.2f} ms", f"{optimized_s / ours * 1e3:.2f} ms", "")
         shown.add_row("time to ready", "", f"{self.ready_s:.2f} s", "")
         equal = self.stock == self.optimized
@@ -73,7 +69,7 @@ class Continuation:
 
     def show(self, console: Console) -> None:
         console.print(self.table())
-        console.print(Text(self.summary))
+        console.print(Text(self.report.summary()))
         alike = self.texts[0] == self.texts[1]
         for name, text in zip(("both",) if alike else ("stock", "accel"), self.texts, strict=False):
             console.print(Text.assemble(f"\n{name}: ", (self.prompt, "bold"), (text, "cyan")))
@@ -137,7 +133,7 @@ def run(
             progress.advance(task)
 
     tokens = stock.write(), optimized.write()
-    summary = accel.report(optimized.model).summary()
+    report = accel.report(optimized.model)
     progress.update(task, description="undoing", advance=1)
     accel.restore(optimized.model)
     return Continuation(
@@ -150,5 +146,5 @@ def run(
         ready_s=max(0.0, first_s - statistics.median(optimized.times)),
         restored_equal=torch.equal(optimized.logits(), stock.logits()),
         machine=device_line(device),
-        summary=summary,
+        report=report,
     )

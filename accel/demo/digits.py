@@ -24,7 +24,8 @@ import accel
 from accel import saved
 from accel.bench.timing import seconds
 from accel.demo.contact_sheet import contact_sheet
-from accel.demo.shipped import device_line, find_folder
+from accel.demo.shipped import device_line, find_folder, speed_ratio
+from accel.report import Report
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
 TRANSFORMER = Path("examples", "models", "tiny-dit-digits")
@@ -60,7 +61,7 @@ class Comparison:
     restored_equal: bool
     steps: int
     machine: str
-    summary: str
+    report: Report
 
     @property
     def max_error(self) -> float:
@@ -87,7 +88,7 @@ class Comparison:
         shown.add_column("")
         for name in ("stock", "accel", "ratio"):
             shown.add_column(name, justify="right")
-        ratio = f"{stock_s / optimized_s:.2f}x"
+        ratio = speed_ratio(self.stock_s, self.optimized_s, self.report)
         shown.add_row("time per image", f"{stock_s * 1e3:.1f} ms", f"{optimized_s * 1e3:.1f} ms", ratio)
         shown.add_row(
             "steps per second", f"{self.steps / stock_s:.1f} it/s", f"{self.steps / optimized_s:.1f} it/s", ""
@@ -107,7 +108,7 @@ class Comparison:
 
     def show(self, console: Console) -> None:
         console.print(self.table())
-        console.print(Text(self.summary))
+        console.print(Text(self.report.summary()))
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
@@ -184,7 +185,7 @@ def run(
             _timed(partial(_draw, pipe, word, seed + number, steps), device, times, images)
             progress.advance(task)
 
-    summary = accel.report(optimized).summary()
+    report = accel.report(optimized)
     progress.update(task, description="undoing", advance=1)
     again = _draw(accel.restore(optimized), warm, seed, steps)
     progress.advance(task)
@@ -199,5 +200,5 @@ def run(
         restored_equal=bool(np.array_equal(again, stock_images[0])),
         steps=steps,
         machine=device_line(device),
-        summary=summary,
+        report=report,
     )

@@ -1,8 +1,11 @@
-"""Where the models that ship are found, and what they ran on."""
+"""Where the models that ship are found, what they ran on, and how their times compare."""
 
+import statistics
 from pathlib import Path
 
 import torch
+
+from accel.report import Report
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -23,3 +26,10 @@ def device_line(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"the CPU, {threads} thread{'s' * (threads != 1)}"
+
+
+def speed_ratio(stock_s: list[float], optimized_s: list[float], report: Report) -> str:
+    """Of medians. Where both ran stock's code, times that overlap are one time: what lies between them is noise."""
+    if report.stock_on_cpu and min(optimized_s) <= max(stock_s):
+        return "as stock"
+    return f"{statistics.median(stock_s) / statistics.median(optimized_s):.2f}x"

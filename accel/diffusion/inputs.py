@@ -73,7 +73,7 @@ def example_call(pipe: Any) -> dict:
 
     Raises ValueError for a pipeline that needs more than that, such as an image.
     """
-    known = inspect.signature(type(pipe).__call__).parameters
+    known = inspect.signature(type(pipe).__call__).parameters if callable(pipe) else {}
     asks = [name for name in known if name.rpartition("_")[2] in ("image", "images", "video", "audio")]
     asks = [name for name in asks if not name.startswith("ip_adapter")]
     if asks or "num_inference_steps" not in known:

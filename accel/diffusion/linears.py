@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from accel.diffusion.sensitive_linears import sensitive_linears, transformer_blocks
+from accel.libraries.adapters import BASE
 from accel.patching.structure import holds, plain
 from accel.quantization.activations import kind_of
-from accel.quantization.linears import BASE, inside, unfit
+from accel.quantization.linears import inside, unfit
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 

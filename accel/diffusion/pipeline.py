@@ -1,5 +1,7 @@
 """What belongs to a pipeline as a whole: where its loops begin, and which schedulers it has."""
 
+import copy
+import types
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -13,34 +15,44 @@ from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import Loop
 from accel.fusion.stacked_weights import Stacked
+from accel.libraries.models import denoising_loops
 from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
 from accel.patching.probe import Probe
-from accel.planning.objects import schedulers_in
 from accel.planning.plan import PLAN, Plan, plan_of
 from accel.planning.stages import Staged
+from accel.planning.targets import schedulers_in
 
 
 class LoopStart(InstanceMethod):
-    """Callable that stands in `vars(pipe)["progress_bar"]`, which pipelines call between set_timesteps and their loop.
+    """Callable that stands in `vars(holder)["progress_bar"]`, which is called between set_timesteps and a loop.
 
-    It announces the loop and patches a scheduler that was put into the pipeline since.
+    It announces the loop and patches a scheduler that was put into the pipeline since. holder: the pipeline, or a block
+    of it that loops.
     """
 
     name = "progress_bar"
 
-    def __init__(self, pipe: Any, context: Context):
-        self.pipe = pipe
+    def __init__(self, pipe: Any, holder: Any, context: Context):
+        self.pipe, self.holder = pipe, holder
         self.context = replace(context, options=replace(context.options, strict=False), probe=Probe())
-        self.wrapped = vars(pipe).get("progress_bar")
+        self.wrapped = vars(holder).get("progress_bar")
         self.current = schedulers_in(pipe)
         self.former: WeakSet = WeakSet()
 
     @property
     def owner(self) -> Any:
-        return self.pipe
+        return self.holder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a block that is copied without its pipeline, as `pipe.blocks` does, the copy's own method."""
+        if id(self.pipe) not in memo and id(self.holder) in memo:
+            return types.MethodType(type(self.holder).progress_bar, memo[id(self.holder)])
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "former"}
@@ -53,7 +65,7 @@ class LoopStart(InstanceMethod):
         self.context.of(Loop).begin(self.current.values())
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
-        return type(self.pipe).progress_bar(self.pipe, *args, **kwargs)
+        return type(self.holder).progress_bar(self.holder, *args, **kwargs)
 
     def _follow(self) -> None:
         schedulers = schedulers_in(self.pipe)
@@ -85,10 +97,10 @@ class LoopStart(InstanceMethod):
 
 
 class LoopStartPatch(Patch):
-    """The one patch of the pipeline itself; schedulers that passed through it are restored with it."""
+    """Schedulers that passed through the pipeline are restored with it."""
 
-    def __init__(self, pipe: object, start: LoopStart):
-        super().__init__(pipe, "progress_bar", start)
+    def __init__(self, start: LoopStart):
+        super().__init__(start.holder, "progress_bar", start)
         self.start = start
 
     def undo(self) -> None:
@@ -122,4 +134,4 @@ def prepare(model: nn.Module, device: torch.device) -> None:
 
 def announce_loops(pipe: object, context: Context) -> Staged:
     """The pipeline says where its loops begin."""
-    return Staged((LoopStartPatch(pipe, LoopStart(pipe, context)),))
+    return Staged(tuple(LoopStartPatch(LoopStart(pipe, holder, context)) for holder in denoising_loops(pipe)))

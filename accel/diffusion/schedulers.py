@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from accel.errors import reason_of
+from accel.libraries.code import comes_from
+from accel.libraries.diffusion import STEP
 from accel.patching.context import Context
 from accel.patching.ledger import Ledger
 from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
-from accel.planning.objects import is_scheduler
+from accel.planning.targets import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}
 # Updates that are linear in their tensors, and the argument whose dtype the result has (UniPC, arXiv:2302.04867).
@@ -224,7 +226,7 @@ class LinearUpdate(SchedulerCall):
         try:
             order = self.scheduler.config.solver_order
             tensors = list(torch.randn(order + 3, 1, 2, 3, generator=generator, dtype=torch.float64))
-            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2), "_step_index": order, "solver_p": None}
+            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2), STEP: order, "solver_p": None}
             vars(update.scheduler).update(state, model_outputs=tensors[3:])
             kwargs = dict(zip(names, tensors, strict=False)) | {"order": order}
             used = update._tensors(kwargs)
@@ -269,7 +271,7 @@ def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
 def _unknown(scheduler: object) -> str | None:
     """Why the scheduler is left stock: code that is not diffusers', or a step of another kind."""
     kind: Any = type(scheduler)
-    if not kind.__module__.startswith("diffusers."):
+    if not comes_from(kind, "diffusers"):
         return f"{kind.__module__}.{kind.__name__} is not a scheduler of diffusers"
     replaced = [name for name in vars(scheduler) if inspect.isfunction(getattr(kind, name, None))]
     if replaced:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from accel.diffusion.dit.block import innermost_blocks
-from accel.quantization.linears import BASE, inside
+from accel.libraries.adapters import BASE
+from accel.quantization.linears import inside
 
 MODULATES = "stays in 16 bits: it modulates its block, one row for all tokens of an image"
 OUTSIDE = "stays in 16 bits: it is in no block, and embeds, modulates or projects the latents"

@@ -4,7 +4,8 @@ import copy
 
 from torch import nn
 
-EXPERTS = "_experts_implementation_internal"
+CHOSEN = "_experts_implementation"  # of a configuration: the implementation that it names
+EXPERTS = "_experts_implementation_internal"  # where the name is kept
 PROMPTS, STEPS = "grouped_mm", "batched_mm"  # generate() puts the second in the first's place for its steps on a GPU
 
 

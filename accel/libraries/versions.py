@@ -19,6 +19,13 @@ def installed(package: str) -> str | None:
         return None
 
 
+def can_serve() -> bool:
+    """Whether the packages of transformers' server are installed."""
+    from transformers.utils.import_utils import is_serve_available
+
+    return is_serve_available()
+
+
 def newer_than_tested() -> list[str]:
     """A sentence for each library that is newer than the newest that was tested."""
     found = {package: installed(package) for package in TESTED}

@@ -1,8 +1,7 @@
-"""What makes a model a causal language model, and the rules for it."""
+"""The rules for causal language models."""
 
 from itertools import product
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from accel.cuda_graphs.pool import GraphPool
@@ -11,6 +10,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import SkippedSite
 from accel.fusion.norms import match_layer_norm, match_rms_norm
 from accel.fusion.stacked_weights import Stacked
+from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.analyze import Analysis
 from accel.llm.analysis.kv_quantization import choose_codes, described
 from accel.llm.analysis.layer import LayerSpec
@@ -40,17 +40,6 @@ from accel.patching.patch import ForwardPatch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.quantization.activation_quantization import rounding
-
-
-def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model continues text as transformers does: embeddings in, a head out, decoder only."""
-    generates = getattr(model, "can_generate", None)
-    config = getattr(model, "config", None)
-    if generates is None or not generates() or config is None or getattr(config, "is_encoder_decoder", False):
-        return False
-    heads = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    return all(get is not None and get() is not None for get in heads)
-
 
 PARTIAL = "understood, but not the whole model"
 
@@ -85,12 +74,18 @@ def match_decoder(site: Site, context: Context) -> Match | Skip | None:
         except NotUnderstood as error:
             reason = str(error)
     if reason is not None:
-        return Skip(f"{reason}{'' if context.options.kv_cache is None else '; kv_cache changes nothing'}")
+        return _stock(reason, context)
     layers.update({layer.path: layer for layer in forward.layers})
     device = next(model.parameters()).device.type
     waits = forward.runner is not None and device != "cuda"
     notes = (note, f"CUDA graphs wait for CUDA; the model is on {device}" if waits else "")
     return Match(forward, patches, (), "; ".join(filter(None, notes)))
+
+
+def _stock(reason: str, context: Context) -> Skip:
+    """Why the whole model is left as it is; under a library newer than tested, by which it may be, also that."""
+    idle = () if context.options.kv_cache is None else ("kv_cache changes nothing",)
+    return Skip("; ".join((reason, *idle, *newer_than_tested())))
 
 
 def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
@@ -105,7 +100,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
         try_mixed(forward)
         forward.relied_model = relied_on(forward, forward.write)
     except NotUnderstood as reason:
-        return Skip(str(reason))
+        return _stock(str(reason), context)
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
     layers.update({layer.path: layer for layer in forwards})
     stacks = (layer.stacks() for layer in forwards)

@@ -7,13 +7,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from accel.patching.patch import Patch
 
-KIND = ("accelerate.hooks", "CpuOffload")
 GPUS = ("cuda",)
-METHODS = ENTER, LEAVE, DETACH = "pre_forward", "init_hook", "detach_hook"  # of accelerate's `CpuOffload`
 SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call
 
 
@@ -49,7 +48,7 @@ def moved_by_torch(module: nn.Module) -> str | None:
 
 
 def _placed(module: nn.Module) -> PlacedModel | None:
-    method = getattr(vars(module).get("_hf_hook"), "__dict__", {}).get(ENTER)
+    method = getattr(hook_of(module), "__dict__", {}).get(ENTER)
     return method.placed if type(method) is HookMethod and method.placed.model is module else None
 
 
@@ -63,7 +62,7 @@ class BeneathOffload:
         self.module = module
 
     def __iter__(self) -> Iterator[Any]:
-        left_out = ("forward", "_hf_hook") if comes_to_one_place(self.module) else ()
+        left_out = (FORWARD, HOOK) if comes_to_one_place(self.module) else ()
         return (value for name, value in vars(self.module).items() if name not in left_out)
 
 
@@ -96,13 +95,13 @@ class OffloadSwitch:
             self.take_over(before)
 
     def placed(self) -> list[PlacedModel]:
-        methods = (vars(hook).get(ENTER) for _, hook in offload_hooks(self.pipe))
+        methods = (vars(hook).get(ENTER) for _, hook in offload_hooks(self.pipe, GPUS))
         return [method.placed for method in methods if type(method) is HookMethod]
 
     def take_over(self, before: list[PlacedModel]) -> None:
         """The hooks that are on the pipeline's models now move them by us."""
         known = {id(placed.model): placed for placed in before}
-        for model, hook in offload_hooks(self.pipe):
+        for model, hook in offload_hooks(self.pipe, GPUS):
             placed = known.get(id(model))
             if placed is None or placed.device != hook.execution_device:
                 placed = PlacedModel(model, hook.execution_device, self.prepare)
@@ -114,7 +113,7 @@ class OffloadSwitch:
         """The hooks move the models by themselves again."""
         for placed in self.placed():
             placed.leave()
-        for _, hook in offload_hooks(self.pipe):
+        for _, hook in offload_hooks(self.pipe, GPUS):
             let_go(hook)
         for model in self.models:
             separate(model)
@@ -125,18 +124,6 @@ def let_go(hook: Any) -> None:
     for name in METHODS:
         if type(vars(hook).get(name)) is HookMethod:
             del vars(hook)[name]
-
-
-def offload_hooks(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, hook) of those by which accelerate moves whole models of the pipeline to a GPU."""
-    for user_hook in getattr(pipe, "_all_hooks", None) or ():
-        model, hook = getattr(user_hook, "model", None), getattr(user_hook, "hook", None)
-        if not isinstance(model, nn.Module) or vars(model).get("_hf_hook") is not hook:
-            continue
-        device = getattr(hook, "execution_device", None)
-        known = (type(hook).__module__, type(hook).__name__) == KIND
-        if known and isinstance(device, torch.device) and device.type in GPUS:
-            yield model, hook
 
 
 class OffloadPatch(Patch):

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from accel.libraries.loading import distribute, load_from, no_tie_weights
 from accel.parallel.division import Described, Division, Span, spans_of
 
 
@@ -45,7 +41,10 @@ def divided_among(config: PretrainedConfig, tensors: Mapping[str, Described], ra
     for rank in range(ranks):
         with _alone(rank, ranks) as mesh:
             model = _without_memory(config)
-            plan = _distribute(model, mesh)
+            if not model.tp_plan:
+                raise ValueError(f"transformers has no plan to divide a {type(model).__name__} among ranks")
+            distribute(model, mesh)
+            plan = dict(model.tp_plan)
             asked.append(_asked(model, tensors))
     return Divided({name: _division(name, one.shape, asked) for name, one in tensors.items()}, plan)
 
@@ -62,20 +61,8 @@ def _alone(rank: int, ranks: int) -> Iterator[DeviceMesh]:
 
 def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
     # Tied weights are two until a model is loaded, as plans name both.
-    with torch.device("meta"), initialization.no_tie_weights():
+    with torch.device("meta"), no_tie_weights():
         return AutoModelForCausalLM.from_config(config)
-
-
-def _distribute(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, str]:
-    """Makes the weights DTensors, as transformers does before it loads any."""
-    if not model.tp_plan:
-        raise ValueError(f"transformers has no plan to divide a {type(model).__name__} among ranks")
-    if hasattr(model, "_resolve_parallel_plans"):
-        told = DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
-        apply_tensor_parallelism(model, mesh, model._resolve_parallel_plans(told)[0])
-    else:  # 5.17
-        apply_tensor_parallelism(model, mesh)
-    return dict(model.tp_plan)
 
 
 class _Asked:
@@ -98,9 +85,7 @@ class _Asked:
 
 def _asked(model: PreTrainedModel, tensors: Mapping[str, Described]) -> dict[str, list[tuple[Span, ...]]]:
     stand_ins = {name: _Asked(one) for name, one in tensors.items()}
-    mapping = get_model_conversion_mapping(model)
-    config = LoadStateDictConfig(device_map={"": "meta"}, dtype=model.dtype, weight_mapping=mapping)
-    found, _ = convert_and_load_state_dict_in_model(model, stand_ins, config)
+    found = load_from(model, stand_ins)
     for name, file, own in sorted(found.mismatched_keys):
         raise ValueError(f"{name} is {tuple(file)} in the files and {tuple(own)} in the model, of this rank's part")
     for name, told in found.conversion_errors.items():

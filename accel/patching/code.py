@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from accel.patching.structure import TABLES, enclosed, own_classes, torch_functions, written_in
+from accel.libraries.code import function_tables
+from accel.patching.structure import enclosed, own_classes, torch_functions, written_in
 
 CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")  # by whoever calls a module
 OWN = __name__.partition(".")[0]  # whose modules stand in for stock's: what they run is not stock's code
@@ -111,7 +112,7 @@ class CalledCode(Code):
         super().__init__(kind for kind in kinds if _package(kind.__module__) != OWN)
 
     def find(self) -> list[CodeTable]:
-        return _Followed(self.kinds, self.chosen, self.entries()).tables()
+        return _Followed(self.kinds, self.chosen, self.entries()).function_tables()
 
     def entries(self) -> Iterable[object]:
         """Functions that are followed too, where a call finds them in no place that is known here."""
@@ -132,7 +133,7 @@ class _Followed:
         for entry in entries:
             self._follow(entry)
 
-    def tables(self) -> list[CodeTable]:
+    def function_tables(self) -> list[CodeTable]:
         return [CodeTable(label, mapping, tuple(found), found) for label, mapping, found in self._found.values()]
 
     def _note(self, owner: object, label: str, mapping: Mapping, name: str) -> object:
@@ -177,11 +178,9 @@ class _Followed:
         if callable(value):
             self._note(None, mapping.get("__name__", ""), mapping, name)
             self._follow(value)
-        for table in TABLES:
-            found = getattr(value, table, None)
-            if isinstance(found, dict):
-                for key in self.chosen:
-                    self._follow(self._note(None, type(value).__name__, found, key))
+        for table in function_tables(value):
+            for key in self.chosen:
+                self._follow(self._note(None, type(value).__name__, table, key))
 
 
 def _package(module: str) -> str:

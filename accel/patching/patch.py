@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.libraries.hooks import forward_slots, hook_of
 from accel.parallel.sharded_layers import known
 from accel.patching.owner import OWNER, Mark
 from accel.patching.structure import own_forward, stock_method
@@ -53,9 +54,9 @@ class Patch:
         self._mark()
 
     def check(self) -> None:
-        """Raises PatchConflict unless the attribute is still what `apply` put there."""
+        """Raises PatchConflict unless the attribute is still what `apply` put there, or the class's own method."""
         current = vars(self.owner).get(self.name, MISSING)
-        if current is not self.value:
+        if current is not self.value and not stock_method(self.owner, current, self.name):
             raise PatchConflict(
                 f"{type(self.owner).__name__}.{self.name} was replaced after accel.optimize by {current!r}; "
                 "undo that change first, then call accel.restore"
@@ -82,7 +83,7 @@ class Patch:
 class ForwardPatch(Patch):
     """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
 
-    Both keep the forward they wrap, accelerate in `_old_forward`, diffusers in the references of its hook registry;
+    Both keep the forward they wrap, see `forward_slots`;
     and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
     go in any order. A fast forward that is to stand in place of accelerate's wrapper has it as `around`.
     """
@@ -118,16 +119,11 @@ class ForwardPatch(Patch):
                 holder[name] = types.MethodType(type(self.owner).forward, self.owner)
 
     def _stock(self) -> bool:
-        attributes = vars(self.owner)
-        return "_hf_hook" not in attributes and stock_method(self.owner, attributes.get("forward"))
+        return hook_of(self.owner) is None and stock_method(self.owner, vars(self.owner).get("forward"))
 
     def _places(self, wanted: Callable) -> list[tuple[dict, str]]:
         """(attributes, name) of all places where a forward of the module is kept that is `wanted`."""
-        attributes = vars(self.owner)
-        references = getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())
-        places = [(attributes, "forward"), (attributes, "_old_forward")]
-        places += [(vars(reference), name) for reference in references for name in ("forward", "original_forward")]
-        return [(holder, name) for holder, name in places if wanted(holder.get(name))]
+        return [(holder, name) for holder, name in forward_slots(self.owner) if wanted(holder.get(name))]
 
 
 def foreign_forward(module: nn.Module) -> str | None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -41,7 +43,7 @@ class Probe:
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             given = args, kwargs or {}
-            with cast_up(casts_of(module.modules())):
+            with cast_up(casts_of(module.modules())), MathAttention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
@@ -51,6 +53,16 @@ def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random input of the module's device and dtype, from a generator of its own."""
     device, dtype = placement(module)
     return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed)).to(device, dtype)
+
+
+def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None:
+    """Compiles what candidate() launches on a GPU, side by side; what it gives is dropped."""
+    if device.type == "cuda":
+        try:
+            with torch.no_grad(), warmup():
+                candidate()
+        except Exception as error:  # shows again where it runs
+            reason_of(error)
 
 
 def _kind(module: nn.Module) -> tuple:

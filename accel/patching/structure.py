@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from accel.casting import cast_of
-from accel.parallel.sharded_layers import rests_without_gradients
+from accel.libraries.code import KERNEL, comes_from, function_tables
+from accel.libraries.hooks import hook_of
+from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
@@ -19,7 +21,6 @@ LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "t
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
 CALLED = ("forward", "__call__")
-TABLES = ("_local_mapping", "_global_mapping")  # of a registry of transformers
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -27,14 +28,14 @@ def hooked(module: nn.Module) -> str | None:
     attributes = vars(module)
     if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
         return "forward hooks"
-    if "_hf_hook" in attributes:
+    if hook_of(module) is not None:
         return "an accelerate hook"
     return None
 
 
 def transformers_hook(hook: object) -> bool:
     """Whether a hook is one of those by which transformers itself collects hidden states; they do nothing else."""
-    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
+    return comes_from(hook, "transformers")
 
 
 def foreign_hooks(module: nn.Module) -> bool:
@@ -69,7 +70,7 @@ def kernelized(module: nn.Module) -> bool:
     """
     forward = vars(module).get("forward")
     bound = isinstance(forward, MethodType) and forward.__self__ is module
-    return bound and hasattr(type(module), "kernel_layer_name") and not stock_method(module, forward)
+    return bound and hasattr(type(module), KERNEL) and not stock_method(module, forward)
 
 
 def own_forward(module: nn.Module) -> str:
@@ -173,9 +174,8 @@ def _names(code: CodeType) -> set[str]:
 
 def _functions(value: object) -> Iterator:
     """The Python functions in a class attribute, inside what wraps them, or in a registry."""
-    for table in TABLES:
-        if isinstance(found := getattr(value, table, None), dict):
-            yield from found.values()
+    for table in function_tables(value):
+        yield from table.values()
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     while inspect.isfunction(value):
         yield value
@@ -239,7 +239,7 @@ def pointwise(conv: nn.Conv2d) -> bool:
 def foreign_processor(module: nn.Module) -> str | None:
     """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
     processor = vars(module).get("processor")
-    if processor is None or (type(processor).__module__.startswith("diffusers.") and foreign(processor) is None):
+    if processor is None or (comes_from(type(processor), "diffusers") and foreign(processor) is None):
         return None
     return f"the attention processor {getattr(processor, '__name__', type(processor).__name__)} may keep state"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from accel.planning.objects import models_in
+from accel.planning.targets import holders_in, models_in
 
-PARTS = "_accel_parts"  # where a pipeline keeps its Parts
+PARTS = "_accel_parts"  # where a pipeline, or whatever else holds models, keeps its `ModelParts`
 
 
 class WeakList:
@@ -48,35 +48,44 @@ class ModelParts:
         ModelParts.__init__(self, state["owner"], state["models"])
 
 
-def remember(obj: object, models: Iterable[nn.Module]) -> None:
-    """These models were optimized now, through obj; nothing to remember for a model itself."""
-    models = list(models)
-    if isinstance(obj, nn.Module):
-        return
-    vars(obj)[PARTS] = ModelParts(obj, [*former(obj), *models])
+def remember(obj: object, plans: Iterable[Any]) -> None:
+    """The models of these plans were optimized now, through obj."""
+    for holder in holders_in(obj):
+        held = {id(model) for model in models_in(holder).values()}
+        plans = [plan for plan in plans if isinstance(plan.root, nn.Module)]
+        own = [plan for plan in plans if id(plan.root) in held]
+        for plan in own:
+            plan.users.add(holder)
+        if own and all(plan.root is not holder for plan in own):  # a model itself has nothing to remember
+            vars(holder)[PARTS] = ModelParts(holder, [*_former(holder), *(plan.root for plan in own)])
 
 
 def forget(obj: object) -> None:
-    vars(obj).pop(PARTS, None)
+    for holder in holders_in(obj):
+        vars(holder).pop(PARTS, None)
 
 
 def former(obj: object) -> list[nn.Module]:
     """Models that were optimized through obj, which has others in their places now."""
-    known = vars(obj)[PARTS].models if PARTS in vars(obj) else ()
-    return [model for model in known if not _holds(obj, model)]
+    return [model for holder in holders_in(obj) for model in _former(holder)]
+
+
+def _former(holder: object) -> list[nn.Module]:
+    known = vars(holder)[PARTS].models if PARTS in vars(holder) else ()
+    return [model for model in known if not _holds(holder, model)]
 
 
 def kept_by(obj: object, model: nn.Module, users: Iterable) -> str | None:
     """Why a former model of obj must stay optimized; users: all that it was optimized through, the last one last."""
-    users = list(users)
-    others = [user for user in users if user is not obj and PARTS in vars(user)]
+    users, through = list(users), holders_in(obj)
+    others = [user for user in users if all(user is not one for one in through) and PARTS in vars(user)]
     using = next((user for user in others if _holds(user, model)), None)
     if using is not None:
         return f"an optimized {type(using).__name__} uses it"
-    if users and users[-1] is not obj:
+    if users and all(users[-1] is not one for one in through):
         return "it was optimized again since, and not through this one"
     return None
 
 
 def _holds(obj: object, model: nn.Module) -> bool:
-    return any(model is one for one in (models_in(obj) or {}).values())
+    return any(model is one for one in models_in(obj).values())

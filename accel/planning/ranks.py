@@ -10,6 +10,7 @@ from accel.options import Options
 from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
+from accel.planning.targets import stays_stock
 
 LIBRARIES = ("torch", "transformers")
 
@@ -21,8 +22,10 @@ def agree_to_optimize(name: str, part: object, options: Options, world: Ranks | 
     name: of the part in what the user handed over, empty for a model alone. world: all ranks, where they are to divide
     the work of models that each of them has whole.
     """
-    ranks = (ranks_of(part) or world) if isinstance(part, nn.Module) else None
-    if ranks is None or not isinstance(part, nn.Module):
+    if not isinstance(part, nn.Module) or stays_stock(part) is not None:
+        return
+    ranks = ranks_of(part) or world
+    if ranks is None:
         return
     told: dict[str, object] = {"the model": _made_of(part)}
     told |= {f"option {field.name}": getattr(options, field.name) for field in fields(options)}

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
+from accel.libraries.adapters import BASE
 from accel.quantization.scheme import Scheme
 
 if TYPE_CHECKING:
-    from transformers.pytorch_utils import Conv1D
+    from transformers import Conv1D
 
 Dense: TypeAlias = "nn.Linear | Conv1D"  # what has a matrix and perhaps a bias, and may be quantized
 
 FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
-BASE = "base_layer"  # what an adapter of peft is put around; its own matrices lie beside it
 
 
 def inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.libraries.hooks import hook_of
 from accel.parallel.sharded_layers import known, local
 from accel.patching.fast_forward import FastForward
 from accel.patching.patch import Change, set_data
@@ -94,8 +95,9 @@ class QuantizedModulePatch:
             forward = vars(quantized).get("forward")
             plain = forward is None or isinstance(forward, FastForward) or stock_method(quantized, forward)
             plain = plain or known(quantized)
-            if "_hf_hook" in vars(quantized) or not plain:
-                by = repr(vars(quantized).get("_hf_hook", forward))
+            hook = hook_of(quantized)
+            if hook is not None or not plain:
+                by = repr(forward if hook is None else hook)
                 raise PatchConflict(
                     f"{type(quantized).__name__}.forward was replaced after accel.optimize by {by}; "
                     "undo that change first (accelerate's hooks: remove_hook_from_submodules), then call accel.restore"

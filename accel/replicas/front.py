@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from accel.commands.serving import WithSettings, optimized_serving, own_settings
 from accel.errors import LOG, told
+from accel.libraries.batching import GenerationOutput, RequestStatus
+from accel.libraries.server import OwnModels, Serve
 from accel.replicas.replica import AnswerPart, Question, ReplicaEnded
 
 ATTEMPTS = 5  # a request that ends every replica it comes to is not handed on for ever
@@ -154,15 +153,15 @@ def name_and_revision(model: str) -> tuple[str, str]:
     return name, revision or "main"
 
 
-class Outlines(model_manager.ModelManager):
+class Outlines(OwnModels):
     """Models without weights, which are the replicas'. The server asks them for their class, settings and tokenizer."""
 
     def __init__(self, replicas: Replicas, **options: Any) -> None:
         self._replicas = replicas
         super().__init__(**options)
 
-    def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-        name, revision = name_and_revision(model_id_and_revision)
+    def load(self, name: str) -> Any:
+        name, revision = name_and_revision(name)
         given = {"revision": revision, "trust_remote_code": self.trust_remote_code}
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, **given))

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from transformers import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import accel
 from accel.commands.serving import OptimizedModels, longest_request
+from accel.libraries.batching import GenerationOutput
 from accel.llm.batching.manager import BatchManager
 
 FUSED = accel.Options(cpu="fuse")

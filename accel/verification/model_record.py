@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import reason_of
 from accel.fusion.float32_precision import convolutions_in_tf32, full_precision, products_in_tf32
+from accel.libraries.hooks import hook_of
 from accel.patching.structure import placement
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
 from accel.verification.call import seeded
@@ -97,7 +98,7 @@ class ModelRecord:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
         given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         here = placement(self.module)[0]
-        return bool(given) and here not in {leaf.device for leaf in given} and "_hf_hook" not in vars(self.module)
+        return bool(given) and here not in {leaf.device for leaf in given} and hook_of(self.module) is None
 
     def judge(self, seed: int) -> Quality:
         """The module, optimized again, on the recorded inputs."""

@@ -77,7 +77,7 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
 
 def _plan_of(name: str, plans: Mapping[str, Plan]) -> Plan:
     """Whose model is recorded by this name: its own, or a child of it."""
-    return next(plans[own] for own in (name, name.partition(".")[0], "") if own in plans)
+    return next(plans[own] for own in (name, name.rpartition(".")[0], "") if own in plans)
 
 
 def _told(held: Mapping[str, Plan]) -> str:

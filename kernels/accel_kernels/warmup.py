@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from accel_kernels.compiling.kernel_hash import hash_callees_first
 from accel_kernels.launch import interpreted
 
 COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
@@ -25,14 +26,8 @@ COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton 
 _LOADING = threading.RLock()
 
 
-class _Warmup(NamedTuple):
-    threads: ThreadPoolExecutor
-    device: int  # that kernels are compiled for
-    compiled: list  # kernels so far
-
-
 # This context's warmup; None outside of one.
-_WARMUP: ContextVar[_Warmup | None] = ContextVar("accel_kernels_warmup", default=None)
+_WARMUP: ContextVar["Warmup | None"] = ContextVar("accel_kernels_warmup", default=None)
 
 
 def warming_up() -> bool:
@@ -43,7 +38,7 @@ def warming_up() -> bool:
 def alongside(work: Callable[[], object]) -> None:
     """In a warmup: runs work() in one of its threads, before it ends. What that gives or raises is dropped."""
     now = _WARMUP.get()
-    if now is not None:
+    if now is not None and now.threads is not None:
         now.threads.submit(work)
 
 
@@ -62,36 +57,63 @@ def prepare() -> None:
         threading.Thread(target=key, name="accel-triton-key", daemon=True).start()
 
 
-@contextmanager
-def warmup() -> Iterator[None]:
-    """Inside, Triton launches of this context compile instead of running; leaves when all are ready to launch.
+class Warmup:
+    """Kernels that compile beside what this thread does: those that are launched in `launches`, until `wait`.
 
-    They do on the device that is current now. Launches for another one compile for this one too: Triton would give both
-    one kernel, and what is loaded into one device's context must not be launched on another. There it is read from
-    Triton's cache at its first launch.
+    They do on the device that is current in `launches`. Launches for another one compile for this one too: Triton would
+    give both one kernel, and what is loaded into one device's context must not be launched on another. There it is read
+    from Triton's cache at its first launch.
     Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
     """
-    if not _compiles_beside():
-        yield
-        return
-    compiling = import_module(COMPILERS)
-    compilers = compiling.compilers_of(os.getpid())
-    with ThreadPoolExecutor(compilers.most + 4) as threads:  # there is always one that waits to be compiled
-        now = _Warmup(threads, _device(), [])
-        token = _WARMUP.set(now)
+
+    def __init__(self) -> None:
+        self.compiled: list = []  # kernels so far
+        self.device = -1  # that they are compiled for
+        self.threads: ThreadPoolExecutor | None = None
+        self._compiling: Any = None
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Inside, once, Triton launches of this context compile instead of running."""
+        if not _compiles_beside():
+            yield
+            return
+        compiling = import_module(COMPILERS)
+        compilers = compiling.compilers_of(os.getpid())
+        self.device = _device()
+        self.threads = ThreadPoolExecutor(compilers.most + 4)  # there is always one that waits to be compiled
+        self._compiling = compiling.CompileBeside(self.threads, compilers)
+        token = _WARMUP.set(self)
         try:
-            with compiling.CompileBeside(threads, compilers):
+            with self._compiling.submitting():
                 yield
         finally:
             _WARMUP.reset(token)
-        _load_all(now)
+
+    def wait(self) -> None:
+        """Returns when all are ready to launch. Raises what a compiler has raised."""
+        if self.threads is None:
+            return
+        with self.threads as threads:
+            self._compiling.wait()
+            _load_all(self, threads)
 
 
-def _load_all(now: _Warmup) -> None:
-    """Makes all that was compiled ready to launch. Raises what a compiler has raised."""
+@contextmanager
+def warmup() -> Iterator[None]:
+    """Inside, Triton launches of this context compile instead of running; leaves when all are ready, see `Warmup`."""
+    kernels = Warmup()
+    try:
+        with kernels.launches():
+            yield
+    finally:
+        kernels.wait()
+
+
+def _load_all(now: Warmup, threads: ThreadPoolExecutor) -> None:
     kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
     with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
-        list(now.threads.map(_build_launcher, kernels))
+        list(threads.map(_build_launcher, kernels))
         for kernel in kernels:
             kernel._init_handles()
 
@@ -109,6 +131,7 @@ def launch(kernel, grid: tuple, *args, **meta) -> None:
     Triton launches on the current device, wherever the tensors are: on another one's stream a kernel would not wait for
     what makes its inputs. So the first tensor among the arguments decides.
     """
+    hash_callees_first(kernel)
     now = _WARMUP.get()
     if now is None:
         with _there(args), _LOADING:

@@ -12,6 +12,7 @@ from accel.bench.case import cast, shapes
 from accel.bench.dit.inputs import Sizes
 from accel.bench.dit.published import PUBLISHED
 from accel.bench.dit.weights import EmptyInDtype
+from support.compatibility.tiny_diffusers_models import build
 
 pytestmark = pytest.mark.usefixtures("few_objects")  # a run collects garbage many times
 CPU = torch.device("cpu")
@@ -30,68 +31,39 @@ MILLIONS = {
     "vae-ltx": 419.2,
     "vae-hunyuan": 246.5,
 }
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
-FLUX = HEADS | {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32}
-QWEN = HEADS | {"in_channels": 16, "out_channels": 4, "num_layers": 1, "joint_attention_dim": 32}
-WAN = HEADS | {"in_channels": 4, "out_channels": 4, "num_layers": 1, "text_dim": 32, "freq_dim": 16, "ffn_dim": 32}
-# What differs from the published configuration, and the sizes.
-TINY = {
-    "flux": (FLUX | {"pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}, Sizes(1, 8, 8, tokens=5)),
-    "flux2": (
-        FLUX | {"timestep_guidance_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
-        Sizes(1, 8, 8, tokens=5, steps=2),
-    ),
-    "sd3": (
-        HEADS
-        | {"sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "pos_embed_max_size": 8}
-        | dict.fromkeys(("joint_attention_dim", "caption_projection_dim", "pooled_projection_dim"), 32),
-        Sizes(2, 8, 8, tokens=5),
-    ),
-    "zimage": (
-        {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
-        | {"cap_feat_dim": 32, "axes_dims": [4, 4, 8], "axes_lens": [64, 16, 16]},
-        Sizes(2, 8, 8, tokens=5),
-    ),
-    "qwen-image": (QWEN | {"axes_dims_rope": (4, 4, 8)}, Sizes(2, 8, 8, tokens=6, steps=2)),
-    "qwen-image-masked": (QWEN | {"axes_dims_rope": (4, 4, 8)}, Sizes(2, 8, 8, tokens=6, steps=2)),
-    "wan": (WAN | {"rope_max_seq_len": 32}, Sizes(1, 4, 6, frames=3, tokens=5, steps=2)),
-    "ltx": (
-        HEADS
-        | {"in_channels": 8, "out_channels": 8, "num_layers": 1, "cross_attention_dim": 32, "caption_channels": 32},
-        Sizes(2, 2, 3, frames=3, tokens=5),
-    ),
-    "pixart": (
-        HEADS | {"sample_size": 8, "num_layers": 1, "cross_attention_dim": 32, "caption_channels": 32},
-        Sizes(2, 8, 8, tokens=6),
-    ),
-    "hunyuan-video": (
-        HEADS
-        | {"in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
-        | {"text_embed_dim": 32, "pooled_projection_dim": 32, "rope_axes_dim": (4, 4, 8)},
-        Sizes(1, 4, 6, frames=3, tokens=5, steps=2),
-    ),
-    "vae-wan": (
-        {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [True]},
-        Sizes(1, 4, 6, frames=3, steps=2),
-    ),
-    "vae-ltx": (
-        {"latent_channels": 8, "patch_size": 1}
-        | dict.fromkeys(("block_out_channels", "decoder_block_out_channels"), (8,) * 4)
-        | dict.fromkeys(("layers_per_block", "decoder_layers_per_block"), (1,) * 5),
-        Sizes(1, 2, 2, frames=2, steps=2),
-    ),
-    "vae-hunyuan": (
-        {"latent_channels": 4, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4},
-        Sizes(1, 2, 2, frames=5, steps=2),
-    ),
+SIZES = {
+    "flux": Sizes(1, 8, 8, tokens=5),
+    "flux2": Sizes(1, 8, 8, tokens=5, steps=2),
+    "sd3": Sizes(2, 8, 8, tokens=5),
+    "zimage": Sizes(2, 8, 8, tokens=5),
+    "qwen-image": Sizes(2, 8, 8, tokens=6, steps=2),
+    "qwen-image-masked": Sizes(2, 8, 8, tokens=6, steps=2),
+    "wan": Sizes(1, 4, 6, frames=3, tokens=5, steps=2),
+    "ltx": Sizes(2, 2, 3, frames=3, tokens=5),
+    "pixart": Sizes(2, 8, 8, tokens=6),
+    "hunyuan-video": Sizes(1, 4, 6, frames=3, tokens=5, steps=2),
+    "vae-wan": Sizes(1, 4, 6, frames=3, steps=2),
+    "vae-ltx": Sizes(1, 2, 2, frames=2, steps=2),
+    "vae-hunyuan": Sizes(1, 2, 2, frames=5, steps=2),
+}
+TINY = list(SIZES)
+# What makes a published configuration tiny, where that of `build` does not.
+CONFIGS = {
+    "pixart": {"sample_size": 8, "num_layers": 1, "cross_attention_dim": 32, "caption_channels": 32}
+    | {"num_attention_heads": 2, "attention_head_dim": 16},
+    "vae-wan": {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [True]},
+    "vae-ltx": {"latent_channels": 8, "patch_size": 1}
+    | dict.fromkeys(("block_out_channels", "decoder_block_out_channels"), (8,) * 4)
+    | dict.fromkeys(("layers_per_block", "decoder_layers_per_block"), (1,) * 5),
+    "vae-hunyuan": {"latent_channels": 4, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4},
 }
 
 
 def tiny_case(name):
     published = published_case(name)
-    config, sizes = TINY[name]
-    assert config.keys() <= published.config.keys()
-    return replace(published, config=published.config | config, sizes=sizes).case()
+    config = CONFIGS.get(name) or dict(build(published.class_name).config)
+    config = {key: value for key, value in config.items() if key in published.config}
+    return replace(published, config=published.config | config, sizes=SIZES[name]).case()
 
 
 def published_case(name):

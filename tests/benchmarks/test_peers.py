@@ -1,21 +1,16 @@
 """benchmarks/peers.py at toy size: packages that are not there, and variants that cannot be made, cost no other."""
 
-import importlib
 import json
 import time
-from pathlib import Path
 
 import pytest
 
 from support.everything import EVERYTHING
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def peers(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("peers")
+def peers(script):
+    return script("peers")
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")

@@ -1,6 +1,5 @@
 """benchmarks/quality*.py: a model is trained and measured, at toy size; a way that fails costs no other."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -14,16 +13,9 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "models" / "tiny-lm"
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A module of benchmarks, which are no package: they find each other beside themselves, as scripts do."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_a_toy_is_trained_and_measured(benchmark, tmp_path, capsys):
-    training, quality = benchmark("quality_model"), benchmark("quality")
+def test_a_toy_is_trained_and_measured(script, tmp_path, capsys):
+    training, quality = script("quality_model"), script("quality")
     folder, out = tmp_path / "toy", tmp_path / "toy.json"
     training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
     told = json.loads((folder / "training.json").read_text())
@@ -43,8 +35,8 @@ def test_a_toy_is_trained_and_measured(benchmark, tmp_path, capsys):
     assert "quality-toy: perplexity" in capsys.readouterr().out
 
 
-def test_interrupted_runs_leave_what_they_have(benchmark, monkeypatch, tmp_path):
-    training, quality, folder = benchmark("quality_model"), benchmark("quality"), tmp_path / "toy"
+def test_interrupted_runs_leave_what_they_have(script, monkeypatch, tmp_path):
+    training, quality, folder = script("quality_model"), script("quality"), tmp_path / "toy"
     fit, fitted = training.fit, []
 
     def once(*args):
@@ -69,10 +61,10 @@ def test_interrupted_runs_leave_what_they_have(benchmark, monkeypatch, tmp_path)
     assert "kv int8" in [row["way"] for row in left["rows"]] and left["as_run"] == [] and left["took_s"] > 0
 
 
-def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(benchmark):
+def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(script):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text, ways = benchmark("quality_text"), benchmark("quality_ways")
+    text, ways = script("quality_text"), script("quality_ways")
     stock, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     rows, batches = text.windows(tokenizer, text.chapters(text.HELD_OUT))[:2], text.calibration(tokenizer, 1)
     own = text.perplexity(stock, rows)
@@ -86,19 +78,19 @@ def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(benchmark):
     assert abs(changes[0]) < 1e-5 and changes[1] > 0.03 and abs(changes[2]) < 0.015
 
 
-def test_all_tokens_of_the_held_out_text_are_measured(benchmark):
+def test_all_tokens_of_the_held_out_text_are_measured(script):
     """As tiny-lm's card says: 27,879 tokens."""
     from transformers import AutoTokenizer
 
-    text = benchmark("quality_text")
+    text = script("quality_text")
     rows = text.windows(AutoTokenizer.from_pretrained(TINY), text.chapters(text.HELD_OUT))
     assert int((rows[:, 1:] != text.LEFT_OUT).sum()) == 27879 and rows.shape[1] == text.WINDOW + 1
 
 
-def test_a_cache_is_rounded_inside_only(benchmark):
+def test_a_cache_is_rounded_inside_only(script):
     from transformers import DynamicCache
 
-    ways = benchmark("quality_ways")
+    ways = script("quality_ways")
     keys, before = torch.randn(1, 2, 3, 16), DynamicCache.update
     with ways.rounding_cache("int8"):
         rounded, _ = DynamicCache().update(keys, keys, 0)

@@ -1,22 +1,12 @@
 """benchmarks/calibrating.py and crossover.py: at toy size, and what they make of what was measured."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
-def test_calibration_is_timed_by_layer_and_what_fails_is_told(benchmark, tmp_path):
-    calibrating = benchmark("calibrating")
+def test_calibration_is_timed_by_layer_and_what_fails_is_told(script, tmp_path):
+    calibrating = script("calibrating")
     sizes = ["--model", "tiny", "--layers", "1", "--windows", "2", "--tokens", "16"]
     ways = ["--ways", "int4:rtn", "int8:gptq", "int8"]  # 32 inputs are no multiple of 128
     result = calibrating.main(calibrating.arguments([str(tmp_path / "out.json"), *sizes, *ways]))
@@ -29,8 +19,8 @@ def test_calibration_is_timed_by_layer_and_what_fails_is_told(benchmark, tmp_pat
         assert row["layers"] == len(row["layer_s"]) == 1 and row["whole_s"] >= row["took_s"] - 0.1
 
 
-def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(benchmark, tmp_path):
-    calibrating = benchmark("calibrating")
+def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(script, tmp_path):
+    calibrating = script("calibrating")
     sizes = ["--model", "tiny", "--windows", "2", "--tokens", "16", "--folder", str(tmp_path / "models")]
     ways = ["--ways", "int8:rtn", "int8:gptq"]
     result = calibrating.main(calibrating.arguments([str(tmp_path / "out.json"), *sizes, *ways]))
@@ -43,8 +33,8 @@ def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(benchmark, tmp_pa
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["stock"]  # what came of it is gone again
 
 
-def test_no_time_left_is_told(benchmark, tmp_path):
-    calibrating = benchmark("calibrating")
+def test_no_time_left_is_told(script, tmp_path):
+    calibrating = script("calibrating")
     given = [str(tmp_path / "out.json"), "--model", "tiny", "--ways", "int8", "--seconds", "-1"]
     result = calibrating.main(calibrating.arguments(given))
     assert result["rows"] == [] and "seconds were over" in result["failed"][0]["reason"]
@@ -53,7 +43,7 @@ def test_no_time_left_is_told(benchmark, tmp_path):
 @pytest.mark.parametrize(
     ("rounded", "least"), [((9, 9, 9), None), ((9, 4, 4), 16), ((1, 9, 4), 32), ((1, 1, 1), 8), ((1, 1, 5), None)]
 )
-def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least, benchmark):
+def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least, script):
     pytest.importorskip("triton")
     us = {str(rows): {"kept": 5, "rounded": time} for rows, time in zip((8, 16, 32), rounded, strict=True)}
-    assert benchmark("crossover").least(us) == least
+    assert script("crossover").least(us) == least

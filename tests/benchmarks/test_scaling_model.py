@@ -1,6 +1,5 @@
 """benchmarks/scaling_model.py: its arithmetic, and that it invents nothing."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -10,9 +9,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def scaling(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("scaling_model")
+def scaling(script):
+    return script("scaling_model")
 
 
 @pytest.fixture

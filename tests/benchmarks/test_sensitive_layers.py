@@ -1,7 +1,6 @@
 """benchmarks/sensitive_layers.py: which kinds it tells apart, and that it quantizes one at a time and puts all back."""
 
 import copy
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -24,24 +23,23 @@ FLUX = {
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("sensitive_layers")
+def sensitive(script):
+    return script("sensitive_layers")
 
 
-def test_kinds_of_linears(script):
+def test_kinds_of_linears(sensitive):
     model = transformer("flux")
-    kinds = script.kinds_of(model, ((), given("flux")))
+    kinds = sensitive.kinds_of(model, ((), given("flux")))
     assert {kind: len(members) for kind, members in kinds.items()} == dict(zip(FLUX, (9, 2, 3, 3, 3, 8), strict=True))
     assert all(path.endswith(FLUX[kind]) for kind, members in kinds.items() for path in members)
-    pixart = script.kinds_of(transformer("pixart"), ((), given("pixart")))
+    pixart = sensitive.kinds_of(transformer("pixart"), ((), given("pixart")))
     assert set(pixart) == set(FLUX) - {"modulation"} and all(".attn" in path for path in pixart["attention out"])
 
 
-def test_one_kind_at_a_time(script, monkeypatch):
+def test_one_kind_at_a_time(sensitive, monkeypatch):
     model, calls = transformer("flux"), [((), given("flux", times=6))]
-    stock, kinds = copy.deepcopy(model), script.kinds_of(model, calls[0])
-    run, seen, kept = script.run, [], []
+    stock, kinds = copy.deepcopy(model), sensitive.kinds_of(model, calls[0])
+    run, seen, kept = sensitive.run, [], []
 
     def watched(*call):
         seen.append({path for path, module in model.named_modules() if type(module) is QuantizedLinear})
@@ -50,8 +48,8 @@ def test_one_kind_at_a_time(script, monkeypatch):
     def keep(result):
         kept.append(json.dumps(result))
 
-    monkeypatch.setattr(script, "run", watched)
-    rows = script.measure(model, calls, ["int8"], True, keep)["int8"]
+    monkeypatch.setattr(sensitive, "run", watched)
+    rows = sensitive.measure(model, calls, ["int8"], True, keep)["int8"]
     *before, default, every = seen
     assert before == [set(), set(), set(), *map(set, kinds.values())]  # stock, kinds told, nothing in 8 bits
     assert every == set.union(*map(set, kinds.values())) and default < every
@@ -62,15 +60,15 @@ def test_one_kind_at_a_time(script, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_saved_pipeline(script, monkeypatch, tmp_path, capsys):
+def test_a_saved_pipeline(sensitive, monkeypatch, tmp_path, capsys):
     folder, out = ROOT / "examples" / "models" / "tiny-dit-digits", tmp_path / "out.json"
     call = ["--prompts", "two", "--steps", "3", "--calls", "2", "--schemes", "int8", "--weights-only"]
     monkeypatch.setattr(sys, "argv", ["sensitive_layers.py", str(folder), str(out), *call])
-    script.main()
+    sensitive.main()
     result = json.loads(out.read_text())
     assert result["model"] == "SD3Transformer2DModel" and not result["rows_rounded"] and "2 calls" in result["about"]
     assert result["schemes"]["int8"]["modulation"]["linears"] == 10 and "feed-forward out" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["sensitive_layers.py", "nothing-here", str(out)])
     with pytest.raises(SystemExit):
-        script.main()
+        sensitive.main()
     assert "neither a folder nor one of" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """benchmarks/whole_calls.py and transformer_profile.py at toy sizes: what they write, and what a failure leaves."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -33,12 +32,6 @@ MODELS = {
         "cap_feat_dim": 32, "axes_dims": [4, 4, 8], "axes_lens": [1024, 16, 16],
     },
 }  # fmt: skip
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.fixture

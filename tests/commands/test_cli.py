@@ -97,13 +97,6 @@ def test_verify_what_8_bits_lose():
     assert wrong.exit_code == 2 and "needs weights='fp8'" in wrong.output
 
 
-def test_verify_as_json_and_without_a_prompt():
-    result = run_command("verify", DIGITS, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    quality = json.loads(result.stdout)
-    assert quality["passed"] and set(quality["parts"]) == {"unet", "vae.decoder", "text_encoder"}
-
-
 def test_verify_fails_with_exit_code_1(wrong_resnets):
     result = run_command("verify", DIGITS, *CALL)
     assert result.exit_code == 1

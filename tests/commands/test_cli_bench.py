@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel.bench import ready
 from accel.bench.cases import CASES
+from accel.bench.ready import process, states
 from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
@@ -30,16 +30,17 @@ def test_bench_refuses_unknown_dtypes_and_devices(option):
 
 def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     """Of the three fresh processes one is started, in make test-all; what the others measure is measured here."""
-    started, fresh = [], ready.spawn
+    started, fresh = [], states.spawn
 
     def spawn(module, arguments, caches, timeout):
-        started.append((arguments[-1], caches))
+        started.append((arguments[1], caches))
         if len(started) == 1 and EVERYTHING:
             return fresh(module, arguments, caches)
-        case, device, dtype, variant = arguments
-        return ready.measure_module(ready.CASES[case], torch.device(device), getattr(torch, dtype), variant)
+        case, state, device, dtype, flag = arguments
+        assert flag == "--images"
+        return process.measure(case, state, torch.device(device), getattr(torch, dtype), images=True)
 
-    monkeypatch.setattr(ready, "spawn", spawn)
+    monkeypatch.setattr(states, "spawn", spawn)
     result = run_command("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "speed-up" in result.output
@@ -59,7 +60,7 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     took = figures["ready"]
     assert min(took["cold_s"], took["warm_s"], took["stock_first_call_s"], took["in_process_s"]) > 0
     assert min(took["cold_lost_s"], took["warm_lost_s"]) >= 0
-    assert [variant for variant, _ in started] == ["accel", "accel", "stock"]
+    assert [state for state, _ in started] == ["cold", "warm", "stock"]
     assert len({caches for _, caches in started}) == 1
 
 
@@ -185,7 +186,7 @@ def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
         return result | {"skipped": ["torch.compile"], "reference_failed": "too large"}
 
     ran = []
-    monkeypatch.setattr("accel.commands.bench.parse_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("accel.commands.bench.images.parse_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(machine, "slug", lambda device: "gpu")
     monkeypatch.setattr(runner, "run", run)
     result = run_command("bench", "sdxl", "flux", "--out", tmp_path, "--limit", "60")

@@ -12,10 +12,13 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from accel.commands.app import app
-from accel.demo import contact_sheet, continuation, digits
+from accel.demo import contact_sheet, continuation, digits, shipped
+from accel.planning.whole_models import ON_CPU
+from accel.report import Report
 from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
+STOCK = ("", ON_CPU, "skipped", "runs stock there")
 
 
 def test_the_command_draws_ten_digits_twice_and_continues_a_prompt(tmp_path):
@@ -68,7 +71,7 @@ def test_different_prompts_draw_different_pictures(comparison):
 
 def test_figures_are_of_this_run(comparison):
     assert len(comparison.stock_s) == len(comparison.optimized_s) == 2
-    assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.summary
+    assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.report.summary()
 
 
 PARTS = {
@@ -105,7 +108,16 @@ def test_both_models_write_the_same(written):
 
 def test_figures_of_the_text_are_of_this_run(written):
     assert len(written.stock_s) == len(written.optimized_s) == continuation.RUNS
-    assert written.ready_s >= 0 and written.speedup > 0 and written.summary
+    assert written.ready_s >= 0 and written.report.summary()
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    ("sites", "ours", "shown"),
+    [((), (2.0, 2.2), "0.50x"), ((STOCK,), (2.0, 2.2), "0.50x"), ((STOCK,), (0.9, 2.2), "as stock")],
+)
+def test_noise_is_no_ratio(sites, ours, shown):
+    assert shipped.speed_ratio([1.0, 1.1], ours, Report(list(sites), [], [])) == shown
 
 
 def test_texts_that_part_are_both_shown(written):

@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -12,32 +11,26 @@ import torch
 import accel
 from support.diffusion.outputs import close, run
 from support.patched import fast_forwards
+from support.together import together
 
 # Of the largest value.
 SHARE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
-def test_deepcopy_uses_its_own_weights_and_restores_by_itself(pair):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_uses_its_own_weights_and_restores_by_itself(pair, copied):
     model, twin, inputs = pair
     accel.optimize(model)
-    twin_of_optimized = copy.deepcopy(model)
+    other = copied(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    close(run(twin_of_optimized, inputs), run(twin, inputs))
-    assert accel.report(twin_of_optimized).sites == accel.report(model).sites
-    accel.restore(twin_of_optimized)
-    assert not fast_forwards(twin_of_optimized) and fast_forwards(model)
-    assert torch.equal(run(twin_of_optimized, inputs), run(twin, inputs))
-
-
-def test_pickle_round_trip(pair):
-    model, twin, inputs = pair
-    accel.optimize(model)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert len(fast_forwards(loaded)) == len(fast_forwards(model))
-    close(run(loaded, inputs), run(twin, inputs))
-    assert torch.equal(run(accel.restore(loaded), inputs), run(twin, inputs))
+    close(run(other, inputs), run(twin, inputs))
+    assert accel.report(other).sites == accel.report(model).sites
+    assert len(fast_forwards(other)) == len(fast_forwards(model))
+    accel.restore(other)
+    assert not fast_forwards(other) and fast_forwards(model)
+    assert torch.equal(run(other, inputs), run(twin, inputs))
 
 
 def test_state_dict_and_save_pretrained_are_the_stock_ones(pair, tmp_path):
@@ -120,21 +113,12 @@ def test_threads_agree(pair, tiny):
     accel.optimize(model)
     inputs = [tiny.inputs(model, height=8, width=4 + 2 * i, seed=i) for i in range(4)]
     wanted = [run(twin, i) for i in inputs]
-    errors = []
 
     def work(index):
-        try:
-            for _ in range(5):
-                close(run(model, inputs[index]), wanted[index])
-        except Exception as error:
-            errors.append(error)
+        for _ in range(5):
+            close(run(model, inputs[index]), wanted[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    together(work, ((i,) for i in range(4)))
 
 
 def test_projections_share_one_storage_without_a_second_copy(pair):

@@ -6,6 +6,8 @@ from typer.testing import CliRunner
 import accel
 from accel.commands.app import app
 from accel.libraries import versions
+from accel.libraries.cache import SOUGHT
+from accel.llm.recording.errors import NotUnderstood
 from support.llm import families
 
 
@@ -26,6 +28,29 @@ def test_optimize_and_the_report_say_so(monkeypatch):
     with pytest.warns(UserWarning, match=r"diffusers 99\.0 is newer than"):
         accel.optimize(model)
     assert "diffusers 99.0 is newer than" in str(accel.report(model))
+
+
+def refusing(*_, **__):
+    raise NotUnderstood("no list of 2 layers")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (("accel.llm.analysis.analyze.cache_argument", lambda _: None), f"its forward takes no cache: {SOUGHT}"),
+        (("accel.llm.recording.recorder.decoder_layers", refusing), "no list of 2 layers"),
+        (("accel.llm.family.find_convention", refusing), "no list of 2 layers"),
+    ],
+    ids=["no cache", "not recorded", "not tried"],
+)
+def test_why_a_whole_model_runs_stock_says_so_too(changed, reason, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda package: "99.0" if package == "transformers" else None)
+    monkeypatch.setattr(*changed)
+    model = families.make("llama")
+    with pytest.warns(UserWarning, match=r"transformers 99\.0"):
+        accel.optimize(model, accel.Options(cpu="fuse"))
+    (told,) = {reason for _, rule, _, reason in accel.report(model).sites if rule == "language model"}
+    assert told == f"{reason}; {versions.newer_than_tested()[0]}"
 
 
 def test_the_command_shows_versions():

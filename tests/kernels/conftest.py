@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.kernels import compiler
+from support.kernels import compiler, routing
 
 NOTHING = SimpleNamespace(restore=lambda: None)
 
@@ -61,3 +61,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def compiling_ends():
     yield
     compiler.end()
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    routing.poisoned(monkeypatch)

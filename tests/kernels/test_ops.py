@@ -1,7 +1,8 @@
 """Every op's kernel, in Triton's interpreter, against its reference in float64.
 
-An op's first case runs in every dtype, the others in one of 16 bits in turn and every eighth in float32: kernels
-compute in float32 whatever they read. ACCEL_TEST_EVERYTHING=1 runs all.
+An op's first case runs, and of the others every third, but those that take the interpreter long: they are run by the
+tests below and beside, of prompts, stores and experts. Dtypes come in turn: kernels compute in float32 whatever they
+read. ACCEL_TEST_EVERYTHING=1 runs all.
 """
 
 import pickle
@@ -21,9 +22,19 @@ COMPILED = ("hopper_gemm",)  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def dtypes(number: int) -> list[torch.dtype]:
+LONG = {
+    "experts": ("int4", "int8", "fp8"),
+    "paged_attention": ("prefill", "int8-prefill", "ragged-a", "ragged-i", "ragged-m", "ragged-p"),
+    "quantized_linear": ("int8-gate", "int8-layer", "int4-32", "int4-odd", "int4-128", "int4-64-residual", "fp8-gate"),
+}
+
+
+def dtypes(op, number: int, case) -> list[torch.dtype]:
     """Those that an op's case of this number runs in."""
-    return DTYPES if EVERYTHING or number == 0 else [*DTYPES[: number % 8 == 7], DTYPES[1 + number % 2]]
+    if EVERYTHING:
+        return DTYPES
+    long = case.name.startswith(LONG.get(op.name, ()))
+    return [DTYPES[(number + len(op.name)) % 3]] if number == 0 or (number % 3 == 2 and not long) else []
 
 
 SMALL = [
@@ -31,13 +42,13 @@ SMALL = [
     for op in OPS
     if op.name not in NUMBERS + COMPILED
     for number, case in enumerate(case for case in op.cases if case.small)
-    for dtype in dtypes(number)
+    for dtype in dtypes(op, number, case)
 ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("op, case, dtype", SMALL)
-@pytest.mark.share(6)
+@pytest.mark.share(1)
 def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cpu"), dtype)
     if dtype != torch.bfloat16 and op.supports(*args, **kwargs) is not None:
@@ -141,7 +152,7 @@ def at_odd_bytes(x, numbers):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
-@pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"])
+@pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"][: 1 + EVERYTHING])
 def test_the_norm_before_a_quantized_weight_may_be_of_float32(name, as_good_as_torch):
     op = next(op for op in OPS if op.name == "quantized_linear")
     args, more = next(case for case in op.cases if case.name == name).make(torch.device("cpu"), torch.float16)

@@ -1,13 +1,9 @@
 """Pairs of a model and its untouched twin; transformers' advice on unusual calls is kept quiet."""
 
-import copy
-import functools
-
 import pytest
 import torch
 
-import accel
-from support.llm.families import BY_NAME, available, make
+from support.llm import optimized_models
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +22,13 @@ def without_gradients():
         yield
 
 
-def new_pair(name: str, **changes):
-    """(optimized, stock); skips what this transformers does not have."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name, **changes)
-    return accel.optimize(copy.deepcopy(stock)), stock
-
-
 @pytest.fixture(scope="session")
 def pair_of():
-    """One pair a family for all tests that leave no trace on it."""
-    return functools.cache(new_pair)
+    """One pair a family for all tests that leave no trace on it: (optimized, stock)."""
+    return lambda name: optimized_models.shared(name)[:2]
 
 
 @pytest.fixture
 def pair():
     """Maker of a pair that a test may change."""
-    return new_pair
+    return lambda name, **changes: optimized_models.pair(name, changes=tuple(changes.items()))

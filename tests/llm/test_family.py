@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from accel.llm.family import is_causal_lm
+from accel.libraries.models import is_causal_lm
 from support.llm.families import make
 
 

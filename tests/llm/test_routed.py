@@ -16,29 +16,21 @@ from accel.llm.runtime.router import RouterForward
 from accel.planning.plan import PLAN
 from accel.tolerances import MEDIAN, MOVED
 from support.everything import EVERYTHING
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm import optimized_models
+from support.llm.families import make, prompt
 from support.llm.outputs import ran_fast
 from support.llm.runtime.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def optimized(name: str = "mixtral", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options):
-    torch.manual_seed(seed)
-    return accel.optimize(make(name, dtype, max_position_embeddings=256), **options)
+def optimized(name: str = "mixtral", dtype: torch.dtype = torch.bfloat16, **options):
+    return optimized_models.optimized(name, dtype, (("max_position_embeddings", 256),), **options)
 
 
 @pytest.mark.parametrize("seed", [*range(6), 11])
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_where_rounding_sends_tokens_is_not_judged(seed):
     """Judged by every token, with no routing for both, 1 and 11 failed; with ours and stock exchanged others would."""
-    ours = optimized(seed=seed, weights="int8")
+    ours = optimized(weights="int8")
     quality = accel.verify(ours, input_ids=prompt(1, 96, seed))
     assert quality.passed, str(quality)
     for name in ("prompt", "decode"):
@@ -148,13 +140,10 @@ def shares_changed(self, fast, x, index, weights):
 )
 @pytest.mark.share(4)
 def test_wrong_experts_fail(wrong, part, dtype, weights, monkeypatch):
-    for seed in range(2):
-        ours = optimized(seed=seed, dtype=dtype, weights=weights)
-        with monkeypatch.context() as patch:
-            fast = ExpertsForward.fast
-            patch.setattr(ExpertsForward, "fast", lambda self, *given, fast=fast: wrong(self, fast, *given))
-            quality = accel.verify(ours, input_ids=prompt(1, 96, seed))
-        assert not quality.passed and not quality.parts[part].passed, str(quality)
+    ours, fast = optimized(dtype=dtype, weights=weights), ExpertsForward.fast
+    monkeypatch.setattr(ExpertsForward, "fast", lambda self, *given: wrong(self, fast, *given))
+    quality = accel.verify(ours, input_ids=prompt(1, 96, 1))
+    assert not quality.passed and not quality.parts[part].passed, str(quality)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -208,8 +197,6 @@ def test_wrong_routers_fail(wrong, dtype, monkeypatch):
 
 
 def test_experts_of_layers_that_are_not_understood():
-    if not available(BY_NAME["llama4"].kind):
-        pytest.skip("this transformers has no llama4")
     ours = optimized("llama4")
     assert len(routed(vars(ours)[PLAN])) == 2
     quality = accel.verify(ours)

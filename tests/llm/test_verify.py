@@ -20,14 +20,6 @@ from accel.planning.plan import PLAN, Plan
 WORDS = ("the", "cat", "sat", "on", "a", "mat")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def llama():
     config = LlamaConfig(

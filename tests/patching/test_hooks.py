@@ -1,4 +1,4 @@
-"""accelerate's hooks and patches in any order."""
+"""Hooks of accelerate and of diffusers, and patches, in any order."""
 
 import copy
 
@@ -6,18 +6,10 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import hooks as diffusers
 
 import accel
 from accel.cuda_graphs.rule import IN_PARTS
-
-
-class Counting(ModelHook):
-    def __init__(self):
-        self.calls = 0
-
-    def pre_forward(self, module, *args, **kwargs):
-        self.calls += 1
-        return args, kwargs
 
 
 def run(model, inputs):
@@ -32,25 +24,61 @@ def pair(tiny):
     return model, run(copy.deepcopy(model), inputs), inputs
 
 
-def stock(model):
-    return not any(type(vars(m).get("forward")).__module__.startswith("accel.") for m in model.modules())
+def counting(kind, seen):
+    """A hook of either library, which notes its calls, and how it comes and goes."""
+
+    class Counting(kind):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(1)
+            return args, kwargs
+
+    return Counting()
+
+
+def of_accelerate(module, seen):
+    return lambda: add_hook_to_module(module, counting(ModelHook, seen)), lambda: remove_hook_from_module(module)
+
+
+def of_diffusers(module, seen):
+    """Offload in groups, caches and casting by layer are such hooks."""
+
+    def add():
+        registry = diffusers.HookRegistry.check_if_exists_or_initialize(module)
+        registry.register_hook(counting(diffusers.ModelHook, seen), "counting")
+
+    return add, lambda: module._diffusers_hook.remove_hook("counting")
+
+
+PLACES = ("", "mid_block.resnets.0", "mid_block.resnets.0.norm1")
 
 
 @pytest.mark.parametrize("order", ["hook first", "patch first"])
 @pytest.mark.parametrize("leaving", ["hook first", "patch first"])
-def test_hooks_and_patches_come_and_go_in_any_order(pair, order, leaving):
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        (of_accelerate, ""),
+        *((of_diffusers, place) for place in ("", "mid_block.resnets.0", "mid_block.resnets.0.norm1")),
+    ],
+)
+@pytest.mark.share(2)
+def test_hooks_and_patches_come_and_go_in_any_order(tiny, pair, hook, place, order, leaving):
     model, wanted, inputs = pair
-    hook = Counting()
-    steps = [lambda: add_hook_to_module(model, hook), lambda: accel.optimize(model)]
+    seen = []
+    add, remove = hook(model.get_submodule(place), seen)
+    steps = [add, lambda: accel.optimize(model)]
     for step in steps if order == "hook first" else reversed(steps):
         step()
     torch.testing.assert_close(run(model, inputs), wanted)
-    assert hook.calls == 1
-    steps = [lambda: remove_hook_from_module(model), lambda: accel.restore(model)]
+    assert len(seen) == 1
+    steps = [remove, lambda: accel.restore(model)]
     for step in steps if leaving == "hook first" else reversed(steps):
         step()
+        torch.testing.assert_close(run(model, inputs), wanted)
+    assert len(seen) == (1 if leaving == "hook first" else 2)
     assert torch.equal(run(model, inputs), wanted)
-    assert hook.calls == 1 and stock(model)
+    vars(model.get_submodule(place)).pop("_diffusers_hook", None)
+    assert tiny.differences(model, tiny.unet()) == []
 
 
 @pytest.mark.parametrize("graphs", ["auto", False])

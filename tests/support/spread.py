@@ -12,7 +12,7 @@ from accelerate import dispatch_model
 from torch import nn
 
 import accel
-from accel.llm.pipeline.device_hooks import HOOK
+from accel.libraries.hooks import HOOK
 from support.llm.families import BY_NAME, available, layers, make, prompt
 from support.state import assert_same_state, snapshot
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.bench.runner import WrongResult
-from accel.planning.objects import models_in
+from accel.planning.targets import models_in
 from accel.tolerances import LOGITS, SEEN, UNITS, bound
 from accel.verification.metrics import compare
 from accel.verification.noise import with_noise
@@ -21,7 +21,7 @@ def is_tokens(output: Any) -> bool:
 def dtype_of(obj: Any) -> torch.dtype:
     """The dtype that the object computes in: that of most of its weights that are not packed."""
     counts: dict[torch.dtype, int] = {}
-    for model in (models_in(obj) or {}).values():
+    for model in models_in(obj).values():
         for weight in model.parameters():
             if weight.is_floating_point() and weight.element_size() > 1:
                 counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.numel()
@@ -44,7 +44,7 @@ def judge_outputs(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Ca
     error, allowed = quality.relative_rms, max(unit, SEEN)
     if error > allowed and obj is not None:
         # Of a loop: as far as its models' outputs may be from stock moves stock itself.
-        with with_noise((model, unit) for model in (models_in(obj) or {}).values()):
+        with with_noise((model, unit) for model in models_in(obj).values()):
             allowed = max(allowed, compare(stock, again()).relative_rms)
     if quality.stock_finite and not error <= allowed:
         raise WrongResult(f"relative RMS {error:.2g} from stock, more than the {allowed:.2g} that rounding explains")
@@ -89,7 +89,7 @@ def _of_tokens(
 def _logits(obj: Any) -> Iterator[list[torch.Tensor]]:
     """Inside, the last position's logits of each call of the stock model's output head are kept."""
     kept: list[torch.Tensor] = []
-    models: list[Any] = list((models_in(obj) or {}).values())
+    models: list[Any] = list(models_in(obj).values())
     head = models[0].get_output_embeddings() if len(models) == 1 else None
     if head is None:
         yield kept

@@ -22,7 +22,6 @@ from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds
 from accel.errors import out_of_memory, told
-from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from accel.verification.call import seeded
 
@@ -170,13 +169,12 @@ def path(report: Report) -> dict:
     patched = sum(status == "patched" for _, _, status, _ in report.sites)
     graphs = sum(row["status"] == "graph" for row in report.graphs)
     skipped = Counter(reason for _, _, status, reason in report.sites if status == "skipped")
-    waits = any(rule == ON_CPU and status == "skipped" for _, rule, status, _ in report.sites)
     stock: Counter[str] = Counter()
     for _, reason, calls in report.fallbacks:
         stock[reason] += calls
     refused = [row["reason"] for row in report.graphs if row["status"] != "graph"]
     return {
-        "path": "graphs" if graphs else "patched" if patched and not waits else "stock",
+        "path": "graphs" if graphs else "patched" if patched and not report.stock_on_cpu else "stock",
         "patched": patched,
         "graphs": graphs,
         "ran_stock": [{"reason": reason, "calls": calls} for reason, calls in stock.most_common(REASONS)],

@@ -13,6 +13,7 @@ from torch import nn
 from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
+from accel.libraries.diffusion import image_output
 from accel.patching.context import Context
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -227,12 +228,7 @@ class TransformerStackForward(FastForward):
         fold = deferred(m.proj_out, rows := stream.total(self.kernels))
         h = as_image_like(project(rows, m.proj_out, not fold, self.kernels.linear), x)
         out = keep_channel_stats(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
-        return self._output(out) if return_dict else (out,)
-
-    def _output(self, sample: torch.Tensor) -> Any:
-        from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-        return Transformer2DModelOutput(sample=sample)
+        return image_output(out) if return_dict else (out,)
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

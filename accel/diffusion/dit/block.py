@@ -14,8 +14,7 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
-from accel.diffusion.dit.calls.code import BlockCode, active_backend
-from accel.diffusion.dit.calls.kinds import call_of, sort_of
+from accel.diffusion.dit.calls.kinds import BlockCode, call_of, sort_of
 from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
 from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
 from accel.diffusion.dit.executable import Executable
@@ -29,8 +28,10 @@ from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
+from accel.libraries.code import comes_from
+from accel.libraries.diffusion import active_backend, context_parallel
 from accel.parallel.ranks import Ranks
-from accel.parallel.sequences import context_parallel, sequence_ranks
+from accel.parallel.sequences import sequence_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.patch import ForwardPatch, foreign_forward
@@ -239,7 +240,7 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
     block of a UNet, whose parts have rules of their own.
     """
     module = site.module
-    if not _is_block(site.path, module) or type(module).__module__.startswith("transformers."):
+    if not _is_block(site.path, module) or comes_from(type(module), "transformers"):
         return None
     if any(_is_block(path, child) for path, child in module.named_modules() if path):
         return None

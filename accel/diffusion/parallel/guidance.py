@@ -19,6 +19,8 @@ from accel.diffusion.parallel.rows import BatchCall, gathered, not_rows, part_of
 from accel.diffusion.parallel.same_numbers import Checks, check_same
 from accel.errors import reason_of
 from accel.fusion.loop import Loop
+from accel.libraries.diffusion import DIVIDED
+from accel.libraries.hooks import hook_of, hooks_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.world import everybody
 from accel.patching.context import Context
@@ -81,7 +83,7 @@ class GuidanceForward(FastForward):
         """Why this call is no matter of the ranks, each of which may be somewhere else."""
         if self.ranks is None:
             return "this process is alone"
-        if getattr(self.module, "_parallel_config", None) is not None:
+        if getattr(self.module, DIVIDED, None) is not None:
             return "diffusers divides it among ranks already (enable_parallelism)"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"
@@ -205,9 +207,8 @@ def _kind(leaf: object) -> object:
 def _sort(module: nn.Module) -> tuple:
     """What one module is, and what hangs on it."""
     held = vars(module)
-    hooks = bool(held["_forward_hooks"]), bool(held["_forward_pre_hooks"]), "_hf_hook" in held
-    registry = getattr(held.get("_diffusers_hook"), "hooks", None)
-    return type(module), type(held.get("processor")), type(held.get("forward")), *hooks, bool(registry)
+    hooks = bool(held["_forward_hooks"]), bool(held["_forward_pre_hooks"]), hook_of(module) is not None
+    return type(module), type(held.get("processor")), type(held.get("forward")), *hooks, bool(hooks_of(module))
 
 
 def match_guidance(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:

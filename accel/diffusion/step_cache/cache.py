@@ -33,6 +33,8 @@ from accel.diffusion.step_cache.step_call import StepCall
 from accel.diffusion.step_cache.tracks import Tracks
 from accel.errors import PatchConflict, reason_of
 from accel.fusion.loop import Loop
+from accel.libraries.diffusion import CACHED_STEPS
+from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.patch import ForwardPatch
@@ -145,8 +147,8 @@ class StepCacheForward(FastForward):
             return reason
         if self.state.arguments.samples(given)[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"
-        if getattr(self.module, "_cache_config", None) is not None:
-            return f"diffusers' own cache is enabled ({type(self.module._cache_config).__name__})"
+        if (config := getattr(self.module, CACHED_STEPS, None)) is not None:
+            return f"diffusers' own cache is enabled ({type(config).__name__})"
         return next(filter(None, map(self._unfit_block, self.paths)), None)
 
     def _unfit_block(self, path: str) -> str | None:
@@ -160,8 +162,7 @@ class StepCacheForward(FastForward):
         attributes = vars(self.blocks[path].owner)
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             return f"forward hooks on {path}"
-        references = getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())
-        if any(reference.original_forward is not None for reference in references):  # it decides itself what runs
+        if skips(self.blocks[path].owner):
             return f"a hook of diffusers in the place of {path}"
         return None
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from accel.libraries.cache import cache_argument
+from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
@@ -61,7 +61,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if (reason := model_side_effects(model)) is not None:
         return reason
     if cache_argument(type(model).forward) is None:
-        return "; ".join(["its forward takes no cache", *newer_than_tested()])
+        return f"its forward takes no cache{f': {SOUGHT}' if newer_than_tested() else ''}"
     words = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(words, torch.Tensor) or words.dim() != 2:
         return "it has not one table of embeddings"

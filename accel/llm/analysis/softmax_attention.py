@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accel.libraries.attention import TOLD
 from accel.llm.analysis.alibi import slopes_given
 from accel.llm.analysis.attention_kind import AttentionSpec, Understood
 from accel.llm.analysis.compare import agree, factor, named_factor
@@ -22,8 +23,6 @@ from accel.patching.settings import settings
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
 SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
-# What an attention function may be told besides what `SoftmaxSpec` holds; none of it changes what is computed.
-HARMLESS = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "position_ids", "use_cache", "cache_position"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         for name, value in options.items():
             if name == "is_causal" and value is False:
                 raise NotUnderstood("its attention sees the future")
-            harmless = name in HARMLESS | {"is_causal"} or name.startswith("output_")
+            harmless = name in TOLD | {"is_causal"} or name.startswith("output_")
             if not harmless and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
     else:

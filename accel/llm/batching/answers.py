@@ -4,9 +4,9 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.errors import reason_of
+from accel.libraries.batching import RequestStatus
 from accel.llm.batching.request import Request
 
 NO_ID = -1  # drawn where there was nothing to draw from; also: not an id that ends anything

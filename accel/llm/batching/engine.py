@@ -44,6 +44,7 @@ class Engine:
         self.pages = PagePool(shapes, sets, pages, rows, columns)
         self.answers = Answers(rows)
         self.sampler = Sampler(rows, head_size(forward), head_device(forward))
+        self.sampler.prepare(forward.embeddings().dtype)
         self.lanes = LaneStreams(
             (*self.pages.places, forward.embeddings().device, self.sampler.device), lane_count(forward)
         )

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.requests import logger
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
+from accel.libraries.batching import CACHED, INIT, logger, page_size
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.manager import BatchManager
@@ -29,8 +29,6 @@ from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.patch import Patch
 
-NAME = "init_continuous_batching"
-CACHED = "_cached_continuous_batching_manager"  # where stock keeps a manager for its next call
 OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
@@ -42,7 +40,7 @@ class InitContinuousBatching(MethodHook):
     runner: of the CUDA graphs that engines replay, kept from one to the next; None for none.
     """
 
-    name = NAME
+    name = INIT
 
     def __init__(
         self,
@@ -243,9 +241,9 @@ def batching_hook(
     model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
 ) -> list[Patch]:
     """For a model whose class has the method, unless somebody put another one on the model."""
-    if NAME in vars(model) or not hasattr(type(model), NAME):
+    if INIT in vars(model) or not hasattr(type(model), INIT):
         return []
-    return [BatchingPatch(model, NAME, InitContinuousBatching(model, forward, runner))]
+    return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
 
 
 def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: Any = None) -> Limits:
@@ -261,7 +259,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
     rows = config.max_requests_per_batch
     if rows is None:
         rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
-    blocks = None if config.num_blocks is None else max(1, config.num_blocks * _page_size(config) // BLOCK)
+    blocks = None if config.num_blocks is None else max(1, config.num_blocks * page_size(config) // BLOCK)
     sets = layer_sets(forward.shapes(), _windows(forward))
     return Limits(
         rows=rows,
@@ -276,11 +274,6 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 def _windows(forward: DecoderForward) -> list[int | None]:
     return [layer.spec.attention.sees for layer in forward.layers]
-
-
-def _page_size(config: ContinuousBatchingConfig) -> int:
-    """Tokens of one of stock's pages; transformers before 5.18 calls it a block."""
-    return config.page_size if hasattr(config, "page_size") else config.block_size
 
 
 def _ended(config: GenerationConfig) -> GenerationConfig:

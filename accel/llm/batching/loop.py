@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from transformers.generation.continuous_batching.requests import logger
 
 from accel.errors import fatal, out_of_memory, told
+from accel.libraries.batching import logger
 from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Ending, Stop
 from accel.llm.batching.parallel.together import Alone, Together, Turn, failed, family

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.requests import GenerationOutput, logger
 
+from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.ending import Stop, interrupted
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
@@ -153,7 +153,7 @@ class BatchManager(ContinuousBatchingManager):
             self.join(begun, timeout)
         if keep_for_next_session:
             logger.info("Continuous batching manager will be kept for next session.")
-            self.model._cached_continuous_batching_manager = self  # type: ignore[assignment]
+            setattr(self.model, CACHED, self)
         elif not self.is_running():
             loop.close()
 

@@ -1,5 +1,6 @@
 """Whether requests of a model can be batched by the engine: tried once, before the first of them."""
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -67,10 +68,11 @@ def _difference(forward: DecoderForward) -> str | None:
     ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
+    steps, plans = _steps(forward, ids, lengths)
+    steps.warm_up([*plans, *_large()], partial(_alone, forward, ids, lengths))
     with noting(1, modules) as found:
         alone = _alone(forward, ids, lengths)
     choices = _by_steps(found, lengths) if wholes and found.cover(wholes) else None
-    steps, plans = _steps(forward, ids, lengths)
     with noting(1, modules) as own, repeating(choices or Choices(1)):
         together = torch.stack([steps.logits(plan) for plan in plans], dim=1).to(alone.device)
     if together.shape[-1] != head_size(forward):
@@ -134,7 +136,7 @@ def _stock_alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray
 
 
 def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> tuple[StepRunner, list[StepPlan]]:
-    """What runs them together, compiled, and what it is to run."""
+    """What runs them together, and what it is to run."""
     shapes = forward.shapes()
     sets = layer_sets(shapes, [layer.spec.attention.sees for layer in forward.layers])
     pages = 2 * len(sets) + 1
@@ -147,18 +149,25 @@ def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> t
     memory.upload(*pool.changes())
     sampler = Sampler(2, head_size(forward), head_device(forward))
     steps = step_runner(forward, memory, sampler, 2, None, LaneStreams(memory.places, 1))
-    plans = [_plan(ids, before, after) for before, after in pairwise(lengths)]
-    steps.warm_up([*plans, _large()])
-    return steps, plans
+    return steps, [_plan(ids, before, after) for before, after in pairwise(lengths)]
 
 
-def _large() -> StepPlan:
-    """A step of so many tokens that no graph is made for it, to compile what it launches."""
-    count = MOST_PREFILLS + 1
-    rows, none, news = np.zeros(count, np.int64), np.empty(0, np.int64), np.full(count, BLOCK)
-    news[0] = 1
+def _large() -> tuple[StepPlan, ...]:
+    """To compile what they launch: steps of so many tokens that no graph is made for them, of prompts with a decode and
+    without, and one of decodes alone, of so many that none shares its keys.
+    """
+    prompts, decodes = MOST_PREFILLS, 2 * MOST_PREFILLS
+    return tuple(
+        _blank(np.concatenate([np.ones(ones, np.int64), np.full(prefills, BLOCK)]), ones)
+        for ones, prefills in ((1, prompts), (0, prompts), (decodes, 0))
+    )
+
+
+def _blank(news: np.ndarray, decodes: int) -> StepPlan:
+    """So many new tokens of each sequence, all of one row; decodes draw, prompts where there are no decodes."""
+    rows, none, drawn = np.zeros(len(news), np.int64), np.empty(0, np.int64), np.arange(decodes or len(news))
     tokens = np.zeros(news.sum(), np.int64)
-    return StepPlan(rows, rows, news, 1, tokens, np.arange(1), rows[:1], none, [], [])
+    return StepPlan(rows, rows, news, decodes, tokens, drawn, rows[drawn], none, [], [])
 
 
 def _plan(ids: torch.Tensor, before: np.ndarray, after: np.ndarray) -> StepPlan:

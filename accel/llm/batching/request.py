@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from accel.libraries.batching import GenerationOutput, RequestStatus
 
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 

@@ -6,9 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from transformers.generation.continuous_batching.requests import GenerationOutput, logger
-
 from accel.errors import told
+from accel.libraries.batching import GenerationOutput, logger
 from accel.llm.batching.request import Request
 
 Handler = Callable[[GenerationOutput], object]

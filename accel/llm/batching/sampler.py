@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from accel_kernels import SamplingTable, sample
 from accel_kernels.sampling.table import WORD, seen_words
+from accel_kernels.warmup import Warmup
 from transformers import LogitsProcessorList
 
 from accel.errors import fatal
@@ -39,6 +40,7 @@ class Sampler:
         self._changed: dict[int, np.ndarray] = {}  # what a row is to have in the store
         self._seen: dict[int, np.ndarray] = {}
         self._errors: dict[int, Exception] = {}
+        self._filters: Warmup | None = None  # that compiles what requests with filters launch
 
     def set(self, row: int, sampling: Sampling, tokens: Sequence[int], drawn: int = 0) -> None:
         """A request takes a row. tokens: its prompt, and its answer so far, of which `drawn` were drawn; so a request
@@ -147,6 +149,9 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log probabilities; these are the ids again where nobody asked for them."""
         filters, nucleus, penalties = self.variant(host_rows)
+        if filters and self._filters is not None:
+            kernels, self._filters = self._filters, None
+            kernels.wait()
         table = self._table if penalties else self._table._replace(seen=None)
         found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
         return found if logprobs else (found, found)
@@ -165,13 +170,24 @@ class Sampler:
             self._errors[row] = error
             scores.fill_(float("nan"))
 
-    def warm_up(self, logits: torch.Tensor) -> None:
-        """Launches each kernel that `draw` may need for logits like these, for nobody; so that they are compiled before
-        the first request that asks for them. To be called inside `accel_kernels.warmup.warmup`.
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Begins to compile what requests with filters launch for logits of this dtype: the first of them waits for it.
+
+        Without filters a draw needs little, which `warm_up` launches.
+        """
+        if self.device.type == "cuda":
+            logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
+            self._filters = Warmup()
+            with self._filters.launches():
+                self.warm_up(logits, ((True, False), (True, True)))
+
+    def warm_up(self, logits: torch.Tensor, variants: Sequence[tuple[bool, bool]] = ((False, False),)) -> None:
+        """Launches what `draw` may need for logits like these, for nobody. To be called inside
+        `accel_kernels.warmup.warmup`. variants: whether there are filters, and top-p or min-p without top-k.
         """
         nobody = torch.full((1,), NONE, dtype=torch.int64, device=self.device)
         seen = torch.zeros(1, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
-        for filters, nucleus in ((False, False), (True, False), (True, True)):
+        for filters, nucleus in variants:
             for one in (None, seen):
                 sample(logits[:1], self._table._replace(seen=one), nobody, filters=filters, nucleus=nucleus)
 

@@ -9,12 +9,13 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import (
+from transformers import (
+    GenerationConfig,
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -23,6 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from accel.errors import LOG
+from accel.libraries.generation import processors
 
 WORD = 2**64 - 1
 CHILD = 0x5851F42D4C957F2D  # keeps the seeds of children apart from those of requests
@@ -197,10 +199,11 @@ class SamplingDefaults:
         known = self._ends
         if ends != known[0]:  # a copy waits for the GPU, and most requests have the same
             self._ends = known = (ends, torch.tensor(ends, device=device) if ends else None)
-        config._eos_token_tensor = known[1]  # as generate() leaves it
         encoder = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
-        chain = self.model._get_logits_processor(
+        chain = processors(
+            self.model,
             config,
+            known[1],
             input_ids_seq_length=len(prompt),
             encoder_input_ids=torch.tensor([list(prompt)], device=device) if encoder else None,
             device=str(device),

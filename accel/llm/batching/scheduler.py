@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from transformers.generation.continuous_batching.requests import RequestStatus
 
+from accel.libraries.batching import RequestStatus
 from accel.llm.batching.answers import Answers
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request

@@ -128,11 +128,12 @@ class StepRunner:
         size = StepSize.exact(plan)
         return self._logits(Numbers(plan, size, self.nobody), size, by_graph=False, look=True)[0]
 
-    def warm_up(self, plans: Iterable[StepPlan]) -> None:
-        """Compiles side by side what these steps launch on a GPU; nothing of them comes out."""
+    def warm_up(self, plans: Iterable[StepPlan], beside: Callable[[], object]) -> None:
+        """Compiles side by side what these steps, and beside(), launch on a GPU; nothing of them comes out."""
         if self.device.type == "cuda":
             try:
                 with warmup():
+                    beside()
                     for plan in plans:
                         self.sampler.warm_up(self.logits(plan))
             except Exception as error:  # shows again when such a step runs

@@ -13,15 +13,13 @@ import torch
 
 from accel.errors import of_a_kernel, reason_of
 from accel.libraries.cache import DynamicCache
+from accel.libraries.generation import GRIDS, MARKS, POSITIONS
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.trial import expected
+from accel.llm.generation.trial import expected, plainly
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 
-MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
-GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
-COUNT = "_prepare_position_ids_for_generation"
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
 HIDDEN = 2  # tokens of the second row that are padding
 
@@ -59,7 +57,7 @@ def _counted(forward: DecoderForward) -> tuple[tuple[int, ...], dict]:
     (path of the module, name). The model is as before.
     """
     model = forward.module
-    count = getattr(model, COUNT, None)
+    count = getattr(model, POSITIONS, None)
     if count is None:
         return (), {}
     ids = example_ids(model, within_positions(forward.most_positions, PIECES)[0])
@@ -125,8 +123,12 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
         given = forward.given_cache(cache)
         return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)[:, HIDDEN:]
 
+    def stock() -> torch.Tensor:
+        with plainly(forward):
+            return run(forward.reference)
+
     try:
-        wanted = expected(forward, lambda: run(forward.reference))
+        wanted = expected(forward, stock)
         with wanted.routed():
             got = run(forward.fast)
     except Exception as error:  # not a call that can be had, or not one that can be had fast

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accel_kernels import KV
+from accel_kernels.attention.math_attention import MathAttention
 from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -16,6 +17,8 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
+from accel.libraries.generation import ARGUMENTS, OUTPUTS
+from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.prefill import Prompts
@@ -34,14 +37,6 @@ from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
-
-# What a fast call understands besides the cache; of anything else the call runs stock. The tokenizer is for stop
-# strings: generate() hands it to the model as well, which has no use for it.
-UNDERSTOOD = {
-    "input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", "return_dict",
-    "tokenizer",
-}  # fmt: skip
-ALSO = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class Unfit(Exception):
@@ -103,7 +98,7 @@ class DecoderForward(FastForward):
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
-        with unpaged(self.module):
+        with unpaged(self.module), MathAttention():
             return self.stock(**kwargs)
 
     def mode(self) -> str | None:
@@ -158,7 +153,7 @@ class DecoderForward(FastForward):
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
         """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
         config = self.module.config
-        if any(getattr(config, name, False) for name in ALSO):
+        if any(getattr(config, name, False) for name in OUTPUTS):
             raise Unfit("the configuration asks for attentions, hidden states or router logits")
         use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
@@ -167,7 +162,7 @@ class DecoderForward(FastForward):
     def _refuse(self, kwargs: dict, rows: int, start: int, new: int) -> None:
         """Raises Unfit for arguments that are not understood, unless they say nothing."""
         for name, value in kwargs.items():
-            if name in UNDERSTOOD or value is None or value is False:
+            if name in ARGUMENTS or value is None or value is False:
                 continue
             if isinstance(value, dict | list | tuple) and not value:
                 continue
@@ -332,12 +327,11 @@ class DecoderForward(FastForward):
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
-        reason = self._placed()
-        return reason or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+        return self._placed() or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
 
     def _placed(self) -> str | None:
         """Why its weights are not where they were understood."""
-        moved = next((path for path, module in self.module.named_modules() if "_hf_hook" in vars(module)), None)
+        moved = next((path for path, module in self.module.named_modules() if hook_of(module) is not None), None)
         if moved is not None:
             return f"an accelerate hook on {moved or 'the model'}"
         parameters = list(self.module.parameters())

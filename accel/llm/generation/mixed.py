@@ -15,7 +15,8 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
-from accel.llm.generation.decoder import UNDERSTOOD, DecoderForward, Unfit
+from accel.libraries.generation import ARGUMENTS
+from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
@@ -41,7 +42,7 @@ class MixedForward(DecoderForward):
         kwargs, cache = self.taken_apart(args, kwargs)
         use_cache, _ = self._wanted(kwargs)
         for name, value in kwargs.items():
-            if name not in UNDERSTOOD and value is not None and value is not False and not _empty(value):
+            if name not in ARGUMENTS and value is not None and value is not False and not _empty(value):
                 raise Unfit(f"called with {name}")
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         tokens = ids if embeds is None else embeds

@@ -16,16 +16,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.libraries.experts import EXPERTS
-from accel.llm.recording.implementation import PAGED, foreign_experts, lent_configs
+from accel.libraries.attention import ATTENTION, PAGED
+from accel.libraries.experts import CHOSEN, EXPERTS
+from accel.llm.recording.implementation import foreign_experts, lent_configs
 from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same
 from accel.patching.structure import foreign_hooks
 from accel.quantization.experts import stock_class
 
-ATTENTION = "_attn_implementation"
-CHOICES = {EXPERTS, EXPERTS.removesuffix("_internal")}  # among functions of equal results, or of the user's
+CHOICES = {EXPERTS, CHOSEN}  # among functions of equal results, or of the user's
 ABSENT = "absent"
 TOKEN = re.compile(r"_token_(id|index)$")
 

@@ -1,5 +1,7 @@
 """The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -25,7 +27,7 @@ from accel.llm.generation.trial import (
     trial_inputs,
     trial_lengths,
 )
-from accel.llm.generation.trial_warmup import warm_up_trial
+from accel.llm.generation.trial_warmup import warming_up_trial
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
@@ -39,8 +41,9 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
             try:
-                wanted, output = stock_logits(forward, lengths)
-                alone = stock_alone(forward, lengths)
+                with _warming_up(forward, lengths, mask=True):
+                    wanted, output = stock_logits(forward, lengths)
+                    alone = stock_alone(forward, lengths)
             except NotUnderstood:
                 raise
             except Exception as error:  # the model's own, such as of attention that wants another kind of cache
@@ -50,16 +53,28 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
         raise NotUnderstood(str(reason)) from reason
 
 
+@contextmanager
+def _warming_up(forward: DecoderForward, lengths: tuple, mask: bool) -> Iterator[None]:
+    """What the model launches, with a mask or without one, compiles while what is inside runs."""
+    forward.convention = CallingConvention(dict, mask, None)
+    with warming_up_trial(forward, lengths):
+        del forward.convention
+        forward.seen = None
+        yield
+
+
 def _convention(
     forward: DecoderForward, lengths: tuple, wanted: Expected, alone: Expected, output: type
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
     for mask in (True, False):
+        if not mask:
+            with _warming_up(forward, lengths, mask):
+                pass
         forward.convention = CallingConvention(output, mask, None)
         try:
             with fused_layers(forward):
-                warm_up_trial(forward, lengths)
                 fused = partial(fused_logits, forward, lengths)
                 with wanted.routed():
                     got, prompt = fused(), lengths[0] - PADDING

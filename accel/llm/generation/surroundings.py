@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from accel.libraries.cache import DynamicCache
-from accel.llm.generation.decoder import ALSO, UNDERSTOOD, DecoderForward
+from accel.libraries.generation import ARGUMENTS, OUTPUTS
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.relied import ModelRelied, reading, relevant
 from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, written
 from accel.llm.recording.inputs import within_positions
@@ -35,7 +36,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
                 forward.apart = False
     forward.seen = None
     shown = around - {""} if call is None else ()
-    return ModelRelied(forward.module, relevant(stock, fused, (*UNDERSTOOD, *ALSO)), shown)
+    return ModelRelied(forward.module, relevant(stock, fused, (*ARGUMENTS, *OUTPUTS)), shown)
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
-from accel_kernels.warmup import warmup
+from accel_kernels.warmup import Warmup
 
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
@@ -19,6 +20,7 @@ from accel.llm.generation.trial import (
     short_prompt,
     trial_inputs,
     trial_lengths,
+    written,
 )
 from accel.llm.kv_cache.store import Shape
 from accel.llm.recording.recorder import resting
@@ -27,26 +29,40 @@ from accel.quantization.activation_quantization import rounding
 
 LONGER = 320  # tokens of a prompt that is more than a few rows
 PADDED = (STEP // 4, STEP // 2, LONGER, LONGER + STEP)  # of prompts in graphs: few; many, and a multiple of 128
+SEVERAL = 3  # tokens of a step that is no decode
 WIDE = (9, 17, 33)  # rows, for tiles of 16, of 32 and of 64
 TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by tiles of other sizes
 
 
 def warm_up(forward: DecoderForward) -> None:
     """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
-    with resting(forward.module), fused_layers(forward):
-        warm_up_trial(forward, trial_lengths(forward), TILED if rounding(forward.module) else ())
-    forward.seen = None
+    with (
+        resting(forward.module),
+        warming_up_trial(forward, trial_lengths(forward), TILED if rounding(forward.module) else ()),
+    ):
+        forward.seen = None
 
 
-def warm_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> None:
-    """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches."""
-    if forward.shapes()[0].device.type != "cuda":
-        return
+@contextmanager
+def warming_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> Iterator[None]:
+    """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches.
+
+    Kernels compile while what is inside runs, and are ready after it.
+    """
+    kernels = Warmup()
     try:
-        with warmup():
-            _run_through(forward, lengths, longer)
+        if forward.shapes()[0].device.type == "cuda":
+            with fused_layers(forward), kernels.launches():
+                _run_through(forward, lengths, longer)
     except Exception as error:  # shows again in the trial
         reason_of(error)
+    try:
+        yield
+    finally:
+        try:
+            kernels.wait()
+        except Exception as error:
+            reason_of(error)
 
 
 def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None:
@@ -54,12 +70,16 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         fused_logits(forward, lengths)
         ids, _, positions = trial_inputs(forward, max((*PADDED, *longer)) + 1)
         short, most = short_prompt(lengths), forward.most_positions
+        if short < lengths[0]:  # of a trial that fills a window; this one is called without positions, too
+            padded, hidden, _ = trial_inputs(forward, short)
+            written(forward, [{"input_ids": padded, "attention_mask": hidden}])
         positions %= short  # a model with a table of positions may have fewer than that
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
-        prompts = [(1, length) for length in (short, *fit)] + [(rows, short) for rows in WIDE]
-        for rows, prompt in prompts:
+        prompts = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in fit), *((n, short, (1,)) for n in WIDE)]
+        for rows, prompt, steps in prompts:
             store = new_store(forward, DynamicCache())
-            for piece in (slice(0, prompt), slice(prompt, prompt + 1)):
+            ends = list(accumulate((0, prompt, *steps)))
+            for piece in map(slice, ends, ends[1:]):
                 given = positions[:1, piece] if "position_ids" in forward.names else None
                 mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
                 tokens = ids[:1, piece].repeat(rows, 1)

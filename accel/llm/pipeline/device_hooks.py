@@ -1,6 +1,5 @@
 """Hooks of accelerate that only bring inputs to where weights lie, as a `device_map` over several cards has them."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -10,30 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.libraries.hooks import ALIGNING, BENEATH, FORWARD, execution_device, hook_of, is_hook
 from accel.patching.structure import stock_method
-
-HOOK, BENEATH, FORWARD = "_hf_hook", "_old_forward", "forward"  # what accelerate puts on a module
-KNOWN = ("AlignDevicesHook",)  # exactly; of others nobody knows what they do
 
 
 def wrapper_of(module: nn.Module) -> Callable | None:
     """What accelerate has put in place of the module's forward; None without a hook."""
-    return vars(module).get(FORWARD) if HOOK in vars(module) else None
+    return None if hook_of(module) is None else vars(module).get(FORWARD)
 
 
 def device_of(module: nn.Module) -> torch.device | None:
     """Where a hook of this module brings what it is called with; None for one without a hook, or with another kind."""
-    hook = vars(module).get(HOOK)
-    return None if hook is None or other_hook(module) is not None else _device(hook.execution_device)
+    hook = hook_of(module)
+    return None if hook is None or other_hook(module) is not None else execution_device(hook)
 
 
 def other_hook(module: nn.Module) -> str | None:
     """Why a module's hook may do more than bring inputs to its weights; None for one that does not, or for no hook."""
-    attributes = vars(module)
-    hook = attributes.get(HOOK)
+    attributes, hook = vars(module), hook_of(module)
     if hook is None:
         return None
-    if not _known(hook):
+    if not is_hook(hook, ALIGNING):
         return f"an accelerate hook of another kind, {type(hook).__name__}"
     own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
     if hook.offload or any(tensor.is_meta for tensor in own):
@@ -42,7 +38,7 @@ def other_hook(module: nn.Module) -> str | None:
     stock = stock_method(module, beneath) or getattr(beneath, "module", None) is module  # or a fast one of accel's
     if not stock or not _wraps(around, module):
         return "an accelerate hook around a replaced forward"
-    device = _device(hook.execution_device)
+    device = execution_device(hook)
     if device is None:
         return "an accelerate hook that names no device"
     if not all(same_place(tensor.device, device) for tensor in own):
@@ -50,24 +46,10 @@ def other_hook(module: nn.Module) -> str | None:
     return None
 
 
-def _known(hook: object) -> bool:
-    hooks = sys.modules.get("accelerate.hooks")
-    return hooks is not None and any(type(hook) is getattr(hooks, name) for name in KNOWN)
-
-
 def _wraps(around: object, module: nn.Module) -> bool:
     """Whether this is accelerate's wrapper of the module, or a fast forward that stands on it."""
     around = getattr(around, "around", around)
     return isinstance(around, partial) and around.args == (module,)
-
-
-def _device(given: Any) -> torch.device | None:
-    if given is None:
-        return None
-    if isinstance(given, int):
-        return torch.device("cuda", given)
-    device = torch.device(given)
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def same_place(found: torch.device, wanted: torch.device) -> bool:

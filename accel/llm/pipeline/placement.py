@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import PatchConflict
-from accel.llm.pipeline.device_hooks import BENEATH, FORWARD, HOOK, device_of, other_hook, same_place
+from accel.libraries.hooks import BENEATH, FORWARD, HOOK, hook_of
+from accel.llm.pipeline.device_hooks import device_of, other_hook, same_place
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.patching.structure import stock_method
@@ -47,7 +48,7 @@ def layer_placement(model: PreTrainedModel) -> Placement | str | None:
     for path, module in model.named_modules():
         if (reason := other_hook(module)) is not None:
             return f"{reason}, on {path or 'the model'}"
-    if not getattr(vars(model).get(HOOK), "io_same_device", False):
+    if not getattr(hook_of(model), "io_same_device", False):
         return "no hook of accelerate gives its logits back where its inputs are"
     try:
         path, layers = decoder_layers(model)
@@ -95,7 +96,7 @@ class LiftedHooks:
         for layer, hook, module, held in reversed(self.lifted):
             attributes = vars(module)
             own = attributes.get(FORWARD)
-            if vars(layer).get(HOOK) is hook and (own is None or stock_method(module, own)):
+            if hook_of(layer) is hook and (own is None or stock_method(module, own)):
                 attributes.update(held)
         self.lifted = []
 

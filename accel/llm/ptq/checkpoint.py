@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from accel.libraries.loading import VOLATILE
 from accel.llm.ptq.calibrate import LayerResult
 
 FOLDER, RUN, PART = "unfinished", "run.json", ".part"
 SAMPLE = 4096  # values of each weight that tell one model from another
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config")
 
 
 class Checkpoint:

@@ -8,13 +8,14 @@ from accel_kernels.op import capability
 from torch import nn
 from transformers import PreTrainedModel
 
+from accel.libraries.adapters import BASE
 from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.parallel.sharded_layers import expert_sharding, local_twin
 from accel.patching.structure import meta_weights, tampered
 from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
-from accel.quantization.linears import BASE, inside
+from accel.quantization.linears import inside
 from accel.quantization.scheme import Scheme
 
 ADAPTED = "an adapter is put around its stacks"

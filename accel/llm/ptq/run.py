@@ -12,6 +12,8 @@ from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
 from accel.errors import Refused
+from accel.libraries.adapters import ADAPTED, BASE
+from accel.libraries.hooks import hook_of
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
 from accel.llm.ptq.calibration.layer_offload import moved
@@ -28,7 +30,7 @@ from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static
-from accel.quantization.linears import BASE, Dense, nothing
+from accel.quantization.linears import Dense, nothing
 from accel.quantization.model import quantization_record
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange, held_elsewhere
@@ -105,9 +107,7 @@ def quantize(
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
         raise ValueError(nothing(scheme, skipped))
-    if out is not None and (
-        getattr(model, "_hf_peft_config_loaded", False) or any(BASE in p.split(".") for p in chosen)
-    ):
+    if out is not None and (getattr(model, ADAPTED, False) or any(BASE in p.split(".") for p in chosen)):
         raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
     data = [] if calibration is None else batches(model, calibration, tokenizer)
     checkpoint, known = None, {}
@@ -210,7 +210,7 @@ def _choices(model: PreTrainedModel, scheme: object, calibration: object, method
             f"accel.quantize: the model is divided among {ranks.size} ranks; quantize it in one process to a folder, "
             "and divide that by accel shard, or give weights= to accel.optimize"
         )
-    if meta_weights(model) or any("_hf_hook" in vars(module) for module in model.modules()):
+    if meta_weights(model) or any(hook_of(module) is not None for module in model.modules()):
         raise ValueError("weights of this model are not loaded, or are moved by accelerate; load it on one device")
     return Scheme.parse(scheme), method
 

@@ -7,14 +7,10 @@ from functools import partial
 
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accel.libraries.attention import ATTENTIONS, FIELD, MASKS, MIXTURES, PAGED
+from accel.libraries.code import comes_from
 from accel.libraries.experts import EXPERTS
-
-FIELD = "_attn_implementation_internal"
-PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 
 
 def foreign_attention(modules: list[nn.Module]) -> str | None:
@@ -25,9 +21,9 @@ def foreign_attention(modules: list[nn.Module]) -> str | None:
     configs = {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PretrainedConfig)}
     names = {vars(config).get(FIELD) for config in configs.values()} - {None}
     for name in sorted(names | {name.removeprefix(PAGED) for name in names}):
-        functions = [] if name.startswith(PAGED) else [ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
+        functions = [] if name.startswith(PAGED) else [MASKS.get(name)]
         if name != "eager":  # which is a function of the model's own file
-            functions.append(ALL_ATTENTION_FUNCTIONS.get(name))
+            functions.append(ATTENTIONS.get(name))
         if None in functions:
             return f"the attention {name!r} has no masks, or is not registered"
         if not all(_of_transformers(function) for function in functions):
@@ -39,14 +35,14 @@ def foreign_experts(configs: Iterable[PretrainedConfig]) -> list[Callable]:
     """The functions that these configurations have experts computed by, but for transformers' own, which give equal
     results: generate() itself takes another one for steps than for prompts.
     """
-    functions = [ALL_EXPERTS_FUNCTIONS.get(vars(config).get(EXPERTS)) for config in configs]
+    functions = [MIXTURES.get(vars(config).get(EXPERTS)) for config in configs]
     return [function for function in functions if function is not None and not _of_transformers(function)]
 
 
 def _of_transformers(function: Callable) -> bool:
     while isinstance(function, partial):
         function = function.func
-    return (getattr(function, "__module__", None) or "").startswith("transformers.")
+    return comes_from(function, "transformers")
 
 
 @contextmanager

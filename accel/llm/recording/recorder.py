@@ -16,14 +16,14 @@ from operator import is_
 from typing import Any
 
 import torch
+from accel_kernels.attention.math_attention import MathAttention
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
-from transformers.modeling_utils import AttentionInterface
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
 from accel.errors import reason_of
+from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import DynamicCache, cache_given
+from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
@@ -170,7 +170,7 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), recorder.attached(model), recorder.until_shown:
+        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
@@ -225,9 +225,7 @@ class Recorder:
             if self.record.own:
                 yield
                 return
-            for registry, function in ((AttentionInterface, self._attend), (AttentionMaskInterface, self._mask)):
-                registry.register(self.name, function)
-                undo.callback(registry._global_mapping.pop, self.name, None)
+            undo.enter_context(lent_attention(self.name, self._attend, self._mask))
             undo.enter_context(lent_configs(model, self.name))
             yield
 
@@ -325,11 +323,10 @@ class RecordingCache(DynamicCache):
 def model_side_effects(model: nn.Module) -> str | None:
     """Why running the model only to look at it would be noticed, or would not show what its calls do."""
     for path, module in model.named_modules():
-        attributes = vars(module)
         where = path or "the model"
         if (hook := other_hook(module)) is not None:
             return f"{hook}, on {where}"
-        if (stage := attributes.get("_pp_stage")) is not None:
+        if (stage := pipeline_stage(module)) is not None:
             size = getattr(stage, "pp_size", "?")
             return f"pp_size={size}: each process holds some of the layers, and its calls wait for the others"
         if path and foreign_hooks(module):

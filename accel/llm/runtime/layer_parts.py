@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from accel.libraries.hooks import hook_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.patch import MISSING
 from accel.patching.relied import TRAINING_INSIDE, PartRecord, another_class, changed_since, settings_of
@@ -57,7 +58,7 @@ def hung(module: nn.Module) -> str | None:
     """
     if trains(module):
         return TRAINING_INSIDE
-    aligned = "_hf_hook" in vars(module) and getattr(vars(module).get("forward"), "around", None) is None
+    aligned = hook_of(module) is not None and getattr(vars(module).get("forward"), "around", None) is None
     return replaced_forward(module) or (hooked(module) if aligned or foreign_hooks(module) else None)
 
 

@@ -11,7 +11,7 @@ from accel_kernels.gemm.fused_linear import MOST_ROWS, in_passes
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.trials import collecting
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks

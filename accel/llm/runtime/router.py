@@ -1,5 +1,6 @@
 """The router of a mixture: a product, and one kernel from its logits to the chosen experts and their shares."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.patch import foreign_forward
-from accel.patching.probe import example
+from accel.patching.probe import compile_ahead, example
 from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -154,7 +155,9 @@ def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> st
     outputs = []
     with torch.no_grad():
         for one in (context.kernels.plain(), context.kernels):
-            found = RouterForward(module, "", one, context.ledger, formulas).fast(x, correction)
+            candidate = partial(RouterForward(module, "", one, context.ledger, formulas).fast, x, correction)
+            compile_ahead(candidate, x.device)
+            found = candidate()
             outputs.append(dict(zip(formula.outputs, found, strict=True)))
     for name, dtype in ((LOGITS, x.dtype), (SHARE, formula.shares)):
         if name in formula.outputs:

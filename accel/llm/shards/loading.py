@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
+from accel.libraries.loading import among, entered
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, entered, paths_in, put_in_place
+from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, paths_in, put_in_place
 from accel.llm.ptq.formats.quantization_config import Said
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
@@ -91,7 +91,7 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
     apart = {f"{path}.{part}" for path, parts in linears.items() for part in parts}
     given: dict[str, Any] = {
         "state_dict": {name: opened.tensor(name) for name in manifest.tensors if name not in apart},
-        "distributed_config": DistributedConfig(tp_size=manifest.ranks, tp_plan="auto"),
+        "distributed_config": among(manifest.ranks),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
         "dtype": dtype,

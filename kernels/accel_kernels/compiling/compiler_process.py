@@ -69,6 +69,7 @@ def compile_kernel(job: bytes) -> None:
     from triton.backends.nvidia import driver
 
     kind, kernel, signature, constants, attributes, target, options, more = Kernels(io.BytesIO(job)).load()
+    import_module("accel_kernels.compiling.kernel_hash").hash_callees_first(kernel)
     source = kind(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options, **more)
     if hasattr(driver, "make_launcher"):  # up to Triton 3.6 a C compiler makes one for each kernel

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as TooLong
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from accel_kernels.compiling import compiler_process
 from accel_kernels.errors import set_aside
+
+try:
+    from triton.runtime._async_compile import active_mode
+except ImportError:  # a Triton that keeps it elsewhere: the run waits where its launches end
+    active_mode = None
 
 MOST = 32  # processes
 PATIENCE = 30.0  # seconds without any answer, after which nothing more is expected from there
@@ -39,6 +45,22 @@ class CompileBeside(AsyncCompileMode):
         # A kernel that does not compile says so later: raised here, it would leave Triton 3.6 with these threads.
         super().__init__(executor, ignore_errors=True)
         self.compilers = compilers
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Inside, kernels of this context are compiled this way; leaves at once."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            if active_mode is None:
+                self.__exit__(None, None, None)
+            else:
+                active_mode.set(None)
+
+    def wait(self) -> None:
+        """Until all of them are compiled."""
+        self.__exit__(None, None, None)
 
     def submit(self, key: str, compile_fn: Callable, *more: Any) -> Any:
         return super().submit(key, partial(self._compile, key, compile_fn), *more)

@@ -1,9 +1,5 @@
 """What `accel bench llm` takes for the time of a step, of a call and until ready."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +7,10 @@ import pytest
 import torch
 
 from accel.bench import timing
-from accel.bench.llm import cases, ready
+from accel.bench.llm import cases
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
+from accel.bench.ready import process, states
 from accel.libraries.cache import generating_cache
 from support.everything import EVERYTHING
 
@@ -89,14 +86,9 @@ def test_one_that_fails_leaves_the_others(failing):
     assert found["good"]["rounds"] >= turns.LEAST_ROUNDS
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_ready_in_this_process_and_in_a_fresh_one():
-    here = ready.measure_generation("tiny", CPU, torch.float32, "accel", 16)
-    assert here["optimize_s"] > 0 and here["ready_s"] >= 0
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    given = ["-m", "accel.bench.llm.ready", "tiny", "cpu", "float32", "stock", "16"]
-    done = subprocess.run(
-        [sys.executable, *given], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) == set(here)
+    here = process.measure("tiny", "warm", CPU, torch.float32, tokens=16)
+    assert here["optimize_s"] > 0 and here["parts_of_optimize"]["analysis_s"] > 0 and here["fallbacks"] == 0
+    if EVERYTHING:
+        rows = states.measure_states("tiny", CPU, torch.float32, ("warm", "stock"))
+        assert set(rows["warm"]) == set(here) | {"over_stock_s"} and rows["stock"]["ready_s"] > 0

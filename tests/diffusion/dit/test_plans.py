@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import threading
 from unittest import mock
 
 import pytest
@@ -19,6 +18,7 @@ from accel.options import Options
 from accel.patching import structure
 from accel.planning.plan import create_context
 from support.compatibility.transformer_pair import FLUX, SD3, alike
+from support.together import together
 
 
 class BlockPair:
@@ -156,11 +156,7 @@ def test_threads_that_record_at_once(block):
         for _ in range(2):
             got[number] += [block.run(block.ours, calls[number])]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    together(work, ((number,) for number in range(len(calls))))
     for call, results in zip(calls, got, strict=True):
         assert len(results) == 2
         for result in results:

@@ -12,6 +12,7 @@ from accel.planning.plan import PLAN
 from accel.quantization import product
 from accel.quantization.module import QuantizedLinear
 from support.diffusion.outputs import close, run
+from support.diffusion.rounded_rows import INT8, options
 from support.llm.quantized import held_by, rounded
 from support.patched import sites
 
@@ -112,14 +113,16 @@ def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
     assert not {"save_pretrained", "fuse_lora", "fuse_qkv_projections"} & set(vars(model))
 
 
-@pytest.mark.parametrize("buffers", [True, False])
-def test_offloaded_afterwards(buffers, tiny, unet):
+@pytest.mark.parametrize(
+    ("options", "buffers"), [({"weights": "int8"}, True), ({"weights": "int8"}, False), (INT8, False)], ids=str
+)
+@pytest.mark.share(1)
+def test_offloaded_afterwards(options, buffers, unet_and_inputs):
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
-    model, inputs = unet(), tiny.inputs(unet())
-    stock = copy.deepcopy(model)
-    accel.optimize(model, weights="int8")
+    stock, inputs = unet_and_inputs("sd15")
+    model = accel.optimize(copy.deepcopy(stock), **options)
     wanted = run(model, inputs)
     cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
     close(run(model, inputs), wanted)
@@ -149,15 +152,25 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
 
 
 # docs/measurements/quantization.md says so.
-@pytest.mark.parametrize(("weights", "told"), [("int8", 58.5), ("int8-asym", 57.5), ("fp8", 42.8)])
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"weights": "int8"}, 58.5),
+        ({"weights": "int8-asym"}, 57.5),
+        ({"weights": "fp8"}, 42.8),
+        (options("int8-outliers"), 49.3),
+        (options("fp8"), 38.7),
+        (options("int8"), 48.4),
+    ],
+    ids=str,
+)
 @pytest.mark.share(5)
-def test_digits_stay_the_same(pipe, digits, ten_digits, stock_digits, weights, told):
+def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 
-    accel.optimize(pipe, weights=weights)
+    accel.optimize(pipe, **chosen)
     ours = ten_digits(pipe)
-    psnr = float(-10 * (ours - stock_digits()).square().mean().log10())
-    assert psnr == pytest.approx(told, abs=1.5)
+    assert float(-10 * (ours - stock_digits()).square().mean().log10()) == pytest.approx(told, abs=1.5)
     assert {row["path"].partition(".")[0] for row in accel.report(pipe).weights} == {"unet"}
     images = VaeImageProcessor.numpy_to_pil(ours.permute(0, 2, 3, 1).numpy())
     assert sum(a == b for a, b in zip(digits.read_digits(images), range(10), strict=True)) >= 9

@@ -59,7 +59,7 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
     scheduled(pipe, scheduler)
     oracle = Oracle(copy.deepcopy(pipe.unet), 3)
-    twin = type(pipe)(**pipe.components | {"unet": oracle.unet, "scheduler": copy.deepcopy(pipe.scheduler)})
+    twin = type(pipe)(**pipe.components | {"unet": oracle.model, "scheduler": copy.deepcopy(pipe.scheduler)})
     twin.set_progress_bar_config(disable=True)
     accel.optimize(pipe, step_cache=3)
     for prompt in (SEVEN, "two"):

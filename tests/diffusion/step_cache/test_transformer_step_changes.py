@@ -1,14 +1,13 @@
 """What makes calls of a transformer with the step cache whole, what it is seen by, and what it bears."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 
 import accel
-from support.compatibility.stack_oracle import agree, deep, loop, run
-from support.diffusion.step_oracle import reasons
+from support.compatibility.stack_oracle import deep, loop
+from support.diffusion.step_oracle import agree, reasons, run
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"
 
@@ -87,118 +86,3 @@ def test_transformers_of_another_order_are_computed_whole_and_told(name):
     for call in loop(model, given)[:3]:
         torch.testing.assert_close(run(model, call), run(stock, call), rtol=0, atol=1e-5)
     assert any("gives is changed before the next block takes it" in reason for reason in reasons(model))
-
-
-@pytest.mark.parametrize("how", ["training", "gradients", "autocast"])
-@pytest.mark.parametrize("pair", [FLUX], indirect=True)
-def test_other_modes_are_computed_whole(pair, how):
-    model, oracle, calls = pair
-    agree(model, oracle, calls[:2])
-    oracle.restart()
-    if how == "training":
-        for one in (model, oracle.model):
-            one.train()
-            one.enable_gradient_checkpointing()
-    with torch.set_grad_enabled(how != "autocast"), torch.autocast("cpu", torch.bfloat16, how == "autocast"):
-        got, wanted = (one(**calls[2]).sample for one in (model, oracle.model))
-    share = 5e-2 if how == "autocast" else 1e-5
-    torch.testing.assert_close(got, wanted, rtol=0, atol=share * float(wanted.detach().abs().max()))
-    assert got.requires_grad == (how != "autocast")
-    assert any("computed whole" in reason for reason in reasons(model))
-    for one in (model, oracle.model):
-        one.eval()
-    oracle.restart()
-    agree(model, oracle, calls[3:])
-
-
-@pytest.mark.parametrize("pair", [FLUX], indirect=True)
-def test_a_hook_on_a_block_makes_calls_whole(pair):
-    model, oracle, calls = pair
-    agree(model, oracle, calls[:2])
-    handle = model.single_transformer_blocks[1].register_forward_hook(lambda *args: None)
-    for call in calls[2:4]:
-        oracle.restart()
-        agree(model, oracle, [call])
-    handle.remove()
-    assert any("forward hooks on single_transformer_blocks.1" in reason for reason in reasons(model))
-    oracle.restart()
-    agree(model, oracle, calls)
-
-
-@pytest.mark.parametrize("pair", [SD3], indirect=True)
-def test_an_error_in_a_call_is_followed_by_a_whole_one(pair):
-    model, oracle, calls = pair
-    agree(model, oracle, calls[:4])
-    with pytest.raises(RuntimeError):
-        run(model, calls[4], encoder_hidden_states=torch.randn(2, 7, 5))
-    oracle.restart()
-    agree(model, oracle, calls[4:])
-
-
-@pytest.mark.parametrize("pair", [SD3], indirect=True)
-def test_nothing_of_a_loop_that_overflowed_comes_through(pair):
-    model, oracle, calls = pair
-    broken = [call | {"hidden_states": call["hidden_states"] * float("nan")} for call in calls]
-    for call in broken[:2]:
-        run(model, call)
-    agree(model, oracle, calls)
-    assert reasons(model) == []
-
-
-@pytest.mark.parametrize("pair", [FLUX], indirect=True)
-def test_adapters_and_inference_mode(pair):
-    peft = pytest.importorskip("peft")
-    model, oracle, calls = pair
-    agree(model, oracle, calls)
-    for one in (model, oracle.model):
-        torch.manual_seed(5)
-        one.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
-    oracle.restart()
-    for call in calls:
-        with torch.inference_mode():
-            got = model(**call).sample
-        torch.testing.assert_close(got.clone(), run(oracle.model, call), rtol=0, atol=1e-4)
-    assert reasons(model) == []
-
-
-@pytest.mark.parametrize("pair", [SD3], indirect=True)
-@pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 0.05), (torch.float16, 0.01)], ids=str)
-def test_half_precision(pair, dtype, share):
-    model, oracle, calls = pair
-    model.to(dtype)
-    fixed = {name: one.to(dtype) for name, one in calls[0].items() if torch.is_floating_point(one)}
-    for call in calls:
-        narrow = call | fixed | {"hidden_states": call["hidden_states"].to(dtype), "timestep": call["timestep"]}
-        wide = {name: one.float() if torch.is_floating_point(one) else one for name, one in narrow.items()}
-        wanted = run(oracle.model, wide)
-        torch.testing.assert_close(run(model, narrow).float(), wanted, rtol=0, atol=share * float(wanted.abs().max()))
-    assert reasons(model) == []
-
-
-@pytest.mark.parametrize("pair", [FLUX], indirect=True)
-def test_restore_deepcopy_and_pickle(pair, tiny):
-    model, oracle, calls = pair
-    before = tiny.snapshot(accel.restore(model))
-    accel.optimize(model, step_cache=3)
-    agree(model, oracle, calls[:2])
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        oracle.restart()
-        agree(twin, oracle, calls[:4])
-        assert accel.report(twin).sites == accel.report(model).sites
-        accel.restore(twin)
-        assert not any("forward" in vars(module) for module in twin.modules())
-    accel.restore(model)
-    tiny.assert_same_state(before, tiny.snapshot(model))
-    assert torch.equal(run(model, calls[1]), run(deep(FLUX)[0], calls[1]))
-
-
-@pytest.mark.parametrize("pair", [WAN], indirect=True)
-def test_quantized_weights_and_the_cache(pair):
-    model, _, calls = pair
-    accel.optimize(model, step_cache=3, weights="int8")
-    cached = [run(model, call) for call in calls]
-    assert reasons(model) == []
-    accel.optimize(model, weights="int8", cpu="fuse")
-    without = [run(model, call) for call in calls]
-    equal = [torch.equal(a, b) for a, b in zip(cached, without, strict=True)]
-    assert equal == [True, False, False, True, False, False, True]

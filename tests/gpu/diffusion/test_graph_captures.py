@@ -12,6 +12,7 @@ import accel
 from accel.cuda_graphs.runner import PATIENCE
 from support.diffusion.gpu import close, graphs, on_gpu, warmed
 from support.diffusion.outputs import run
+from support.together import together
 
 
 def test_many_shapes_keep_memory_flat(pair, tiny):
@@ -83,22 +84,13 @@ def test_threads_on_streams_of_their_own_agree(pair, tiny):
     wanted = [run(twin, i) for i in inputs]
     warmed(model, inputs[0])
     torch.cuda.synchronize()
-    errors = []
 
     def work(index):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(50):
-                    close(run(model, inputs[index]), wanted[index])
-        except BaseException as error:
-            errors.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                close(run(model, inputs[index]), wanted[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    together(work, ((i,) for i in range(3)))
 
 
 def test_work_on_any_stream_of_torch_stays_out_of_a_capture():
@@ -133,24 +125,16 @@ def test_two_models_captured_at_once(tiny):
     wanted = [run(stock, inputs) for _, stock in pairs]
     for model, _ in pairs:
         accel.optimize(model, graphs=True)
-    start, errors = threading.Barrier(2), []
+    start = threading.Barrier(2)
 
     def work(model, result):
-        try:
-            start.wait()
-            for _ in range(PATIENCE + 2):  # while one measures its kernels, the other waits for its turn
-                close(run(model, inputs), result)
-            assert len(graphs(model)) == 1, accel.report(model).graphs
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        for _ in range(PATIENCE + 2):  # while one measures its kernels, the other waits for its turn
+            close(run(model, inputs), result)
+        assert len(graphs(model)) == 1, accel.report(model).graphs
 
     jobs = zip((model for model, _ in pairs), wanted, strict=True)
-    threads = [threading.Thread(target=work, args=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(work, jobs)
 
 
 def test_restore_gives_the_memory_back(pair, tiny):

@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import sys
-import threading
 
 import numpy as np
 import psutil
@@ -13,6 +12,7 @@ import torch
 
 import accel
 from accel.cuda_graphs.runner import PATIENCE
+from support.together import together
 
 ALIKE = 5e-3  # root mean square of what two half-precision runs of one image may differ by
 STEPS = 6
@@ -160,24 +160,15 @@ def test_two_threads_on_pipelines_that_share_their_models(pipe, live, calls):
     pair = pipe, live.second_pipeline(pipe, None)
     wanted = [[live.draw(p, **size(i, p)) for i in range(3)] for p in pair]
     accel.optimize(pair[0], graphs=True)
-    errors = []
 
     def work(p, images):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(4):
-                    for i, image in enumerate(images):
-                        assert live.rms(live.draw(p, **size(i, p)), image) < ALIKE
-        except BaseException as error:
-            errors.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(4):
+                for i, image in enumerate(images):
+                    assert live.rms(live.draw(p, **size(i, p)), image) < ALIKE
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=job) for job in zip(pair, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(work, zip(pair, wanted, strict=True))
 
 
 def held() -> tuple[int, int, int]:

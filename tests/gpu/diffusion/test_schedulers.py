@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import accel
+from support.diffusion.scheduler_loops import optimized
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
@@ -55,18 +56,6 @@ def make(name, options):
     known = inspect.signature(kind.__init__).parameters
     config = {key: value for key, value in SD.items() if key in known} | options
     return kind(**{key: value for key, value in config.items() if key not in STEP_OPTIONS})
-
-
-def optimized(scheduler):
-    """A patched copy, as `accel.optimize` makes it inside a pipeline."""
-    from accel.diffusion.schedulers import RULES
-    from accel.options import Options
-    from accel.planning.plan import Plan, create_context
-
-    scheduler = copy.deepcopy(scheduler)
-    plan = Plan(scheduler, RULES, create_context(Options()))
-    plan.apply()
-    return scheduler, plan
 
 
 def denoise(scheduler, dtype, strict, options, start=None, steps=8):

@@ -33,7 +33,7 @@ def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
 
 def agree(model, oracle, calls, share=4e-3):
     for call in calls:
-        close(run(model, call), run(oracle.unet, call), share)
+        close(run(model, call), run(oracle.model, call), share)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_half_precision(cached, tiny, dtype, share):
         wide = on_gpu(calls[0], torch.float32)
         for call in calls:
             exact = wide | {"sample": call["sample"].float(), "timestep": call["timestep"]}
-            close(run(model, call), run(oracle.unet, exact), share)
+            close(run(model, call), run(oracle.model, exact), share)
 
 
 def test_timesteps_from_the_host_and_single_tensors(cached, tiny):
@@ -134,7 +134,7 @@ def test_a_changed_model(cached, tiny, change):
     agree(model, oracle, loop(tiny, model))
     oracle.restart()
     agree(model, oracle, loop(tiny, model))
-    for unet in (model, oracle.unet):
+    for unet in (model, oracle.model):
         if change == "weights":
             unet.up_blocks[-1].resnets[-1].conv1.weight.data = -unet.up_blocks[-1].resnets[-1].conv1.weight.data
         elif change == "lora":
@@ -154,7 +154,7 @@ def test_loops_on_streams_of_their_own(cached, tiny):
         for seed in (1, 2):
             calls = loop(tiny, model, seed=seed, height=32, width=32)
             oracle.restart()
-            wanted = [run(oracle.unet, call) for call in calls]
+            wanted = [run(oracle.model, call) for call in calls]
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):

@@ -6,6 +6,8 @@ from accel_kernels import Norm
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, reference
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
+from support.kernels.routing import poisoned
+
 pytest.importorskip("triton")
 
 FORMATS = {
@@ -28,16 +30,6 @@ def hopper():
 
 # In blocks of 128.
 MANY = [(65, 200, 512), (128, 4096, 4096), (130, 1000, 2048), (257, 300, 4096), (300, 77, 896), (512, 6144, 1024)]
-
-
-def poisoned(monkeypatch):
-    empty = torch.empty
-
-    def filled(*size, **more):
-        made = empty(*size, **more)
-        return made.fill_(float("nan") if made.is_floating_point() else 7)
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 def rand(*size, dtype, spread=1.0):

@@ -12,6 +12,7 @@ from support.llm.changes import CHANGES
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, talk
 from support.llm.outputs import flat, generate, same
+from support.together import together
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -165,23 +166,15 @@ def test_threads_that_generate_at_once(name):
     for job in jobs[:3]:
         call(ours, *job)
     torch.cuda.synchronize()
-    start, errors = threading.Barrier(len(jobs)), []
+    start = threading.Barrier(len(jobs))
 
     def work(job, result):
-        try:
-            start.wait()
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(6):
-                    same(call(ours, *job), result)
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(6):
+                same(call(ours, *job), result)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(jobs, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(work, zip(jobs, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", CORE)

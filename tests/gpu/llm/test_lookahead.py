@@ -1,7 +1,6 @@
 """Steps that are begun before generate() has read its stop flag: used, exact, and harmless where they were in vain."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.calls import counting
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import flat, generate, same
+from support.together import together
 
 EXACT = 4e-5
 
@@ -234,11 +234,7 @@ def test_threads_side_by_side(steps):
             got[number] = [generate(ours, *inputs(lengths[number]), max_new_tokens=30) for _ in range(5)]
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lengths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, ((number,) for number in range(len(lengths))))
     for number, one in enumerate(wanted):
         for each in got[number]:
             same(each, one, EXACT)

@@ -1,7 +1,6 @@
 """The loop that runs ahead of its tokens, on a GPU: by replays, token for token stock's, random numbers included."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from accel.llm.generation.loop.token_loop import TokenLoop
 from support.llm.calls import Kept, counting, followed_by_numbers
 from support.llm.families import make, prompt
 from support.llm.outputs import same
+from support.together import together
 
 EXACT = 4e-5
 NEW = 20  # tokens of a call
@@ -211,11 +211,7 @@ def test_threads_side_by_side(ran):
             got[number] = [followed_by_numbers(ours, lengths[number])["sequences"] for _ in range(5)]
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lengths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, ((number,) for number in range(len(lengths))))
     for number, one in enumerate(wanted):
         assert all(torch.equal(each, one) for each in got[number])
     assert ran[0] == 8 + 20

@@ -185,7 +185,7 @@ CASES = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case, dtype", CASES)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
     monkeypatch.setattr(kernels, "unpack_mode", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from accel_kernels import Routing, route
 from accel_kernels.moe.route import CASES
 
-from support.kernels.routing import assert_routes_as_torch, poisoned, route_case
+from support.kernels.routing import assert_routes_as_torch, route_case
 from support.kernels.waiting import NothingWaits
 
 CPU = torch.device("cpu")
@@ -24,9 +24,8 @@ compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs 
 @pytest.mark.parametrize(
     "name, dtype", [(name, DTYPES[number % 3]) for number, name in enumerate(SMALL)] + [("mixtral", torch.float16)]
 )
-def test_the_same_choices_and_shares(name, dtype, monkeypatch):
+def test_the_same_choices_and_shares(name, dtype, poisoned):
     args = route_case(name, CPU, dtype)
-    poisoned(monkeypatch)
     assert_routes_as_torch(*args)
 
 
@@ -79,10 +78,9 @@ def test_nan_is_the_largest_and_no_index_is_out_of_range(kernel, groups, score):
 
 @compiled
 @pytest.mark.parametrize("experts, chosen, groups", [(1, 1, 1), (3, 3, 1), (160, 6, 8), (513, 32, 1), (24, 24, 3)])
-def test_odd_numbers(experts, chosen, groups, monkeypatch):
+def test_odd_numbers(experts, chosen, groups, poisoned):
     g = torch.Generator().manual_seed(experts)
     logits, bias = torch.randn(2, experts, generator=g), torch.rand(experts, generator=g)
-    poisoned(monkeypatch)
     routing = Routing(chosen, "sigmoid", "sum", 1e-20, scale=2.5, groups=groups, kept=(groups + 1) // 2)
     if chosen == experts:
         routing = routing._replace(kept=groups)
@@ -91,9 +89,8 @@ def test_odd_numbers(experts, chosen, groups, monkeypatch):
 
 
 @compiled
-def test_what_no_sum_can_be_divided_by(monkeypatch):
+def test_what_no_sum_can_be_divided_by(poisoned):
     logits = torch.tensor([[-70.0, -80.0, -75.0], [-30.0, -31.0, -32.0], [0.0, 1.0, -1.0]])
-    poisoned(monkeypatch)
     for more in ({"eps": 1e-20}, {"floor": 1e-12}, {"eps": 1e-6, "floor": 0.5}, {}):
         assert_routes_as_torch(logits, Routing(2, "sigmoid", "sum", **more))
 
@@ -124,7 +121,6 @@ def test_a_warmup_chooses_experts_that_there_are(monkeypatch):
     """Its kernels only compile, but stock experts run."""
     from accel_kernels.moe import route_triton
 
-    poisoned(monkeypatch)
     monkeypatch.setattr(route_triton, "launch", lambda *args, **meta: None)
     monkeypatch.setattr(route_triton, "warming_up", lambda: True)
     index, _ = route.triton(torch.randn(3, 9), Routing(4))

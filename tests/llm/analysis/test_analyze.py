@@ -129,9 +129,9 @@ def test_formulas_are_the_same_in_the_coarsest_precision(family):
 
 @pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
 @pytest.mark.share(2)
-def test_every_layer_is_reported_with_its_whole_model(family):
-    model = make(family) if available(family.kind) else pytest.skip("not in this transformers")
-    sites = accel.report(accel.optimize(model)).sites
+def test_every_layer_is_reported_with_its_whole_model(family, pair_of):
+    model, _ = pair_of(family.name)
+    sites = accel.report(model).sites
     paths = [path for path, rule, status, _ in sites if rule == "decoder layer" and status == "patched"]
     assert sorted(paths) == sorted(layers(model))
     assert [status for _, rule, status, _ in sites if rule == "language model"] == ["patched"]

@@ -141,19 +141,6 @@ def test_steps_of_the_sizes_of_graphs(llama):
     assert replays.sizes and all(size == (40, 40, 0) for size in replays.sizes)
 
 
-def test_arrivals_while_others_run(llama):
-    model, stock = llama
-    asked = asked_of(stock)
-    engine = engine_of(model)
-    late = list(asked)
-    engine.add(late.pop(0))
-    while engine.busy or late:
-        engine.step()
-        if late:
-            engine.add(late.pop(0))
-    as_alone(stock, asked)
-
-
 def test_log_probabilities(llama):
     model, stock = llama
     asked = asked_of(stock, 3)

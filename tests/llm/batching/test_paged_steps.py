@@ -73,8 +73,9 @@ class Steps:
             self.stored[row] += new[row]
         for layer, window in enumerate(WINDOWS):
             kv = self.pages.kv(layer)._replace(ragged=ragged)
-            # Triton's interpreter is slow, and long prompts are tried with the kernels themselves.
-            attention = paged_attention.triton if q.shape[1] < 20 else paged_attention.reference
+            # Triton's interpreter is slow: exact numbers and long prompts are tried with the kernels themselves.
+            slow = self.codes is None or q.shape[1] >= 20
+            attention = paged_attention.reference if slow else paged_attention.triton
             out = attention(q.clone(), k.clone(), v.clone(), kv, 0.5, window=window)
             for row, length, start in zip(rows, lengths, starts, strict=False):
                 wanted = self.plain(self.stored[row], length, window)

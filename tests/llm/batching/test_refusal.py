@@ -145,10 +145,12 @@ def test_stock_on_a_cpu(pair):
     assert refusal(forward_of(model)) == "it runs stock on a CPU"
 
 
-def test_a_large_step_is_one_that_no_graph_is_made_for(pair_of):
-    """What is compiled ahead; its numbers are as those of a step that runs."""
-    plan = _large()
-    assert StepSize.filled(plan, 64) is None and len(plan.tokens) == plan.news.sum() > 1024
+def test_steps_that_are_compiled_ahead(pair_of):
+    """Large ones are those that no graph is made for; numbers are as those of steps that run."""
+    plans = _large()
+    assert [len(plan.tokens) for plan in plans] == [plan.news.sum() for plan in plans]
+    assert [StepSize.filled(plan, 64) is None and len(plan.tokens) > 1024 for plan in plans] == [True, True, False]
     model, _ = pair_of("llama")
     engine = engine_of(model, rows=2, context=64)
-    assert engine.steps.logits(plan).shape == (1, model.config.vocab_size)
+    found = [engine.steps.logits(plan).shape for plan in plans]
+    assert found == [(len(plan.drawn), model.config.vocab_size) for plan in plans]

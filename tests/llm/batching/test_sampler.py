@@ -230,7 +230,7 @@ def test_the_table_stays_where_it_is():
     assert all(t.is_contiguous() for t in sampler._table)
     starts = [t.data_ptr() - sampler._store.data_ptr() for t in sampler._table[:7]]
     assert sorted(starts)[0] == 0 and not any(start % 16 for start in starts)
-    sampler.warm_up(torch.zeros(3, VOCABULARY))
+    sampler.warm_up(torch.zeros(3, VOCABULARY), ((False, False), (True, False), (True, True)))
     assert not sampler._table.drawn.any()
     for row in range(7):
         sampler.set(row, Sampling(row / 10, row, 1 - row / 10, row / 20, 1 + row, seed=-row), [row], drawn=row * 2**33)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from support.llm.direct_calls import both, cache_of, second, shown
+from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, VOCAB, padded, prompt
-from support.llm.outputs import flat, same
+from support.llm.outputs import both, flat, same, second, shown
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -61,12 +61,12 @@ def test_ids_that_are_none_raise_what_stock_raises(wrong, call, pair_of):
     """And the model is as good as before."""
 
     def attempt(model):
-        cache = cache_of(model)
+        cache = new_cache(model)
         model(prompt(1, 5), past_key_values=cache)
         ids = prompt(1, 4 if call == "prompt" else 1).clone()
         ids[0, -1] = wrong
         with pytest.raises(IndexError) as error:
-            model(ids, past_key_values=cache_of(model) if call == "prompt" else cache)
+            model(ids, past_key_values=new_cache(model) if call == "prompt" else cache)
         return str(error.value), model(prompt(1, 1), past_key_values=cache).logits
 
     (mine, logits), (theirs, wanted) = map(attempt, pair_of("llama"))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from support.llm.direct_calls import both, cache_of, shown
-from support.llm.families import BY_NAME, FAMILIES, every, padded, prompt
-from support.llm.outputs import flat, same
+from support.llm.calls import new_cache
+from support.llm.families import FAMILIES, every, padded, prompt
+from support.llm.outputs import both, flat, same, shown
 
 CORE = [family.name for family in FAMILIES if family.core]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
@@ -45,7 +45,7 @@ def test_masks_of_one_call_and_of_the_next(name, mask, pair_of):
     ids, mask = prompt(2, 9), masks()[mask]
 
     def call(model):
-        cache, found = cache_of(model), {}
+        cache, found = new_cache(model), {}
         output = model(ids, attention_mask=mask, past_key_values=cache)
         found["first"], grown = shown(output.logits, mask), mask
         for step in range(3):
@@ -64,7 +64,7 @@ def test_a_mask_that_changes_between_two_steps(name, pair_of):
     ids, mask = padded((9, 5))
 
     def call(model):
-        cache = cache_of(model)
+        cache = new_cache(model)
         model(ids, attention_mask=mask, past_key_values=cache)
         found, grown = {}, mask
         for step, (row, column, value) in enumerate([(0, 2, 0), (1, 6, 0), (0, 2, 1), (0, 9, 0)]):
@@ -105,7 +105,7 @@ def test_several_words_a_step(name, pair_of):
     for given in (False, True):
 
         def call(model, given=given):
-            cache, pieces = cache_of(model), []
+            cache, pieces = new_cache(model), []
             for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
                 seen = {"attention_mask": mask[:, :stop]} if given else {}
                 where = (mask.cumsum(1) - 1).clamp_min(0)[:, start:stop] if given else None
@@ -130,7 +130,3 @@ def test_the_decoder_alone(name, pair_of):
         return {"states": shown(output.last_hidden_state, mask), "more": more.last_hidden_state}
 
     both(pair_of(name), call)
-
-
-def test_the_table_has_what_it_needs():
-    assert {"llama", "gpt2"} <= set(CORE) and set(CORE) <= set(BY_NAME)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import accel
-from support.llm.direct_calls import both, cache_of
+from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, padded, prompt
-from support.llm.outputs import flat, same
+from support.llm.outputs import both, flat, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -19,7 +19,7 @@ def test_a_cache_of_stock_goes_on_with_ours_and_the_other_way(name, pair_of):
     ours, stock = pair_of(name)
 
     def run(first, second):
-        cache = cache_of(stock)
+        cache = new_cache(stock)
         found = {"first": first(ids, attention_mask=mask, past_key_values=cache).logits[mask.bool()]}
         grown = mask
         for step in range(4):
@@ -39,7 +39,7 @@ def test_a_cache_made_fast_is_good_after_restore(name, pair):
     ids = prompt(2, 8)
 
     def talk(model, between=lambda model: model):
-        cache, found = cache_of(model), {}
+        cache, found = new_cache(model), {}
         for step, words in enumerate((ids[:, :6], ids[:, 6:7], ids[:, 7:8])):
             found[f"{step}"] = model(words, past_key_values=cache).logits
         between(model)
@@ -61,12 +61,12 @@ def test_two_caches_of_one_model_in_turn(pair_of):
     """Two conversations, a step of one and a step of the other; then one of them is dropped."""
 
     def call(model):
-        caches, found = [cache_of(model), cache_of(model)], {}
+        caches, found = [new_cache(model), new_cache(model)], {}
         for number, cache in enumerate(caches):
             found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
         for step in range(8):
             if step == 5:
-                caches[0] = cache_of(model)
+                caches[0] = new_cache(model)
             number = step % 2
             found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
         return found

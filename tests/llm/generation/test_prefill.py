@@ -10,8 +10,9 @@ from accel_kernels.attention.paged.kv import LENGTH
 
 from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import MOST, bucket_for
+from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, every, padded, prompt
-from support.llm.filled_prefill import cache_of, new_pair, shapes, talk
+from support.llm.filled_prefill import new_pair, shapes, talk
 from support.llm.modes import MODES
 from support.llm.outputs import same
 
@@ -114,7 +115,7 @@ def with_filling(monkeypatch, model, change, ids, mask) -> tuple[dict, list[torc
         change(tokens[:, new:])
         return tokens, positions, last
 
-    cache = cache_of(model)
+    cache = new_cache(model)
     monkeypatch.setattr(short, "pad_to_bucket", other)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     embeds = model.get_input_embeddings()(ids)
@@ -151,7 +152,7 @@ def test_what_is_done_with_the_cache_afterwards(name, pair_of):
     ours, stock = pair_of(name)
 
     def call(model):
-        cache, found = cache_of(model), {}
+        cache, found = new_cache(model), {}
         model(prompt(2, 70), past_key_values=cache, logits_to_keep=1)
 
         def word(name, seed):
@@ -187,7 +188,7 @@ def test_two_lengths_of_one_room_in_turn(pair_of):
     ours, stock = pair_of("llama")
 
     def call(model):
-        cache, found = cache_of(model), {}
+        cache, found = new_cache(model), {}
         for length in (60, 35, 50):
             cache.crop(-cache.get_seq_length())
             found[f"{length}"] = model(prompt(1, length), past_key_values=cache, logits_to_keep=1).logits
@@ -200,7 +201,7 @@ def test_two_lengths_of_one_room_in_turn(pair_of):
 
 def test_the_kernels_are_told_the_real_length(pair_of):
     ours, _ = pair_of("llama")
-    cache = cache_of(ours)
+    cache = new_cache(ours)
     ours(prompt(1, 10), past_key_values=cache, logits_to_keep=1)
     store = cache.layers[0].store
     assert store.length == 10 and int(store.metadata[LENGTH]) == 10
@@ -211,7 +212,7 @@ def test_the_kernels_are_told_the_real_length(pair_of):
 
 def test_other_calls_are_as_they_were(pair_of):
     ours, _stock = pair_of("llama")
-    cache = cache_of(ours)
+    cache = new_cache(ours)
     ours(prompt(1, 10))  # all logits
     ours(prompt(1, 10), logits_to_keep=3)
     ours(prompt(1, 10), past_key_values=cache)

@@ -7,12 +7,10 @@ is given are the rounded keys and values of all tokens, the new ones too.
 import copy
 import functools
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 import accel
 from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
@@ -23,9 +21,6 @@ from support.llm.outputs import generate, same
 from support.llm.rounded_cache import held, pair, rounding
 
 KINDS = list(CODES)
-CPU = torch.device("cpu")
-
-
 # Modes in which no cache is dropped, copied from one kind to another, or used by stock beside ours.
 APART = {"no-cache", "no-cache-beam", "static", "static-object", "early-exit", "hidden-states", "attentions"}
 ALL_MODES = [mode for mode in MODES if mode.name not in APART]
@@ -189,35 +184,3 @@ def test_verify_calls_it_lossy():
     ours, *_ = held()
     quality = accel.verify(ours)
     assert quality.lossy == "kv_cache='int8'" and "lossy, as asked for (kv_cache='int8')" in quality.verdict
-
-
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    """(tiny-lm, its loss on windows of the held-out text, the function that gives that of a model)."""
-    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-lm"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = (folder / "held_out.txt").read_text()
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: 10 * 512])
-    windows = F.pad(tokens.view(10, 512), (1, 0), value=tokenizer.bos_token_id)
-
-    def loss(model) -> float:
-        parts = [F.cross_entropy(model(w[:, :-1]).logits.flatten(0, 1), w[:, 1:].flatten()) for w in windows.split(2)]
-        return float(torch.stack(parts).mean())
-
-    stock = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        return stock, loss(stock), loss
-
-
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.0005), ("fp8", 1.001)])
-@pytest.mark.share(2)
-def test_the_perplexity_of_the_shipped_model(kind, most, shipped):
-    stock, own, loss = shipped
-    ours = accel.optimize(copy.deepcopy(stock), kv_cache=kind)
-    found = loss(ours)
-    assert not accel.report(ours).fallbacks
-    ratio = math.exp(found - own)
-    assert 1 / most < ratio < most and ratio != 1.0

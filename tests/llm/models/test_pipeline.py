@@ -39,10 +39,3 @@ def test_the_text_generation_pipeline():
     assert answers(pipe) == wanted and answers(pipe) == wanted
     accel.restore(pipe)
     assert answers(pipe) == wanted and accel.report(pipe).sites == []
-
-
-def test_a_chat_by_its_template(pair_of):
-    inputs = tokenizer().apply_chat_template([TALK, TALK[:1]], return_tensors="pt", padding=True, return_dict=True)
-    ours, stock = pair_of("llama")
-    texts = [tokenizer().batch_decode(m.generate(**inputs, max_new_tokens=8, do_sample=False)) for m in (ours, stock)]
-    assert texts[0] == texts[1] and len(set(texts[1][0])) > 4

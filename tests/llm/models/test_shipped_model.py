@@ -9,18 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.everything import EVERYTHING
-from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, losses, mean_perplexity, perplexity
+from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, losses, mean_perplexity
 
 PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']
 
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "repetition_penalty": 1.1},
-    "several sequences": {"do_sample": True, "num_return_sequences": 3},
     "beams": {"num_beams": 4, "num_return_sequences": 2, "no_repeat_ngram_size": 3},
-    "beams sampled": {"do_sample": True, "num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
-    "no cache": {"use_cache": False, "max_new_tokens": 8},
 }
 
 
@@ -113,56 +109,7 @@ def test_the_chat_template_grows_by_whole_turns(tokenizer):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.share(8)
-def test_optimized_it_writes_the_tokens_of_stock(stock, fast, tokenizer, mode):
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        assert write(fast, inputs, **MODES[mode]) == write(stock, inputs, **MODES[mode])
-
-
-@pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
-def test_so_does_a_batch_filled_up_on_the_left(stock, fast, tokenizer, mode):
+def test_optimized_it_writes_the_tokens_of_stock_in_a_padded_batch(stock, fast, tokenizer, mode):
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     assert inputs.attention_mask[0, 0] == 0
     assert write(fast, inputs, **MODES[mode]) == write(stock, inputs, **MODES[mode])
-
-
-def test_so_does_a_text_pipeline(stock, fast, tokenizer):
-    from transformers import pipeline
-
-    ours, theirs = (pipeline("text-generation", model=model, tokenizer=tokenizer) for model in (fast, stock))
-    call = {"max_new_tokens": 20, "do_sample": False}
-    assert ours(PROMPTS[1], **call) == theirs(PROMPTS[1], **call)
-    chat = [{"role": "user", "content": "Do you like him?"}]
-    assert ours(chat, **call) == theirs(chat, **call)
-
-
-@torch.no_grad()
-def test_the_logits_of_a_held_out_page_are_close(stock, fast, tokenizer):
-    tokens = tokenizer(HELD_OUT.read_text()[:1500], return_tensors="pt").input_ids
-    torch.testing.assert_close(fast(tokens).logits, stock(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_restored_it_is_stock_to_the_bit(stock, tokenizer):
-    copied = copy.deepcopy(stock)
-    accel.restore(accel.optimize(copied))
-    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
-    with torch.no_grad():
-        assert torch.equal(copied(**inputs).logits, stock(**inputs).logits)
-
-
-# What the held-out text's perplexity grows by at most, and how many of the 42 linears have inputs that fit the groups.
-LOSS = {"int8": (1e-3, 42), "fp8": (3e-3, 42), "int4": (0.015, 6), "int4-g64": (0.03, 42), "int4-g32-asym": (0.015, 42)}
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
-@pytest.mark.parametrize("weights", LOSS if EVERYTHING else ("int8", "int4-g32-asym"))
-@pytest.mark.share(2)
-def test_quantized_it_reads_almost_as_well(stock, own_losses, tokenizer, weights):
-    """On a third of the text."""
-    model = accel.optimize(copy.deepcopy(stock), weights=weights)
-    third = mean_perplexity(own_losses, every=3)
-    found, (allowed, count) = perplexity(model, tokenizer, every=3), LOSS[weights]
-    print(f"{weights}: perplexity {found:.3f}, stock {third:.3f} ({found / third - 1:+.2%})")
-    assert len(accel.report(model).weights) == count
-    assert found != third and abs(found / third - 1) <= allowed

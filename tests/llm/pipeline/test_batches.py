@@ -9,6 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 import accel
+from accel.libraries.hooks import HOOK
 from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.refusal import refusal
@@ -18,7 +19,6 @@ from accel.llm.batching.step import Flight
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import page_bytes
-from accel.llm.pipeline.device_hooks import HOOK
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import layers, make
@@ -28,13 +28,6 @@ from support.state import assert_same_state, snapshot
 LENGTHS, NEWS = (1, 5, 64, 17, 100, 40), (9, 28, 1, 5, 12, 7)
 FAMILIES = ("gpt2", "gemma2", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "gpt-oss")
 SIZE = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-
-
-@pytest.fixture(scope="module")
-def both():
-    """(optimized, stock): four layers, two and two."""
-    stock = make("llama", num_hidden_layers=4)
-    return accel.optimize(spread(copy.deepcopy(stock))), stock
 
 
 def asked_of(stock, **more):

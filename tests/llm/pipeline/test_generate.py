@@ -22,13 +22,6 @@ FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "
 STOCK = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that a fused model leaves to stock
 
 
-@pytest.fixture(scope="module")
-def both():
-    """(optimized, stock): four layers, two and two."""
-    stock = make("llama", num_hidden_layers=4)
-    return accel.optimize(spread(copy.deepcopy(stock))), stock
-
-
 @pytest.fixture
 def ran(monkeypatch):
     """[steps in which a stretch computed at once, those in which its layers did]."""

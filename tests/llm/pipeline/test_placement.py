@@ -15,7 +15,8 @@ from accelerate.hooks import (
 
 import accel
 from accel.errors import PatchConflict
-from accel.llm.pipeline.device_hooks import HOOK, brought
+from accel.libraries.hooks import HOOK
+from accel.llm.pipeline.device_hooks import brought
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement, layer_placement
 from support.llm.families import layers, make, padded

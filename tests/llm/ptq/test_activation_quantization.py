@@ -8,29 +8,19 @@ from torch import nn
 
 import accel
 from accel.options import Options
-from accel.quantization.activations import KERNELS, RowProducts
+from accel.quantization.activations import KERNELS
 from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.edits.adapters import lora
 from support.llm.families import layers, make, padded, prompt
+from support.llm.optimized_models import optimized
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by, logits
-from support.llm.rounded_activations import off
+from support.llm.rounded_activations import Counting, off, oracle
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")
-
-
-def oracle(stock, ours, kind: str):
-    """A copy of stock over the weights of ours, with rounded inputs."""
-    twin = copy.deepcopy(stock)
-    for row in accel.report(ours).weights:
-        theirs, held = twin.get_submodule(row["path"]), ours.get_submodule(row["path"]).quantized
-        weight = held.numbers().double() * held.scales.double()
-        theirs.weight.data = (weight.t() if type(theirs).__name__ == "Conv1D" else weight).contiguous()
-        theirs.register_forward_pre_hook(lambda module, args: (by_token(args[0], kind), *args[1:]))
-    return twin
 
 
 def pair(name: str, kind: str, planted: bool = False):
@@ -40,7 +30,7 @@ def pair(name: str, kind: str, planted: bool = False):
             if "norm" in type(module).__name__.lower():
                 module.weight.data[5] *= 40.0
     ours = accel.optimize(copy.deepcopy(stock), weights=kind.partition("-")[0], activations=kind)
-    return ours, oracle(stock, ours, kind), stock
+    return ours, oracle(stock, ours, lambda x, _: by_token(x, kind)), stock
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,8 +91,7 @@ def test_restore_gives_back_all_and_the_model_can_be_optimized_otherwise(tiny):
 
 @torch.no_grad()
 def test_of_linears_that_stay_quantized_rounding_is_taken_back():
-    model = make("llama")
-    accel.optimize(model, weights="int8", activations="int8", keep_original=False)
+    model = optimized("llama", weights="int8", activations="int8", keep_original=False)
     with pytest.warns(UserWarning, match="stay quantized"):
         accel.restore(model)
     assert {str(module.scheme) for module in held_by(model)} == {"int8 by row"}
@@ -118,8 +107,7 @@ def test_of_linears_that_stay_quantized_rounding_is_taken_back():
 
 
 def test_the_report_says_which_linears_round():
-    model = make("llama")
-    accel.optimize(model, weights="fp8", activations="fp8")
+    model = optimized("llama", weights="fp8", activations="fp8")
     report = accel.report(model)
     assert {row["scheme"] for row in report.weights} == {"fp8 by row, activations fp8 beyond 64 rows"}
     assert "activations fp8 beyond 64" in " ".join(str(report).split())
@@ -161,33 +149,21 @@ def test_linears_of_another_kind_are_left_alone_and_named():
     assert one.up_proj.activations is None
 
 
-class Counting(RowProducts):
-    """The kernels, and how often rows were rounded."""
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "calls", [])
-
-    def rounded(self, x, activations, norm=None, fixed=None):
-        self.calls.append((tuple(x.shape), norm is not None))
-        return super().rounded(x, activations, norm, fixed)
-
-
 @torch.no_grad()
 def test_rows_are_rounded_once_for_all_that_share_them():
     """Queries, keys and values; gate and up; the norm in front inside."""
-    model = accel.optimize(make("llama"), weights="int8", activations="int8")
+    model = optimized("llama", weights="int8", activations="int8")
     counting = Counting()
     for module in held_by(model):
         module.products = counting
     model(prompt(1, 70))
     once = [((1, 70, 64), True), ((1, 70, 64), False), ((1, 70, 64), True), ((1, 70, 96), False)]
-    assert counting.calls == 2 * once
+    assert [(*call, False) for call in 2 * once] == counting.calls
     for layer in layers(model).values():  # queries in a call of their own: keys and values share rows still
         layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: 2 * output)
     counting.calls.clear()
     model(prompt(1, 70))
-    assert counting.calls == 2 * [((1, 70, 64), False), *once]
+    assert [(*call, False) for call in 2 * [((1, 70, 64), False), *once]] == counting.calls
 
 
 # -- the module by itself ----------------------------------------------------------------------------------------------

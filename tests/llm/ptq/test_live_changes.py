@@ -9,6 +9,7 @@ from accel.llm.recording import recorder
 from support.llm.changes import CHANGES
 from support.llm.edits.adapters import lora
 from support.llm.families import every, make, padded
+from support.llm.optimized_models import optimized, pair
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import held_by, logits, rounded
 
@@ -19,15 +20,21 @@ LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-of
 WRITES = ("lora-merged", "peft-model", "matrix-in-place", "through-data", "new-data", "pruned")
 
 
-@pytest.mark.parametrize(
-    ("name", "change"), every(2, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER]), ids=str
-)
-@pytest.mark.share(3)
-def test_a_change_is_seen_by_the_next_call(change, name):
-    if change.only and name not in change.only:
-        pytest.skip("for other families")
-    stock, ours = make(name), make(name)
-    accel.optimize(ours, weights="int8")
+HEAD = ("hook-on-the-head", "other-head", "more-words")  # what is done to a head in 8 bits
+TABLE = [
+    (name, change, "int8")
+    for name, change in every(6, ["llama", "gpt2"], [c for c in CHANGES if c.name in LATER])
+    if not change.only or name in change.only
+]
+TABLE += [
+    *((*row, "int8-head") for row in every(2, ["llama", "llama-tied"], [c for c in CHANGES if c.name in HEAD])),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "weights"), TABLE, ids=str)
+@pytest.mark.share(1)
+def test_a_change_is_seen_by_the_next_call(name, change, weights):
+    ours, stock = pair(name, weights=weights)
     theirs = rounded(stock, ours)
     for model in (ours, theirs):
         model.family = name
@@ -41,8 +48,7 @@ def test_a_change_is_seen_by_the_next_call(change, name):
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"])
 @pytest.mark.share(2)
 def test_a_plain_linear_put_among_quantized_ones(name):
-    stock, ours = make("llama"), make("llama")
-    accel.optimize(ours, weights="int4-g32")
+    ours, stock = pair("llama", weights="int4-g32")
     theirs = rounded(stock, ours)
     ids, mask = padded()
     generate(ours, ids, mask)
@@ -68,8 +74,7 @@ def test_looking_at_a_model_copies_no_quantized_weight(monkeypatch):
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c.name in WRITES], ids=str)
 def test_writing_into_a_weight_is_an_error(change):
-    ours = make("llama")
-    accel.optimize(ours, weights="int8")
+    ours = optimized("llama", weights="int8")
     ids, mask = padded()
     before = generate(ours, ids, mask)
     with pytest.raises((RuntimeError, KeyError, TypeError)):
@@ -98,8 +103,7 @@ def test_an_adapter_stays_through_restore(order):
 
 
 def test_gradients_reach_an_adapter_over_quantized_weights():
-    stock, ours = make("llama"), make("llama")
-    accel.optimize(ours, weights="int8")
+    ours, stock = pair("llama", weights="int8")
     theirs = rounded(stock, ours)
     ids, _mask = padded((9, 9))
     found = []
@@ -114,8 +118,7 @@ def test_gradients_reach_an_adapter_over_quantized_weights():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_another_dtype_afterwards(dtype):
-    model, stock = make("llama-biases"), make("llama-biases")
-    accel.optimize(model, weights="fp8")
+    model, stock = pair("llama-biases", weights="fp8")
     numbers = [module.quantized for module in held_by(model)]
     copies = [[None if t is None else t.clone() for t in quantized] for quantized in numbers]
     model.to(dtype)

@@ -7,29 +7,12 @@ import torch
 
 import accel
 from accel.quantization.activations import RowProducts
-from accel.quantization.module import QuantizedLinear
 from support.llm.families import make, prompt
 from support.llm.quantized import by_token, held_by
-from support.llm.rounded_activations import Counting, off
+from support.llm.rounded_activations import Counting, off, oracle, planted
 
 DATA = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
 COLUMNS = {"method": "rtn", "activations": "int8-outliers-static"}
-
-
-def planted(dtype=torch.float32):
-    """One channel behind every norm is larger by 30, the weights that read it smaller."""
-    model = make("llama-biases", dtype)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers in (
-                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-            ):
-                norm.weight[5] *= 30.0
-                for reader in readers:
-                    reader.weight[:, 5] /= 30.0
-    return model
 
 
 def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -42,9 +25,9 @@ def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(double):
-    stock = planted(torch.float64)
+    stock = planted(make("llama-biases", torch.float64))
     model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **COLUMNS)
-    twin = oracle_of_columns(stock, model)
+    twin = oracle(stock, model, lambda x, module: without(x, module.input_columns))
     first = model.model.layers[0]
     for module in (first.self_attn.q_proj, first.self_attn.v_proj, first.mlp.gate_proj):
         assert 5 in module.input_columns.tolist() and module.input_columns.dtype == torch.int64
@@ -60,26 +43,16 @@ def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(doub
     assert len(counting.calls) == 2 * 8 and all(fixed for *_, fixed in counting.calls)
 
 
-def oracle_of_columns(stock, ours):
-    twin = copy.deepcopy(stock)
-    for path, module in ours.named_modules():
-        if type(module) is QuantizedLinear:
-            theirs, columns = twin.get_submodule(path), module.input_columns
-            theirs.weight.data = module.quantized.numbers().double() * module.quantized.scales.double()
-            theirs.register_forward_pre_hook(lambda _, args, columns=columns: (without(args[0], columns), *args[1:]))
-    return twin
-
-
 @torch.no_grad()
 def test_columns_are_verified_told_of_and_not_saved(tmp_path):
-    model, ids = accel.quantize(planted(), "int8", DATA, **COLUMNS), prompt(1, 80)
-    other = accel.quantize(planted(), "int8", DATA, **COLUMNS)
+    model, ids = accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS), prompt(1, 80)
+    other = accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS)
     other.load_state_dict(model.state_dict())
     wanted = model(ids).logits
     assert torch.equal(other(ids).logits, wanted)
-    loss = off(wanted, planted()(ids).logits)
-    dynamic = accel.quantize(planted(), "int8", DATA, method="rtn", activations="int8")
-    assert loss < 0.5 * off(dynamic(ids).logits, planted()(ids).logits)
+    loss = off(wanted, planted(make("llama-biases"))(ids).logits)
+    dynamic = accel.quantize(planted(make("llama-biases")), "int8", DATA, method="rtn", activations="int8")
+    assert loss < 0.5 * off(dynamic(ids).logits, planted(make("llama-biases"))(ids).logits)
     accel.optimize(model)
     quality = accel.verify(model, input_ids=ids)
     assert quality.passed and quality.lossy == "activations='int8-outliers-static'"
@@ -102,6 +75,6 @@ class Overlooking(RowProducts):
 
 @torch.no_grad()
 def test_columns_that_are_forgotten_do_not_pass(monkeypatch):
-    model = accel.optimize(accel.quantize(planted(), "int8", DATA, **COLUMNS))
+    model = accel.optimize(accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS))
     monkeypatch.setattr("accel.verification.rounded_products.KERNELS", Overlooking())
     assert not accel.verify(model, input_ids=prompt(1, 80)).passed

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -11,16 +12,20 @@ from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import patch as swap
 from accel.quantization.module import QuantizedLinear
+from support.everything import EVERYTHING
 from support.llm.families import layers, make, padded
-from support.llm.outputs import generate, same
-from support.llm.quantized import held_by, logits, rounded, sites
+from support.llm.optimized_models import optimized, pair
+from support.llm.outputs import generate, ran_fast, same
+from support.llm.quantized import HEADS, held_by, logits, of_experts, rounded, sites
 
-FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3")
+FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3", "gpt-oss")
+# Tied words, experts with biases, Conv1D, layers that stay stock; each with a head in 8 bits or without.
+SOME = [("llama-tied", "int8-head"), ("gpt-oss", "int4-g32-asym"), ("gpt2", "int8"), ("deepseek-v3", "int8-asym-head")]
+SCHEMES = ("int8", "int4-g32-asym", *HEADS)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4-g32-asym"])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.share(6)
+@pytest.mark.parametrize(("name", "weights"), list(product(FAMILIES, SCHEMES)) if EVERYTHING else SOME)
+@pytest.mark.share(1)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))
@@ -69,10 +74,8 @@ def model_of(model):
 @pytest.mark.parametrize("first", ["int8", None])
 @pytest.mark.parametrize("then", ["int4-g32", None])
 def test_a_second_optimize_plans_anew(first, then):
-    model, fresh, stock = make("llama"), make("llama"), make("llama")
-    accel.optimize(model, weights=first)
+    (model, stock), fresh = pair("llama", weights=first), optimized("llama", weights=then)
     accel.optimize(model, weights=then)
-    accel.optimize(fresh, weights=then)
     assert {module.scheme for module in held_by(model)} == {module.scheme for module in held_by(fresh)}
     assert len(held_by(model)) == (0 if then is None else 14)
     ids, mask = padded()
@@ -89,8 +92,7 @@ def pickled(model):
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.share(3)
 def test_a_copy_is_quantized_by_itself(copied, weights):
-    stock, model = make("qwen2"), make("qwen2")
-    accel.optimize(model, weights=weights)
+    model, stock = pair("qwen2", weights=weights)
     ids, mask = padded()
     wanted = generate(model, ids, mask)
     other = copied(model)
@@ -105,10 +107,8 @@ def test_a_copy_is_quantized_by_itself(copied, weights):
 
 
 def test_hooks_of_the_users_stay_through_restore():
-    stock, ours = make("llama"), make("llama")
-    accel.optimize(ours, weights="int8")
-    theirs = rounded(stock, ours)
-    handles = []
+    ours, stock = pair("llama", weights="int8")
+    theirs, handles = rounded(stock, ours), []
     for model in (ours, theirs, stock):
         one, other = (layer.mlp.up_proj for layer in layers(model).values())
         handles.append(one.register_forward_hook(lambda module, args, output: 2 * output))
@@ -123,8 +123,7 @@ def test_hooks_of_the_users_stay_through_restore():
 
 
 def test_restore_refuses_where_a_forward_was_put_on_top():
-    model = make("llama")
-    accel.optimize(model, weights="int8")
+    model = optimized("llama", weights="int8")
     module = model.model.layers[1].self_attn.o_proj
     module.forward = lambda x: 2 * type(module).forward(module, x)
     before = logits(model)
@@ -144,8 +143,7 @@ def test_offloaded_afterwards(weights, buffers):
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
-    stock, ours = make("llama-biases"), make("llama-biases")
-    accel.optimize(ours, weights=weights)
+    ours, stock = pair("llama-biases", weights=weights)
     ids, mask = padded()
     wanted = generate(rounded(stock, ours), ids, mask)
     cpu_offload(ours, execution_device=torch.device("cpu"), offload_buffers=buffers)
@@ -188,6 +186,27 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
         accel.optimize(model, weights="fp8")
     assert {reason for path, (_, reason) in sites(model).items() if path} == {"is int8 by row already"}
     same(generate(model, ids, mask), generate(reference, ids, mask))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "place", "count"),
+    [("llama-tied", "int8-head", "lm_head", 15), ("gpt-oss", "int8", "model.layers.1.mlp.experts", 12)],
+)
+def test_heads_and_experts_stay_without_their_originals(name, weights, place, count):
+    ours, stock = pair(name, weights=weights, keep_original=False)
+    ids, mask = padded()
+    wanted = generate(rounded(stock, ours), ids, mask)
+    same(generate(ours, ids, mask), wanted)
+    with pytest.warns(UserWarning, match=f"{count} weights stay quantized"):
+        accel.restore(ours)
+    same(generate(ours, ids, mask), wanted)
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), wanted)
+    ran_fast(ours)
+    assert all("forward" in vars(one) for one in of_experts(ours).values())
+    with pytest.warns(UserWarning, match="nothing to quantize as 'fp8"):
+        accel.optimize(ours, weights=weights.replace("int8", "fp8"))
+    assert sites(ours)[place] == ("skipped", "is int8 by row already")
 
 
 def reachable(plan, module) -> bool:

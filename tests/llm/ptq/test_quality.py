@@ -16,7 +16,10 @@ from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibrate import quantize_layers
 from accel.quantization.scheme import Scheme
 from support.everything import EVERYTHING
-from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, WINDOW, perplexity
+from support.llm.held_out import CALIBRATION, FOLDER, WINDOW, perplexity
+from support.llm.rounded_activations import planted
+
+pytestmark = pytest.mark.skipif(not EVERYTHING, reason="others have the formulas; ACCEL_TEST_EVERYTHING=1 runs it")
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,10 @@ def stock():
 
 @pytest.fixture(scope="module")
 def growth(stock, tokenizer):
-    """growth(model, what, every): of the perplexity over stock's on the same windows, every fourth if not told."""
+    """growth(model, what, every): of the perplexity over stock's on the same windows."""
     own = functools.cache(functools.partial(perplexity, stock, tokenizer))
 
-    def found(model, what: str, every: int = 1 if EVERYTHING else 4) -> float:
+    def found(model, what: str, every: int = 1) -> float:
         more = perplexity(model, tokenizer, every) / own(every) - 1
         print(f"{what}: {more:+.3%} of {own(every):.3f}")
         return more
@@ -58,29 +61,6 @@ def calibrated(stock, name: str, method: str, windows):
     return model, results
 
 
-def planted(model, channels=(7, 60, 133), factor: float = 80.0):
-    """As large models are, the same function: behind norms some channels are larger by the factor; changed in place."""
-    scales = torch.ones(model.config.hidden_size)
-    scales[list(channels)] = factor
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            after = {
-                layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
-                layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
-            }
-            for norm, linears in after.items():
-                norm.weight *= scales
-                for linear in linears:
-                    linear.weight /= scales
-    return model
-
-
-def test_no_held_out_paragraph_is_in_the_text():
-    mine, theirs = (set(path.read_text().split("\n")) for path in (CALIBRATION, HELD_OUT))
-    assert not any(len(line) > 40 for line in mine & theirs) and len(mine) > 100
-
-
 @pytest.fixture(scope="module")
 def nearest(stock, growth, windows):
     """(results, growth of the perplexity) of rounding to nearest."""
@@ -98,7 +78,6 @@ def nearest(stock, growth, windows):
     ("name", "method", "texts", "left"),
     [("int4-g64", "gptq", 4, 0.7), ("int4-g64", "awq", 1, 0.7), ("int4-g32", "gptq", 8, 0.7)],
 )
-@pytest.mark.skipif(not EVERYTHING, reason="test_calibrate.py has the methods; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_four_bits(stock, growth, windows, nearest, name, method, texts, left):
     plain, before = nearest(name)
     model, results = calibrated(stock, name, method, windows[:texts])
@@ -107,64 +86,34 @@ def test_four_bits(stock, growth, windows, nearest, name, method, texts, left):
     assert all(a.sqnr_db > b.sqnr_db for a, b in zip(results, plain, strict=True))
 
 
-# Measured: the output head in 8 bits adds 0.003 % in int8, 0.05 % in fp8.
-@pytest.mark.parametrize(("weights", "most"), [("int8-head", 3e-4), ("fp8-head", 3e-3)])
-@pytest.mark.skipif(not EVERYTHING, reason="test_lm_head.py has the numbers; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_the_output_head_in_8_bits(stock, growth, weights, most):
-    assert 0 < growth(accel.optimize(copy.deepcopy(stock), weights=weights), weights) < most
+PLAIN, OUTLIERS = False, True
+# What the perplexity grows by, at least and at most: by scheme, method, activations, and whether outliers are planted.
+GROWTH = [
+    ("int8-head", "rtn", None, PLAIN, 0, 3e-4),  # measured: 0.003 %
+    ("fp8-head", "rtn", None, PLAIN, 0, 3e-3),  # 0.05 %
+    ("int8", "rtn", "int8", PLAIN, -0.005, 0.005),
+    # LLM.int8 on the model as it is, of which inputs pass 6.0 too. On every fourth window, 7680 tokens, +0.004 %, where
+    # what one token loses leaves a standard error of 0.022 %; on fewer 0.1 % would be within chance.
+    ("int8", "rtn", "int8-outliers", PLAIN, -0.001, 0.001),
+    # The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers: +6.0 %.
+    ("int8", "rtn", "int8", OUTLIERS, 0.03, 1),
+    ("int8", "rtn", "int8-outliers", OUTLIERS, -0.005, 0.005),  # +0.25 %
+    ("int8", "smoothquant", None, OUTLIERS, -0.005, 0.005),  # +0.08 %
+    # Fixed by calibration: +1.61 %, +0.20 %, -0.00 %; with outliers planted +75 %, +0.25 %, +0.38 %, smoothed +1.57 %.
+    *(("int8", "smoothquant", "int8-static", outliers, -0.02, 0.02) for outliers in (PLAIN, OUTLIERS)),
+    *(("fp8", "rtn", "fp8-static", outliers, -0.004, 0.004) for outliers in (PLAIN, OUTLIERS)),
+    ("int8", "rtn", "int8-outliers-static", PLAIN, -0.002, 0.002),
+    ("int8", "rtn", "int8-outliers-static", OUTLIERS, -0.006, 0.006),
+]
 
 
-@pytest.fixture(scope="module")
-def rounded(growth, windows):
-    """rounded(planted, activations, method): growth of the perplexity, weights and activations in 8 bits."""
-
-    def found(model, activations, method="rtn", every: int = 1 if EVERYTHING else 4) -> float:
-        model = copy.deepcopy(model)
-        data = [{"input_ids": ids} for ids in windows[:1]] if method == "smoothquant" else None
-        accel.quantize(model, "int8", data, method=method, activations=activations)
-        return growth(accel.optimize(model), f"int8 weights, activations {activations}, {method}", every)
-
-    return found
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="test_activation_quantization has it; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_eight_bit_activations(stock, rounded):
-    assert abs(rounded(stock, "int8")) < 0.005
-
-
-def test_eight_bit_activations_without_outliers_lose_a_thousandth_at_most(stock, rounded):
-    """LLM.int8 on the model as it is, of which inputs pass 6.0 too. Measured: +0.004 % on every fourth window, 7680
-    tokens, where what one token loses leaves a standard error of 0.022 %; on fewer 0.1 % would be within chance.
-    """
-    assert abs(rounded(stock, "int8-outliers")) <= 0.001
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_eight_bit_activations_of_a_model_with_outliers(stock, rounded, windows):
-    """The scale of a token is that of its largest channel, which leaves the others few of the 255 numbers.
-
-    Measured on every eighth window: +6.0 %, +0.25 %, +0.08 %, which tells them apart.
-    """
-    every = 1 if EVERYTHING else 8
-    model = planted(copy.deepcopy(stock))
-    assert off(model(windows[0]).logits, stock(windows[0]).logits) < 1e-5
-    assert rounded(model, "int8", every=every) > 0.03
-    assert abs(rounded(model, "int8-outliers", every=every)) < 0.005
-    assert abs(rounded(model, None, "smoothquant", every)) < 0.005
-
-
-# Measured: +1.61 %, +0.20 %, -0.00 %; with outliers planted +75 %, +0.25 %, +0.38 %, smoothed +1.57 %.
-@pytest.mark.parametrize(
-    ("kind", "method", "plain", "outliers"),
-    [
-        ("int8-static", "smoothquant", 0.02, 0.02),
-        ("fp8-static", "rtn", 0.004, 0.004),
-        ("int8-outliers-static", "rtn", 0.002, 0.006),
-    ],
-)
-@pytest.mark.skipif(not EVERYTHING, reason="test_static_activations has the formula; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_inputs_rounded_by_what_calibration_fixed(stock, growth, windows, kind, method, plain, outliers):
-    data = [{"input_ids": ids} for ids in windows[:1]]
-    for before, most in ((stock, plain), (planted(copy.deepcopy(stock)), outliers)):
-        model = accel.quantize(copy.deepcopy(before), kind.partition("-")[0], data, method=method, activations=kind)
-        assert abs(growth(accel.optimize(model), f"{kind}, {method}")) < most
+@pytest.mark.parametrize(("scheme", "method", "activations", "outliers", "least", "most"), GROWTH)
+def test_what_rounding_costs(stock, growth, windows, scheme, method, activations, outliers, least, most):
+    model = copy.deepcopy(stock)
+    if outliers:
+        planted(model, (7, 60, 133), 80.0)
+        assert off(model(windows[0]).logits, stock(windows[0]).logits) < 1e-5
+    calibrates = method == "smoothquant" or "static" in str(activations)
+    data = [{"input_ids": windows[0]}] if calibrates else None
+    accel.quantize(model, scheme, data, method=method, activations=activations)
+    assert least <= growth(accel.optimize(model), f"{scheme}, {method}, {activations}") <= most

@@ -11,9 +11,8 @@ import accel
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import LayerResult
 from accel.quantization.module import QuantizedLinear
-from support.everything import EVERYTHING
 from support.llm.calls import tokenizer
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded
+from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, same
 from support.llm.quantized import held_by, logits
 
@@ -42,26 +41,6 @@ def test_it_is_what_the_option_makes_and_stays(name, scheme):
     same(generate(model, ids, mask), before)
     accel.restore(model)
     assert held_by(model) and torch.equal(logits(model)["logits"], logits(wanted)["logits"])
-
-
-FAST = [family for family in FAMILIES if family.expected == "fast"]
-
-
-# All of them with weights quantized by the option: test_quantized_weights.py.
-@pytest.mark.parametrize(
-    "name", [family.name for number, family in enumerate(FAST) if EVERYTHING or family.core or number % 3 == 0]
-)
-@pytest.mark.share(6)
-def test_every_family_that_is_fast_is_so_with_quantized_weights_of_its_own(name):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    model = accel.quantize(make(name), "int8")
-    ids, mask = padded((9, 9))
-    before = generate(model, ids, mask)
-    accel.optimize(model)
-    rows = {path: (status, reason) for path, rule, status, reason in accel.report(model).sites if rule[0] in "ld"}
-    assert {rows[path][0] for path in layers(model)} == {"patched"}, rows
-    same(generate(model, ids, mask), before)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -124,14 +103,6 @@ def test_groups_that_fit_nowhere_are_an_error_and_others_are_left_alone():
     assert kinds == {torch.nn.Linear} and len(held_by(model)) == 12
     with pytest.raises(ValueError, match=r"nothing to quantize as 'int8'"):
         accel.quantize(accel.quantize(make("llama"), "int8"), "int8")
-
-
-def test_no_number_in_a_weight(tiny):
-    model = make("llama")
-    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
-    with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj: NaN or Inf"):
-        accel.quantize(model, "int8")
-    assert not held_by(model) and "save_pretrained" not in vars(model)
 
 
 def test_objects_that_are_no_language_models_and_optimized_ones(tiny):

@@ -21,14 +21,23 @@ def test_wrong_names_are_refused_and_the_valid_ones_named():
     assert not held_by(model) and PLAN not in vars(model)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_weight_that_is_no_number_is_named_and_nothing_changes(value, tiny):
-    model = make("qwen2")
-    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+@pytest.mark.parametrize(
+    ("name", "weights", "path", "value"),
+    [
+        ("qwen2", "int8", "model.layers.1.mlp.up_proj.weight", math.nan),
+        ("llama", "int8-head", "lm_head.weight", math.nan),
+        ("mixtral", "int4-g32", "model.layers.1.mlp.experts.down_proj", math.inf),
+    ],
+)
+@pytest.mark.share(1)
+def test_a_weight_that_is_no_number_is_named_and_nothing_changes(name, weights, path, value, tiny):
+    model = make(name)
+    model.get_parameter(path).data.flatten()[7] = value
     before = tiny.snapshot(model)
-    for strict in (False, True):
-        with pytest.raises(ValueError, match=r"weights='int8': model.layers.1.mlp.up_proj: NaN or Inf"):
-            accel.optimize(model, weights="int8", strict=strict)
+    calls = [lambda strict=strict: accel.optimize(model, weights=weights, strict=strict) for strict in (False, True)]
+    for call in calls if name == "mixtral" else [*calls, lambda: accel.quantize(model, weights)]:  # leaves experts
+        with pytest.raises(ValueError, match=f"{path.removesuffix('.weight')}: NaN or Inf"):
+            call()
         assert not held_by(model)
         assert {key: value[0] for key, value in before.items()} == {k: v[0] for k, v in tiny.snapshot(model).items()}
 

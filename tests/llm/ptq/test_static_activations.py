@@ -17,7 +17,7 @@ from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import held_by
-from support.llm.rounded_activations import Counting, off
+from support.llm.rounded_activations import Counting, off, oracle, planted
 
 KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}
@@ -37,26 +37,14 @@ def by_scale(x: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
     return (steps.round() if kind == "int8-static" else steps.to(torch.float8_e4m3fn).double()) * scale
 
 
-def oracle(stock, ours, kind: str):
-    """A copy of stock over the weights of ours, whose linears round what they are given."""
-    twin = copy.deepcopy(stock)
-    for path, module in ours.named_modules():
-        if type(module) is not QuantizedLinear:
-            continue
-        theirs, held, scale = twin.get_submodule(path), module.quantized, module.input_scale.double()
-        weight = held.numbers().double() * held.scales.double()
-        theirs.weight.data = (weight.t() if module.transposed else weight).contiguous()
-        theirs.register_forward_pre_hook(lambda _, args, scale=scale: (by_scale(args[0], kind, scale), *args[1:]))
-    return twin
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gemma2", "phi3", "gpt-neox"])
 @torch.no_grad()
 @pytest.mark.share(4)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
     ours = quantized(name, kind, torch.float64)
-    wanted = oracle(make(name, torch.float64), ours, kind)
+    by_its_scale = lambda x, module: by_scale(x, kind, module.input_scale.double())  # noqa: E731
+    wanted = oracle(make(name, torch.float64), ours, by_its_scale)
     double()
     accel.optimize(ours)
     for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
@@ -181,16 +169,7 @@ def test_smoothquant_is_tried_with_the_inputs_it_will_have(kind):
         with pytest.raises(ValueError, match="needs weights='int8', not 'fp8'"):
             accel.quantize(make("llama"), "fp8", DATA, **given)
         return
-    stock, ids = make("llama"), DATA[0]["input_ids"]
-    for layer in stock.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for norm, readers in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            norm.weight[5] *= 60.0
-            for reader in readers:
-                reader.weight[:, 5] /= 60.0
+    stock, ids = planted(make("llama"), factor=60.0), DATA[0]["input_ids"]
     losses = []
     for method in ("rtn", "smoothquant"):
         model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **given | {"method": method})

@@ -13,16 +13,16 @@ from accel.quantization.activations import RowProducts
 from accel.verification import rounded_products as judging
 from accel.verification.agreement import perplexity
 from support.llm.families import in_turn, layers, make, padded, prompt
+from support.llm.optimized_models import optimized, pair
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
 @pytest.mark.share(2)
 def test_the_loss_is_told_and_passes(name):
-    model = make(name)
     ids, mask = padded((9, 9))
     figures = []
     for weights in ("int8", "int4-g32"):
-        accel.optimize(model, weights=weights)
+        model = optimized(name, weights=weights)
         quality = accel.verify(model, input_ids=ids, attention_mask=mask)
         assert quality.passed and quality.lossy == f"weights='{weights}'"
         assert quality.verdict.startswith(f"lossy, as asked for (weights='{weights}')")
@@ -35,9 +35,8 @@ def test_the_loss_is_told_and_passes(name):
 
 
 def test_perplexities_are_those_of_the_given_text():
-    model, stock = make("llama"), make("llama")
+    model, stock = pair("llama", weights="int4-g32")
     ids, mask = padded((9, 5))
-    accel.optimize(model, weights="int4-g32")
     agreement = accel.verify(model, input_ids=ids, attention_mask=mask).agreement
     found = []
     for each in (model, stock):
@@ -61,9 +60,7 @@ def test_weights_that_stayed_as_they_are_lose_nothing():
 
 @pytest.mark.parametrize("only", [lambda rows: rows > 2, lambda rows: rows <= 2], ids=["prompt", "decode"])
 def test_what_is_wrong_beyond_the_rounding_fails(only):
-    model = make("llama")
-    accel.optimize(model, weights="int8")
-    ids = prompt(1, 9)
+    model, ids = optimized("llama", weights="int8"), prompt(1, 9)
     assert accel.verify(model, input_ids=ids).passed
 
     def wrong(x, *given, **more):
@@ -79,8 +76,7 @@ def test_what_is_wrong_beyond_the_rounding_fails(only):
 
 
 def test_the_model_is_quantized_again_after_verify(tiny):
-    model = make("llama-biases")
-    accel.optimize(model, weights="fp8")
+    model = optimized("llama-biases", weights="fp8")
     ids, mask = padded()
     before = [None if t is None else t.clone() for t in model.buffers()], model(ids, attention_mask=mask).logits
     accel.verify(model)
@@ -89,8 +85,7 @@ def test_the_model_is_quantized_again_after_verify(tiny):
 
 
 def test_the_report_shows_every_weight():
-    model = make("llama")
-    accel.optimize(model, weights="int4-g32")
+    model = optimized("llama", weights="int4-g32")
     report = accel.report(model)
     assert len(report.weights) == 14
     row = next(row for row in report.weights if row["path"] == "model.layers.1.mlp.down_proj")
@@ -111,12 +106,11 @@ def test_the_report_shows_every_weight():
 )
 @pytest.mark.share(5)
 def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
-    model = make("llama-biases", dtype)
     weights = activations.partition("-")[0]
     ids, mask = padded((70, 50))
     found = []
     for options in ({}, {"activations": activations}):
-        accel.optimize(model, weights=weights, **options)
+        model = optimized("llama-biases", dtype, weights=weights, **options)
         found.append(accel.verify(model, input_ids=ids, attention_mask=mask))
     plain, quality = found
     assert quality.passed and quality.lossy == f"weights='{weights}', activations='{activations}'"

@@ -37,7 +37,7 @@ def both(found, number):
     return answers[0]
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", [name for (name,) in every(2, FAMILIES)])
 def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
     folder, stock = saved_model(name)

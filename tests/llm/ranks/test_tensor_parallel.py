@@ -36,12 +36,11 @@ def call() -> dict:
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(saved_model):
     def save(name: str, **changes):
-        model = families.make(name, **{"vocab_size": families.EVEN_VOCAB} | changes)
-        model.save_pretrained(tmp_path / name)
+        folder, model = saved_model(name, **changes)
         attention = families.BY_NAME[name].attention
-        return model, str(tmp_path / name), {"attn_implementation": attention} if attention else {}
+        return model, folder, {"attn_implementation": attention} if attention else {}
 
     return save
 

@@ -1,7 +1,5 @@
 """Experts of a mixture: recognized however they are stored, taken for any number of tokens, left where they changed."""
 
-import copy
-
 import pytest
 import torch
 from accel_kernels import experts
@@ -13,7 +11,8 @@ from accel.llm.analysis.experts import ExpertFormula
 from accel.llm.runtime.experts import ExpertsForward
 from accel.patching.patch import MISSING
 from support.kernels.waiting import NothingWaits
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.families import make, prompt
+from support.llm.optimized_models import optimized, pair
 from support.llm.runtime.near_ties import deep_gpt_oss
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
@@ -55,11 +54,8 @@ def taken(monkeypatch) -> list[int]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", FORMULAS)
 def test_recognized_and_taken_for_any_number_of_tokens(name, monkeypatch):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {name}")
     formula, many = FORMULAS[name]
-    stock = make(name)
-    ours = accel.optimize(copy.deepcopy(stock))
+    ours, stock = pair(name)
     assert [forward.formula for forward in fused(ours).values()] == [formula] * many
     tokens = taken(monkeypatch)
     for length in (3, 40):
@@ -75,13 +71,11 @@ def test_recognized_and_taken_for_any_number_of_tokens(name, monkeypatch):
 @pytest.mark.share(2)
 def test_nothing_waits_from_the_router_to_the_sum(name, tokens, monkeypatch):
     """As on a GPU, but for what the kernels compute; a CUDA graph can hold it."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {name}")
     pytest.importorskip("triton")
     from accel_kernels.moe import experts_triton
 
-    model = make(name)
-    wholes = {path.rpartition(".")[0] for path in fused(accel.optimize(model))}
+    model = optimized(name)
+    wholes = {path.rpartition(".")[0] for path in fused(model)}
     launched = []
     monkeypatch.setattr(experts_triton, "launch", lambda kernel, grid, *args, **meta: launched.append(kernel))
     monkeypatch.setattr(type(experts), "__call__", lambda self, *args: self.triton(*args))
@@ -113,23 +107,12 @@ def test_experts_of_any_size_have_their_own_factor(spread):
 
 
 @torch.no_grad()
-def test_another_activation_is_noticed(monkeypatch):
-    stock = make("mixtral")
-    ours = accel.optimize(copy.deepcopy(stock))
+@pytest.mark.parametrize(("name", "setting", "value"), [("mixtral", "act_fn", nn.GELU()), ("gpt-oss", "limit", 0.25)])
+def test_another_setting_is_noticed(name, setting, value, monkeypatch):
+    ours, stock = pair(name)
     tokens, ids = taken(monkeypatch), prompt(1, 5)
     for model in (ours, stock):
-        model.model.layers[0].mlp.experts.act_fn = nn.GELU()
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
-    assert tokens == [5]
-
-
-@torch.no_grad()
-def test_another_limit_is_noticed(monkeypatch):
-    stock = make("gpt-oss")
-    ours = accel.optimize(copy.deepcopy(stock))
-    tokens, ids = taken(monkeypatch), prompt(1, 5)
-    for model in (ours, stock):
-        model.model.layers[1].mlp.experts.limit = 0.25
+        setattr(model.model.layers[1].mlp.experts, setting, value)
     torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
     assert tokens == [5]
 
@@ -161,8 +144,7 @@ def test_a_gate_that_bends_elsewhere_is_left(gate, limit, monkeypatch):
 
 @torch.no_grad()
 def test_named_arguments_are_taken(monkeypatch):
-    stock = make("gpt-oss")
-    ours = accel.optimize(copy.deepcopy(stock))
+    ours, stock = pair("gpt-oss")
     for model in (ours, stock):
         model.set_experts_implementation("eager")  # others take them by place alone
     tokens = taken_by_name(monkeypatch)

@@ -51,13 +51,6 @@ def loop(model, given, steps=STEPS):
     return calls
 
 
-def run(model, call, **more):
-    with torch.no_grad():
-        output = model(**call | more)
-    output = output[0] if isinstance(output, tuple) else output.sample
-    return torch.stack(output) if isinstance(output, list) else output
-
-
 class StackOracle:
     """Written down from the definition. After whole calls at a and b, blocks from the second on add in call i
 
@@ -124,9 +117,3 @@ class StackOracle:
             a, older = kept[0]
             line += (newest[at] - older[at]) * (self.step - b) / (b - a) / 2
         return row + line
-
-
-def agree(model, oracle, calls, share=2e-5):
-    for call in calls:
-        wanted = run(oracle.model, call)
-        torch.testing.assert_close(run(model, call), wanted, rtol=0, atol=share * float(wanted.abs().max()))

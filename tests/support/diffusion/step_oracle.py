@@ -14,7 +14,7 @@ class Oracle:
     """
 
     def __init__(self, unet, interval):
-        self.unet, self.interval = unet, interval
+        self.model, self.interval = unet, interval
         block = unet.up_blocks[-1]
         boundary = block.attentions[-2] if hasattr(block, "attentions") else block.resnets[-2]
         unet.register_forward_pre_hook(self.begin)
@@ -40,13 +40,15 @@ class Oracle:
         return (line,) if isinstance(output, tuple) else line
 
 
-def run(model, inputs, **more):
+def run(model, call, **more):
     with torch.no_grad():
-        return model(**inputs | more).sample
+        output = model(**call | more)
+    output = output[0] if isinstance(output, tuple) else output.sample
+    return torch.stack(output) if isinstance(output, list) else output
 
 
 def close(got, wanted, share=2e-5):
-    torch.testing.assert_close(got, wanted, rtol=0, atol=share * float(wanted.abs().max()))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=share * float(wanted.detach().abs().max()))
 
 
 def loop(tiny, model, steps=STEPS, **shape):
@@ -57,7 +59,7 @@ def loop(tiny, model, steps=STEPS, **shape):
 
 def agree(model, oracle, calls):
     for call in calls:
-        close(run(model, call), run(oracle.unet, call))
+        close(run(model, call), run(oracle.model, call))
 
 
 def reasons(model):

@@ -10,7 +10,7 @@ from pathlib import Path
 # Imports once what all scripts do, and runs each of them in a process forked from it.
 STARTER = """
 import json, os, sys, traceback
-import support.kernels.absent_gpu, triton.compiler
+import support.kernels.absent_gpu, torch._dynamo, triton.compiler  # the second by operations on absent tensors
 
 for line in sys.stdin:
     script, cache, *arguments = json.loads(line)

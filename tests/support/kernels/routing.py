@@ -13,12 +13,12 @@ def route_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple:
 
 
 def poisoned(monkeypatch) -> None:
-    """Fresh memory holds what no program would write."""
+    """Fresh memory holds NaN, or a number that no kernel writes, so that an element no program wrote shows."""
     for name in ("empty", "empty_like"):
 
         def filled(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
             tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**60))
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
         monkeypatch.setattr(torch, name, filled)
 

@@ -5,36 +5,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from support.llm.edits import modules, weights
 from support.llm.edits.adapters import choose, delete, lora, merge, prefix, switch, unmerge, wrapped
-from support.llm.edits.modules import (
-    another_layer,
-    around,
-    config,
-    fewer_layers,
-    hook,
-    layers_in_another_order,
-    more_words,
-    other_head,
-    other_words,
-    own_forward,
-    own_linear,
-    parametrized,
-    pruned,
-    quantized,
-    setting,
-    unhook,
-)
+from support.llm.edits.modules import around, config, hook, own_forward, setting, unhook
 from support.llm.edits.places import attention, do, first, matrix, mlp, norm
-from support.llm.edits.weights import (
-    assigned_weights,
-    in_place,
-    new_bias,
-    new_data,
-    new_data_of_the_second,
-    new_parameter,
-    other_weights,
-    through_data,
-)
+from support.llm.edits.weights import in_place, through_data
 
 
 @dataclass(frozen=True)
@@ -59,11 +34,7 @@ class Change:
 LLAMA = ("llama",)
 LLAMA_LIKE = ("llama", "gpt-neox")  # made of nn.Linear
 CHANGES = (
-    Change(
-        "lora",
-        (lora("style"), switch(False), switch(True)),
-        reverse=delete,
-    ),
+    Change("lora", (lora("style"), switch(False), switch(True)), reverse=delete),
     Change("two-loras", (lora("style"), lora("tone", 1), choose("style")), reverse=delete),
     Change("lora-merged", (lora("style"), do(merge), do(unmerge)), reverse=delete),
     Change("lora-with-dropout-and-bias", (lora("style", lora_dropout=0.5, use_rslora=True),), reverse=delete),
@@ -71,28 +42,28 @@ CHANGES = (
     Change("peft-model", (wrapped, lambda m: m.merge_and_unload())),
     Change("peft-model-taken-off", (wrapped, lambda m: m.unload())),
     Change("prefix-tuning", (prefix,)),
-    Change("other-weights", (do(other_weights), do(other_weights))),
-    Change("assigned-weights", (do(assigned_weights),)),
-    Change("new-parameter", (do(new_parameter),)),
-    Change("new-data", (do(new_data),)),
-    Change("new-data-of-the-second", (do(new_data_of_the_second),), only=LLAMA_LIKE),
+    Change("other-weights", (do(weights.other_weights), do(weights.other_weights))),
+    Change("assigned-weights", (do(weights.assigned_weights),)),
+    Change("new-parameter", (do(weights.new_parameter),)),
+    Change("new-data", (do(weights.new_data),)),
+    Change("new-data-of-the-second", (do(weights.new_data_of_the_second),), only=LLAMA_LIKE),
     Change("through-data", (do(through_data),), reverse=through_data),
     Change("matrix-in-place", (in_place(matrix), in_place(lambda m: matrix(m, -1)))),
     Change("norm-in-place", (in_place(norm),)),
     Change("head-in-place", (in_place(lambda m: m.get_output_embeddings()),)),
     Change("words-in-place", (in_place(lambda m: m.get_input_embeddings()),)),
-    Change("new-bias", (do(new_bias),)),
+    Change("new-bias", (do(weights.new_bias),)),
     Change("double", (do(lambda m: m.double()),), reverse=lambda m: m.float(), shows=False),
     Change("bfloat16", (do(lambda m: m.bfloat16()),), shows=False, slack=2**12),
-    Change("own-linear", (do(own_linear),), only=LLAMA_LIKE),
-    Change("quantized", (do(quantized),), only=LLAMA_LIKE),
+    Change("own-linear", (do(modules.own_linear),), only=LLAMA_LIKE),
+    Change("quantized", (do(modules.quantized),), only=LLAMA_LIKE),
     Change("around-a-matrix", (around(matrix),)),
     Change("around-the-attention", (around(attention),)),
     Change("around-the-mlp", (around(mlp),)),
     Change("around-a-norm", (around(norm),)),
-    Change("another-layer", (do(another_layer),)),
-    Change("fewer-layers", (do(fewer_layers),)),
-    Change("layers-in-another-order", (do(layers_in_another_order),)),
+    Change("another-layer", (do(modules.another_layer),)),
+    Change("fewer-layers", (do(modules.fewer_layers),)),
+    Change("layers-in-another-order", (do(modules.layers_in_another_order),)),
     *(
         Change(f"own-forward-of-{name}", (own_forward(find),))
         for name, find in {"a-matrix": matrix, "attention": attention, "mlp": mlp, "norm": norm}.items()
@@ -114,11 +85,11 @@ CHANGES = (
         Change(f"hook-before-{name}", (hook(find, before=True), do(unhook)))
         for name, find in {"a-layer": first, "the-mlp": mlp, "a-matrix": lambda m: matrix(m, -1)}.items()
     ),
-    Change("pruned", (do(pruned),)),
-    Change("parametrized", (do(parametrized),), only=LLAMA_LIKE),
-    Change("more-words", (do(more_words),), shows=False),
-    Change("other-head", (do(other_head),)),
-    Change("other-words", (do(other_words),)),
+    Change("pruned", (do(modules.pruned),)),
+    Change("parametrized", (do(modules.parametrized),), only=LLAMA_LIKE),
+    Change("more-words", (do(modules.more_words),), shows=False),
+    Change("other-head", (do(modules.other_head),)),
+    Change("other-words", (do(modules.other_words),)),
     Change("other-scaling", (setting(attention, "scaling", 0.7),), only=LLAMA_LIKE),
     Change("other-eps", (setting(norm, "variance_epsilon", 3.0),), only=LLAMA),
     Change("other-activation", (setting(mlp, "act_fn", nn.ReLU()),), only=LLAMA),

@@ -1,13 +1,11 @@
 """Models whose short prompts are filled up to the lengths of graphs, run eagerly on a CPU."""
 
-import copy
-
-import pytest
 import torch
 
-import accel
 from accel.llm.generation.prefill import Prompts
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm import optimized_models
+from support.llm.calls import new_cache
+from support.llm.families import prompt
 
 
 class Eager:
@@ -31,10 +29,7 @@ class Anywhere(Prompts):
 
 def new_pair(name: str, **changes):
     """(optimized, and every short prompt of it filled up; stock)."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name, **changes)
-    ours = accel.optimize(copy.deepcopy(stock))
+    ours, stock = optimized_models.pair(name, changes=tuple(changes.items()))
     if vars(ours)["forward"].prompts is not None:
         vars(ours)["forward"].prompts = Anywhere(Eager())
     return ours, stock
@@ -46,15 +41,9 @@ def shapes(model) -> list:
     return [] if prompts is None else prompts.runner.shapes
 
 
-def cache_of(model):
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def talk(model, ids, mask=None, steps: int = 4, **given) -> dict:
     """Logits of a prompt's last token and of given words after it, and what the cache holds in the end."""
-    cache, found = cache_of(model), {}
+    cache, found = new_cache(model), {}
     if mask is not None:
         given["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
     output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **given)

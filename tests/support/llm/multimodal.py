@@ -115,6 +115,26 @@ def idefics(name: str):
     return model, {}, {"input_ids": words(True), "pixel_values": random(2, 1, 3, 16, 16)}
 
 
+def grown(kind: str, grid: bool = False):
+    """Of the configuration that the compatibility table makes; grid: given patches, with frames, rows and columns."""
+    from support.compatibility.tiny_language_models import build as tiny
+
+    model = tiny(kind, "image-text")
+    vision, image, where = model.config.vision_config, {"pixel_values": random(2, 3, 16, 16)}, model.config
+    if grid:
+        patch, frames = vision.patch_size, getattr(vision, "temporal_patch_size", None)
+        shape = (32, 3, patch, patch) if frames is None else (32, 3 * frames * patch * patch)
+        image = {"pixel_values": random(*shape), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    with torch.no_grad():
+        found = model.get_image_features(**image).pooler_output
+    pieces = sum(one.numel() for one in found) // found[0].shape[-1] // 2
+    ids = words(True)[:, :3]
+    token = where.image_token_id if hasattr(where, "image_token_id") else where.image_token_index
+    ids = torch.cat([ids, torch.full((2, pieces), token), words(False)[:, 3:]], dim=1)
+    marks = {"mm_token_type_ids": (ids == token).int()} if grid else {}
+    return model, {}, {"input_ids": ids} | marks | image
+
+
 OUT = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
 MODELS: dict[str, Callable] = {
     "qwen2-vl": functools.partial(qwen, "Qwen2VL", {}, embed_dim=32, hidden_size=64, mlp_ratio=2),
@@ -129,6 +149,11 @@ MODELS: dict[str, Callable] = {
     "internvl": internvl,
     "smolvlm": functools.partial(idefics, "SmolVLM"),
     "idefics3": functools.partial(idefics, "Idefics3"),
+    "glm4v": functools.partial(grown, "glm4v", grid=True),
+    "paddleocr-vl": functools.partial(grown, "paddleocr_vl", grid=True),
+    "aya-vision": functools.partial(grown, "aya_vision"),
+    "ovis2": functools.partial(grown, "ovis2"),
+    "got-ocr2": functools.partial(grown, "got_ocr2"),
 }  # fmt: skip
 
 

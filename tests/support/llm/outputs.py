@@ -1,5 +1,7 @@
 """What a language model gives, flat and by name, and whether two of them are the same."""
 
+import inspect
+
 import torch
 
 import accel
@@ -67,3 +69,23 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], share: f
         if finite.any():
             error = float((mine - theirs)[finite].abs().max())
             assert error <= share * float(theirs[finite].abs().max().clamp_min(1e-3)), f"{name}: {error:.1e} apart"
+
+
+def both(pair, call):
+    ours, stock = pair
+    theirs = call(stock)
+    for _ in range(2):
+        same(call(ours), theirs)
+    return theirs
+
+
+def shown(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Where a position may see something: what stock gives for one that sees nothing is of no use to anybody."""
+    if mask is None:
+        return logits
+    return torch.where((mask.cumsum(1) > 0)[..., None], logits, 0)
+
+
+def second(model) -> str:
+    """What a model takes as its second argument: most a mask, some a cache before it."""
+    return list(inspect.signature(type(model).forward).parameters)[2]

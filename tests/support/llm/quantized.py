@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.quantization.experts import QuantizedExperts
+from support.llm import optimized_models
 from support.llm.families import BY_NAME, available, make, padded
 
 # Layers with experts, and what differs from the table of families.
@@ -39,8 +40,7 @@ def held_by(model) -> list:
 
 def optimized(name: str, weights: str, dtype: torch.dtype = torch.float32, **options):
     """(stock, the same quantized)."""
-    stock = make(name, dtype)
-    return stock, accel.optimize(copy.deepcopy(stock), weights=weights, **options)
+    return optimized_models.pair(name, dtype, weights=weights, **options)[::-1]
 
 
 def weight_of(model, path: str) -> torch.Tensor:
@@ -86,8 +86,7 @@ def mixture(name: str, dtype: torch.dtype = torch.float32, **changes):
 
 def quantized_pair(name: str, weights: str = "int8", dtype: torch.dtype = torch.float32):
     """(optimized with these weights, stock over what they stand for)."""
-    before = mixture(name, dtype)
-    ours = accel.optimize(copy.deepcopy(before), weights=weights)
+    ours, before = optimized_models.pair(name, dtype, tuple(MIXTURES[name][1].items()), weights=weights)
     return ours, rounded(before, ours)
 
 

@@ -1,8 +1,13 @@
-"""Kernels that note how often rows are rounded; how far two results are apart."""
+"""Models whose inputs are rounded, as their formulas say and as our kernels do it; how far two results are apart."""
+
+import copy
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from accel.quantization.activations import RowProducts
+from accel.quantization.module import QuantizedLinear
 
 
 def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -19,3 +24,31 @@ class Counting(RowProducts):
     def rounded(self, x, activations, norm=None, fixed=None):
         self.calls.append((tuple(x.shape), norm is not None, fixed is not None))
         return super().rounded(x, activations, norm, fixed)
+
+
+def oracle(stock: nn.Module, ours: nn.Module, rounded: Callable) -> nn.Module:
+    """A copy of stock over the weights of ours, whose linears multiply rounded(input, the linear of ours)."""
+    twin = copy.deepcopy(stock)
+    for path, module in ours.named_modules():
+        if type(module) is QuantizedLinear:
+            theirs, held = twin.get_submodule(path), module.quantized
+            weight = held.numbers().double() * held.scales.double()
+            theirs.weight.data = (weight.t() if module.transposed else weight).contiguous()
+            theirs.register_forward_pre_hook(lambda _, args, module=module: (rounded(args[0], module), *args[1:]))
+    return twin
+
+
+@torch.no_grad()
+def planted(model: nn.Module, channels: tuple[int, ...] = (5,), factor: float = 30.0) -> nn.Module:
+    """As large models are, the same function: behind norms some channels are larger by the factor; changed in place."""
+    places = list(channels)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight[places] *= factor
+            for reader in readers:
+                reader.weight[:, places] /= factor
+    return model

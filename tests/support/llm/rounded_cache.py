@@ -1,15 +1,13 @@
 """Stock transformers over a cache that rounds what it is given: what kv_cache="int8" and "fp8" must compute."""
 
-import copy
 from contextlib import contextmanager
 
-import pytest
 import torch
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from transformers import DynamicCache
 
-import accel
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm import optimized_models
+from support.llm.families import prompt
 
 
 @contextmanager
@@ -32,12 +30,9 @@ def rounding(codes: torch.dtype, except_layer: int | None = None):
         DynamicCache.update, DynamicCache.__init__ = update, init
 
 
-def pair(name: str, kind: str, **changes):
-    """(optimized, stock)."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    stock = make(name, **changes)
-    return accel.optimize(copy.deepcopy(stock), kv_cache=kind), stock
+def pair(name: str, kind: str):
+    """(optimized, stock) that a test may change."""
+    return optimized_models.pair(name, kv_cache=kind)
 
 
 def held(kind: str = "int8", rows: int = 2, tokens: int = 9):

@@ -1,4 +1,6 @@
-"""Kinds of blocks and of calls: what decides which steps a forward makes, as values that are equal for equal steps."""
+"""Kinds of blocks and of calls: what decides which steps a forward makes, as values that are equal for equal steps; and
+the code that a call runs.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -8,6 +10,8 @@ import torch
 from torch import nn
 
 from accel.diffusion.dit.recorder import PLAIN, tensors_in
+from accel.libraries.diffusion import attention_backends
+from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.relied import BASE, settings_of
 from accel.quantization.scheme import Scheme
 
@@ -89,3 +93,21 @@ def _form(tree: Any) -> tuple | None:
         members = [(name, _form(one)) for name, one in pairs]
         return None if any(one is None for _, one in members) else (type(tree), *members)
     return ("plain", type(tree), tree) if isinstance(tree, PLAIN) else None
+
+
+class BlockCode(CalledCode):
+    """All that is written in the classes of a block, the functions that a call runs, and diffusers' attention backends.
+
+    A plan calls none of it: it holds what these functions were seen to compute.
+    """
+
+    def find(self) -> list[CodeTable]:
+        return [*ClassCode(self.kinds).tables, *super().find(), *_backend_tables()]
+
+    def entries(self) -> list[object]:
+        return list(attention_backends().values())
+
+
+def _backend_tables() -> list[CodeTable]:
+    found = attention_backends()
+    return [CodeTable("attention backends", found, tuple(found), dict(found))] if found else []

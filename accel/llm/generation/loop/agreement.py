@@ -3,10 +3,10 @@
 from hashlib import blake2b
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
 
 from accel.errors import Refused
+from accel.libraries.generation import GenerationMode
 from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 

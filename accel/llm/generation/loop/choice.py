@@ -4,29 +4,20 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process
 
 # Processors that are functions of the tokens and the scores alone, and ask the GPU for nothing: they may be called
 # before the host knows the tokens, and once more where a step is dropped. Anything else may be somebody's own code.
 PURE = (
-    logits_process.EpsilonLogitsWarper,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.InfNanRemoveLogitsProcessor,
-    logits_process.LogitNormalization,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.MinPLogitsWarper,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-)
+    transformers.EpsilonLogitsWarper, transformers.ExponentialDecayLengthPenalty,
+    transformers.ForcedBOSTokenLogitsProcessor, transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.InfNanRemoveLogitsProcessor, transformers.LogitNormalization, transformers.MinLengthLogitsProcessor,
+    transformers.MinNewTokensLengthLogitsProcessor, transformers.MinPLogitsWarper,
+    transformers.RepetitionPenaltyLogitsProcessor, transformers.SuppressTokensAtBeginLogitsProcessor,
+    transformers.SuppressTokensLogitsProcessor, transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper,
+    transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper,
+)  # fmt: skip
 
 
 def pure(processors: LogitsProcessorList) -> bool:

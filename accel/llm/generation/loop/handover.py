@@ -9,31 +9,25 @@ tries that this is so with the transformers at hand.
 """
 
 import weakref
-from contextlib import nullcontext
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import utils
+from transformers import GenerationConfig, StoppingCriteriaList
 
-from accel.errors import reason_of
-from accel.libraries.cache import NAMES, generating_cache
+from accel.libraries.cache import NAMES
+from accel.libraries.generation import STEP, late_loop, returns_what_criteria_saw
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
 from accel.llm.kv_cache.store import Store
 
 DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
-# What a step's arguments follow from; with any other argument of the model stock's loop goes on.
-FOLLOWED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *NAMES}
 
 
 def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
     """Whether all a call asks for is tokens, and each step follows from the one before. kwargs: of the model."""
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    others = (value for name, value in kwargs.items() if name not in FOLLOWED)
+    others = (value for name, value in kwargs.items() if name not in STEP and name not in NAMES)
     said = any(value is not None and value is not False for value in others)
     return not (said or returned or config.output_attentions or config.output_hidden_states or config.is_assistant)
 
@@ -57,7 +51,9 @@ class Handover:
             return False
         if device.type == "cuda" and (self.forward.runner is None or torch.cuda.is_current_stream_capturing()):
             return False
-        if not (pure(self.request.processors) and undisturbed(self.forward)) or _deferred(device, self.request):
+        if not (pure(self.request.processors) and undisturbed(self.forward)):
+            return False
+        if late_loop(device, self.request.kwargs):  # it would end the stream with the wrong token
             return False
         if not returns_what_criteria_saw():
             return False
@@ -81,65 +77,3 @@ class Handover:
         loop = TokenLoop(self.forward, store, self.request, self.criteria, known, self.unfinished, self.prompt)
         ids.set_(loop.run())  # type: ignore[call-overload]
         return True
-
-
-def _deferred(device: torch.device, request: GenerateRequest) -> bool:
-    """Whether stock's loop itself is a token behind on this device: it would end the stream with the wrong one."""
-    check = getattr(utils, "DeferredStopCheck", None)
-    try:
-        return check is not None and check.is_supported(device, generating_cache(request.kwargs), False, False)
-    except TypeError:  # asked otherwise in another version
-        return True
-
-
-class _Loopless:
-    """Stands for a model: what `_sample` asks of one, where the prompt is all that is read."""
-
-    config = SimpleNamespace(is_encoder_decoder=False)
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-        self.asked = 0
-        self.words = torch.arange(7)[None]
-
-    def _valid_auto_compile_criteria(self, *_: object) -> bool:
-        return False
-
-    def __call__(self, *_: object, **__: object) -> None:
-        raise NotImplementedError
-
-    def _prefill(self, *_: object, **__: object) -> Any:
-        return utils.ModelOutput(logits=torch.eye(4)[None, 2:3])
-
-    def _optimize_model_for_decode(self) -> nullcontext:
-        return nullcontext()
-
-    def _update_model_kwargs_for_generation(self, outputs: object, kwargs: dict, **_: object) -> dict:
-        return kwargs
-
-    def _has_unfinished_sequences(self, *_: object, **__: object) -> bool:
-        self.asked += 1
-        if self.asked > 1:
-            self.seen[-1].set_(self.words.clone())  # type: ignore[call-overload]
-        return self.asked == 1
-
-    def criterion(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        self.seen.append(ids)
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-
-@cache
-def returns_what_criteria_saw() -> bool:
-    """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
-    model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
-    config._pad_token_tensor = torch.tensor(0)  # type: ignore[attr-defined]
-    criteria = StoppingCriteriaList([model.criterion])
-    try:
-        with torch.no_grad():
-            found = GenerationMixin._sample(
-                model, torch.tensor([[1, 3]]), LogitsProcessorList(), criteria, config, use_cache=True
-            )
-    except Exception as error:  # a loop of another kind
-        reason_of(error)
-        return False
-    return len(model.seen) == 1 and type(found) is torch.Tensor and torch.equal(found, model.words)

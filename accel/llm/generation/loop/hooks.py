@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from accel.fusion.per_thread import PerThread
+from accel.libraries import generation
 from accel.libraries.cache import generating_cache
+from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead
-from accel.llm.generation.loop.methods import DECODING, PREPARE, UNFINISHED, MethodHook, predictable, stock_methods
+from accel.llm.generation.loop.methods import MethodHook, predictable, stock_methods
 from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.store import Store
@@ -100,7 +101,7 @@ class GenerateHook(MethodHook):
 class ModeArguments(GenerateHook):
     """Notes the streamer, and whether the decoding method is stock's."""
 
-    name = "_extract_generation_mode_kwargs"
+    name = generation.MODE_ARGUMENTS
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         given = self.arguments(args, kwargs)
@@ -113,7 +114,7 @@ class ModeArguments(GenerateHook):
 class SharedInputs(GenerateHook):
     """Notes what the ranks that share the model must begin with alike."""
 
-    name = "_prepare_model_inputs"
+    name = generation.INPUTS
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
@@ -136,7 +137,7 @@ class SharedOutcome(GenerateHook):
 class PrepareCache(GenerateHook):
     """Adopts the cache of the call, and makes the store of the size that was asked for."""
 
-    name = "_prepare_cache_for_generation"
+    name = generation.CACHE
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         asked = self.current.asked
@@ -170,7 +171,7 @@ class PrepareCache(GenerateHook):
 class Processors(GenerateHook):
     """Notes how scores are processed."""
 
-    name = "_get_logits_processor"
+    name = generation.PROCESSORS
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         processors = self.stock(*args, **kwargs)
@@ -181,7 +182,7 @@ class Processors(GenerateHook):
 class SharedCriteria(GenerateHook):
     """Refuses stopping criteria by which ranks that share the model would part."""
 
-    name = "_get_stopping_criteria"
+    name = generation.CRITERIA
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         criteria = self.stock(*args, **kwargs)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import StoppingCriteriaList
 
 from accel.cuda_graphs.runner import PATIENCE, GraphRunner
+from accel.libraries.code import comes_from
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.handover import Handover
 from accel.llm.generation.loop.methods import predictable
@@ -76,7 +77,7 @@ class Lookahead(StoppingCriteriaList):
     ) -> None:
         super().__init__(criteria)
         self.forward, self.store, self.handover = forward, weakref.ref(store), handover
-        self.known = all(type(one).__module__.startswith("transformers.") for one in criteria)
+        self.known = all(comes_from(type(one), "transformers") for one in criteria)
         self.pending: PendingStep | None = None
         self.missed = self.waited = 0
 

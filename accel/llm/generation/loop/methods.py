@@ -7,22 +7,21 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from accel.libraries.generation import DECODING, LOOP, PREPARE, UNFINISHED, UPDATE
 from accel.llm.generation.decoder import DecoderForward
 from accel.patching.owner import InstanceMethod
 
-PREPARE = "prepare_inputs_for_generation"
-UNFINISHED, DECODING = "_has_unfinished_sequences", "_optimize_model_for_decode"  # asked by the loop, around it
-LOOP = ("_sample", "_update_model_kwargs_for_generation")  # beside PREPARE, what says how a step follows another
+STEPS = (LOOP, UPDATE)  # beside PREPARE, what says how a step follows another
 
 # Another function put there later, for all models, is somebody's own.
 AS_IMPORTED = MappingProxyType(
-    {name: getattr(GenerationMixin, name) for name in (PREPARE, *LOOP, UNFINISHED, DECODING)}
+    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, UNFINISHED, DECODING)}
 )
 
 
 def predictable(model: nn.Module) -> bool:
     """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
-    return stock_methods(model, PREPARE, *LOOP) and not any(name in vars(model) for name in LOOP)
+    return stock_methods(model, PREPARE, *STEPS) and not any(name in vars(model) for name in STEPS)
 
 
 def stock_methods(model: nn.Module, *names: str) -> bool:

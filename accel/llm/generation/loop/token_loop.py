@@ -17,13 +17,14 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import stopping_criteria
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
+from accel.libraries.generation import FILLER, next_inputs
 from accel.llm.generation.decoder import DecoderForward, Unfit
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
@@ -39,8 +40,8 @@ TOUCHED = (
 UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
 # Criteria that may be heard a step late. The first are functions of the tokens, which the GPU computes in the step; the
 # others end all rows at once, and look at the shape of what they are given, or at the clock.
-BY_TOKENS = (stopping_criteria.EosTokenCriteria, stopping_criteria.StopStringCriteria)
-AT_ONCE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.MaxTimeCriteria)
+BY_TOKENS = (transformers.EosTokenCriteria, transformers.StopStringCriteria)
+AT_ONCE = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria)
 
 
 def undisturbed(forward: DecoderForward) -> bool:
@@ -120,7 +121,7 @@ class TokenLoop:
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
         self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
-        self.pad = request.config._pad_token_tensor
+        self.pad = getattr(request.config, FILLER)
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
@@ -203,10 +204,7 @@ class TokenLoop:
             logits = next_logits(self.forward, self.store, tokens, positions, self.keep, self.trusted > 0)
             self.trusted = self.trusted - 1 if self.trusted else UNWATCHED
             return logits
-        kwargs = self.model._update_model_kwargs_for_generation(
-            {}, dict(self.request.kwargs), num_new_tokens=ids.shape[1] - self.prompt
-        )
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        inputs = next_inputs(self.model, self.request.kwargs, ids, ids.shape[1] - self.prompt)
         return self.model(**inputs, return_dict=True).logits
 
     def _begin(self, token: Token) -> None:

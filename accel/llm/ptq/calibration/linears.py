@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PreTrainedModel
 
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
-from transformers.quantizers.auto import AutoQuantizationConfig
 
 from accel.errors import reason_of
+from accel.libraries.loading import AutoQuantizationConfig
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import NAMES, SAID
 from accel.parallel.division import Described

@@ -1,23 +1,16 @@
 """A folder in the layout of compressed-tensors, loaded straight into quantized linears: no weight is ever whole."""
 
-import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from accel.libraries.loading import entered, own_name, retied
 from accel.llm.ptq.calibration.linears import head_path
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import located, quantized_linears, read_config, weight_files
@@ -91,38 +84,6 @@ class Held(nn.Module):
         self.register_parameter("bias", bias)
 
 
-@contextmanager
-def entered(before: Callable[[PreTrainedModel], None], after: Callable[[PreTrainedModel], None]) -> Iterator[str]:
-    """Inside, transformers knows a way of loading under the name it gives: it calls before with the model that has no
-    weights yet, and after with the one that has.
-    """
-    name = f"accel-{uuid.uuid4().hex}"
-
-    class Method(QuantizationConfigMixin):
-        def __init__(self, quant_method: str = name, **kwargs: Any) -> None:
-            self.quant_method = quant_method
-
-    class Loader(HfQuantizer):
-        is_trainable = False
-
-        def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-            return True
-
-        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-            before(model)
-
-        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> nn.Module:
-            self.remove_quantization_config(model)
-            after(model)
-            return model
-
-    AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name] = Method, Loader
-    try:
-        yield name
-    finally:
-        del AUTO_QUANTIZATION_CONFIG_MAPPING[name], AUTO_QUANTIZER_MAPPING[name]
-
-
 def put_in_place(
     model: PreTrainedModel, linears: Mapping[str, Parts], make: Callable[[Parts, nn.Parameter | None], nn.Module]
 ) -> None:
@@ -133,19 +94,13 @@ def put_in_place(
         model.set_submodule(paths[path], make(parts, _replaceable(model, paths[path], parts).bias))
     if head in paths.values():
         untie(model.config)
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+        retied(model)
 
 
 def paths_in(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, str]:
     """Where the model has what a file holds under these paths: transformers renames some, as GPT-NeoX's head."""
-    renamings = [one for one in get_model_conversion_mapping(model) if type(one) is WeightRenaming]
-    found = {}
-    for path in paths:
-        name = f"{path}.weight"
-        for one in renamings:
-            name = one.rename_source_key(name)[0]
-        found[path] = name.removesuffix(".weight")
-    return found
+    renamed = own_name(model)
+    return {path: renamed(f"{path}.weight").removesuffix(".weight") for path in paths}
 
 
 def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:

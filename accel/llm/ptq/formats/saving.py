@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from accel_kernels import Quantized
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
+from accel.libraries.adapters import ADAPTED, BASE
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
@@ -17,7 +17,6 @@ from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
-from accel.quantization.linears import BASE
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
@@ -52,7 +51,7 @@ class SaveOverride(InstanceMethod):
         names = state_dict if state_dict is not None else model.state_dict()
         held, mixtures = _held(model, names), _mixtures(model, names)
         given = state_dict is not None and not (held or mixtures)
-        if getattr(model, "_hf_peft_config_loaded", False) or given:
+        if getattr(model, ADAPTED, False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
             return
         if (ranks := ranks_of(model)) is not None and (held or mixtures):

@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import accel
-from accel.llm.batching.hook import CACHED, NAME, InitContinuousBatching, limits_of
+from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching, limits_of
 from accel.llm.batching.manager import BatchManager
 from support.llm.families import BY_NAME, VOCAB, available
 
@@ -133,8 +133,8 @@ def test_paged_generate_is_met_too(pair_of, made):
 
 def test_the_method_looks_like_stocks(pair_of):
     model, stock = pair_of("llama")
-    assert inspect.signature(getattr(model, NAME)) == inspect.signature(getattr(stock, NAME))
-    assert isinstance(vars(model)[NAME], InitContinuousBatching)
+    assert inspect.signature(getattr(model, INIT)) == inspect.signature(getattr(stock, INIT))
+    assert isinstance(vars(model)[INIT], InitContinuousBatching)
 
 
 # -- kept managers -----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_model_that_is_partly_stock(pair, made):
     with contextlib.suppress(Exception):  # of stock, which takes no hybrids
         batch(model)
     assert BatchManager not in map(type, made)
-    assert NAME not in vars(model) or any("generate_batch" in row[1] for row in accel.report(model).fallbacks)
+    assert INIT not in vars(model) or any("generate_batch" in row[1] for row in accel.report(model).fallbacks)
 
 
 def test_what_a_thread_is_in_is_not_what_another_is_in(pair_of, made):
@@ -254,12 +254,12 @@ def test_weights_changed_between_calls_and_in_a_pause(pair):
 def test_restore_gives_stock_back_and_ends_what_runs(pair, made):
     model, stock = pair("llama")
     batch(model, persistent_manager=True)
-    kept, running = getattr(model, CACHED), InitContinuousBatching.manager(vars(model)[NAME], None)
+    kept, running = getattr(model, CACHED), InitContinuousBatching.manager(vars(model)[INIT], None)
     running.start()
     names = [running.add_request([3, 4, 5], max_new_tokens=100, streaming=True) for _ in range(3)]
     assert running.get_result(timeout=60) is not None
     accel.restore(model)
-    assert NAME not in vars(model) and not hasattr(model, CACHED) and not running.is_running()
+    assert INIT not in vars(model) and not hasattr(model, CACHED) and not running.is_running()
     assert kept.engine is None and running.engine is None
     ended = {}
     while (result := running.get_result()) is not None:
@@ -287,7 +287,7 @@ def test_copies_are_batched_by_themselves(pair, made):
     wanted = tokens(batch(stock))
     batch(model, persistent_manager=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert vars(other)[NAME].module is other and vars(other)[CACHED] is None
+        assert vars(other)[INIT].module is other and vars(other)[CACHED] is None
         for parameter in model.parameters():
             parameter.data.mul_(1)
         made.clear()

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 
+from support.everything import EVERYTHING
 from support.llm.managers.fake_engine import FakeEngine, answer
 from support.llm.managers.managers import Model, collect, make_manager
 
@@ -202,6 +203,12 @@ def test_a_manager_that_nobody_holds_is_freed(state, few_objects):
     assert freed() is None
 
 
+def test_no_thread_holds_up_the_end_of_the_process(manager):
+    manager.start()
+    assert manager._loop.thread.daemon
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of imports; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_process_ends_without_a_stop():
     code = """
         import sys

@@ -23,7 +23,6 @@ from support.llm.quantized import (
     mixture,
     of_experts,
     quantized_pair,
-    rounded,
     sites,
     weight_of,
 )
@@ -85,46 +84,20 @@ def test_in_16_bits_as_near_as_stock_over_the_same_values(name, weights, dtype):
         assert module.dtype == dtype and not accel.report(ours).fallbacks
 
 
-def test_restore_is_exact(tiny):
-    model, twin = mixture("gpt-oss"), mixture("gpt-oss")
-    before = tiny.snapshot(model)
-    for _ in range(2):
-        accel.optimize(model, weights="int4-g32-asym")
-        generate(model, *padded())
-        accel.restore(model)
-    tiny.assert_same_state(before, tiny.snapshot(model))
-    assert list(model.state_dict()) == list(twin.state_dict())
-    assert torch.equal(logits(model)["logits"], logits(twin)["logits"])
-
-
-def test_what_was_set_meanwhile_stays():
-    before = mixture("gpt-oss")
-    ours = accel.optimize(copy.deepcopy(before), weights="int8")
-    twin = rounded(before, ours)
+@pytest.mark.parametrize(("name", "setting", "value"), [("gpt-oss", "limit", 0.25), ("mixtral", "act_fn", nn.GELU())])
+def test_what_is_set_meanwhile_counts_and_stays(name, setting, value):
+    (ours, twin), before = quantized_pair(name), mixture(name)
     for model in (ours, twin, before):
-        model.model.layers[0].mlp.experts.limit = 0.25
+        setattr(model.model.layers[0].mlp.experts, setting, value)
     same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
-    assert "limit" in str(accel.report(ours).fallbacks)
-    accel.restore(ours)
-    assert torch.equal(ours(prompt()).logits, before(prompt()).logits)
-
-
-def test_another_activation_counts():
-    before = mixture("mixtral")
-    ours = accel.optimize(copy.deepcopy(before), weights="int8")
-    twin = rounded(before, ours)
-    for model in (ours, twin, before):
-        model.model.layers[0].mlp.experts.act_fn = nn.GELU()
-    same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
-    assert accel.report(ours).fallbacks
+    assert setting in str(accel.report(ours).fallbacks)
     accel.restore(ours)
     assert torch.equal(ours(prompt()).logits, before(prompt()).logits)
 
 
 def test_other_code_of_the_class_is_noticed(monkeypatch):
-    before = mixture("gpt-oss")
-    ours = accel.optimize(copy.deepcopy(before), weights="int8")
-    twin, kind = rounded(before, ours), type(before.model.layers[0].mlp.experts)
+    ours, twin = quantized_pair("gpt-oss")
+    kind = type(twin.model.layers[0].mlp.experts)
     wanted = ours(prompt()).logits
     with monkeypatch.context() as patch:
         patch.setattr(kind, "_apply_gate", lambda self, y: y[..., ::2].contiguous())
@@ -134,10 +107,7 @@ def test_other_code_of_the_class_is_noticed(monkeypatch):
 
 
 def test_an_implementation_of_the_users_is_called(monkeypatch):
-    before = mixture("mixtral")
-    ours = accel.optimize(copy.deepcopy(before), weights="int8")
-    twin = rounded(before, ours)
-    calls = []
+    (ours, twin), calls = quantized_pair("mixtral"), []
 
     def theirs(self, x, index, shares):
         calls.append((type(self), self.gate_up_proj.shape, self.num_experts))
@@ -147,8 +117,8 @@ def test_an_implementation_of_the_users_is_called(monkeypatch):
     for model in (ours, twin):
         model.set_experts_implementation("theirs")
     same({"x": ours(prompt()).logits}, {"x": twin(prompt()).logits})
-    kind = type(before.model.layers[0].mlp.experts)
-    assert calls == [(kind, before.model.layers[0].mlp.experts.gate_up_proj.shape, 4)] * 4
+    experts = twin.model.layers[0].mlp.experts
+    assert calls == [(type(experts), experts.gate_up_proj.shape, 4)] * 4
 
 
 # -- stock code over the numbers: training, autocast, the compiler -----------------------------------------------------
@@ -191,34 +161,13 @@ def test_the_compiler_takes_it_whole():
         torch.testing.assert_close(compiled(*given), original(*given))
 
 
-# -- without the originals ---------------------------------------------------------------------------------------------
-
-
-def test_without_the_originals_they_stay_and_are_fast_again():
-    before = mixture("gpt-oss")
-    model = accel.optimize(copy.deepcopy(before), weights="int8", keep_original=False)
-    assert "not reversible" in sites(model)["model.layers.0.mlp.experts"][1]
-    twin = rounded(before, model)
-    with pytest.warns(UserWarning, match="12 weights stay quantized"):
-        accel.restore(model)
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(twin, ids, mask))
-    accel.optimize(model)
-    same(generate(model, ids, mask), generate(twin, ids, mask))
-    ran_fast(model)
-    assert {type(vars(one)["forward"]) for one in of_experts(model).values()} == {ExpertsForward}
-    with pytest.warns(UserWarning, match="nothing to quantize as 'fp8'"):
-        accel.optimize(model, weights="fp8")
-    assert sites(model)["model.layers.1.mlp.experts"] == ("skipped", "is int8 by row already")
-
-
 def test_verify_judges_them():
-    quality = accel.verify(accel.optimize(mixture("gpt-oss", torch.bfloat16), weights="int4-g32"))
+    quality = accel.verify(quantized_pair("gpt-oss", "int4-g32", torch.bfloat16)[0])
     assert quality.passed and quality.parts["each expert"].passed, str(quality)
 
 
 def test_restore_refuses_where_a_forward_was_put_on_top():
-    model = accel.optimize(mixture("mixtral"), weights="int8")
+    model, _ = quantized_pair("mixtral")
     experts = next(iter(of_experts(model).values()))
     fast = vars(experts)["forward"]
     experts.forward = lambda *given: 2 * fast(*given)

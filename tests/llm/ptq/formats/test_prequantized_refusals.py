@@ -6,15 +6,10 @@ from torch import nn
 
 import accel
 from support.llm.families import make
-from support.llm.prequantized.folders import compressed, saved_folders
+from support.llm.prequantized.folders import compressed
 from support.llm.prequantized.linears import GptqLinear
 from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by, logits, sites
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return saved_folders(tmp_path_factory)
 
 
 def spoiled(model, change):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import accel
-from support.llm.families import every, make, padded, prompt
+from support.llm.families import every, make, prompt
 from support.llm.quantized import held_by, logits, rounded
 
 pytest.importorskip("compressed_tensors")
@@ -165,29 +165,6 @@ def test_inside_an_adapter_it_is_not_saved(tmp_path):
         model.save_pretrained(tmp_path)
     adapted.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json", ".md"}
-
-
-def test_text_comes_out_of_the_folder(tmp_path):
-    from pathlib import Path
-
-    folder = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer("It was a beautiful evening, and", return_tensors="pt")
-    accel.optimize(model, weights="int4-g32")
-    text = model.generate(**inputs, max_new_tokens=20, do_sample=False)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(opened(tmp_path, None).generate(**inputs, max_new_tokens=20, do_sample=False), text)
-
-
-def test_padded_rows_too(tmp_path):
-    stock = reloaded(make("llama"), tmp_path / "stock")
-    ours = accel.optimize(copy.deepcopy(stock), weights="fp8")
-    ours.save_pretrained(tmp_path / "ours")
-    ids, mask = padded()
-    theirs = opened(tmp_path / "ours", None)(ids, attention_mask=mask).logits[mask.bool()]
-    mine = ours(ids, attention_mask=mask).logits[mask.bool()]
-    assert (theirs - mine).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("activations", ["int8", "int8-outliers", "fp8"])

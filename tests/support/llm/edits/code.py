@@ -93,7 +93,8 @@ def in_file(name):
 
 @contextmanager
 def on_each(find, name, make_value, models):
-    held = [(find(model), vars(find(model)).get(name)) for model in models]
+    """A setting or a module, another one on each model."""
+    held = [(owner, vars(owner).get(name, getattr(owner, "_modules", {}).get(name))) for owner in map(find, models)]
     for owner, _ in held:
         setattr(owner, name, make_value(owner))
     try:
@@ -103,8 +104,12 @@ def on_each(find, name, make_value, models):
             setattr(owner, name, value) if value is not None else delattr(owner, name)
 
 
+def inside(find, name, make_value):
+    return lambda *models: on_each(find, name, make_value, models)
+
+
 def field(name, value):
-    return lambda *models: on_each(lambda model: model.config, name, lambda _: value, models)
+    return inside(lambda model: model.config, name, lambda _: value)
 
 
 def other_config(*models):
@@ -134,30 +139,6 @@ class Negated(nn.Module):
             return -output
         output.last_hidden_state = -output.last_hidden_state
         return output
-
-
-@contextmanager
-def around(find, name, *models):
-    held = [(find(model), getattr(find(model), name)) for model in models]
-    for owner, inner in held:
-        setattr(owner, name, Negated(inner))
-    try:
-        yield
-    finally:
-        for owner, inner in held:
-            setattr(owner, name, inner)
-
-
-@contextmanager
-def child(models, find, name, new):
-    held = [(find(model), getattr(find(model), name)) for model in models]
-    for owner, _ in held:
-        setattr(owner, name, new())
-    try:
-        yield
-    finally:
-        for owner, old in held:
-            setattr(owner, name, old)
 
 
 @contextmanager
@@ -219,25 +200,26 @@ CHANGES = {
     "kinds of layers": ("gemma2", field("layer_types", ["full_attention"] * 2), True, "layer_types"),
     "a configuration of its own": ("llama", other_config, False, "configuration of model.layers.0.self_attn"),
     "a module beside": (
-        "gpt2", lambda *models: child(models, attention, "resid_dropout", Half), True, "attn.resid_dropout"
+        "gpt2", inside(attention, "resid_dropout", lambda _: Half()), True, "attn.resid_dropout"
     ),
     "a module inside": (
-        "gpt2", lambda *models: child(models, lambda m: first(m).mlp, "dropout", Half), True, "mlp.dropout"
+        "gpt2", inside(lambda m: first(m).mlp, "dropout", lambda _: Half()), True, "mlp.dropout"
     ),
     "something around the model inside": (
-        "llama", lambda *models: around(lambda m: m, "model", *models), True, "its input embeddings"
+        "llama", inside(lambda m: m, "model", lambda m: Negated(m.model)), True, "its input embeddings"
     ),
     "something around the words": (
-        "llama", lambda *models: around(lambda m: m.model, "embed_tokens", *models), True, "its input embeddings"
+        "llama", inside(lambda m: m.model, "embed_tokens", lambda m: Negated(m.embed_tokens)), True,
+        "its input embeddings",
     ),
     "a model inside of another class": ("llama", other_inside, True, "model: Counting where LlamaModel is expected"),
     "a forward of the model inside": (
-        "llama", lambda *models: on_each(lambda m: m.model, "forward", counted, models), True, "model has a replaced"
+        "llama", inside(lambda m: m.model, "forward", counted), True, "model has a replaced"
     ),
     "a module that was not there": (
-        "llama", lambda *models: on_each(attention, "q_norm", lambda _: Half(), models), False, "self_attn.q_norm"
+        "llama", inside(attention, "q_norm", lambda _: Half()), False, "self_attn.q_norm"
     ),
     "a function on a module": (
-        "llama", lambda *models: on_each(lambda m: first(m).mlp, "other", lambda _: F.relu, models), False, "mlp.other"
+        "llama", inside(lambda m: first(m).mlp, "other", lambda _: F.relu), False, "mlp.other"
     ),
 }  # fmt: skip

@@ -1,0 +1,99 @@
+"""A model in each of three states, in fresh processes: with empty caches, with those that it left, and stock."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.bench.cases import CASES
+from accel.bench.llm.configs import CONFIGS
+
+# Every cache that outlives a process and holds compiled kernels or choices made by measuring.
+CACHES = ("ACCEL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+STATES = ("cold", "warm", "stock")
+PROCESS = "accel.bench.ready.process"
+WAYS = ("", "batch", "int8", "int4", "fp8")  # behind a plus
+
+
+def of_images(name: str) -> bool:
+    """Whether it is a case of `accel bench`, and no language model of `accel bench llm`."""
+    return name in CASES and name not in CONFIGS
+
+
+def check_name(asked: str) -> None:
+    """Raises ValueError for what is no model of these benchmarks, or is asked for in a way that there is not."""
+    name, _, way = asked.partition("+")
+    if name not in CONFIGS and name not in CASES:
+        raise ValueError(f"{name!r} is none of {', '.join([*CONFIGS, *CASES])}")
+    if way not in (WAYS if name in CONFIGS else WAYS[:1]):
+        raise ValueError(f"{asked!r}: behind a plus stands one of {', '.join(WAYS[1:])}, of a language model")
+
+
+def dtype_for(asked: str, device: torch.device) -> torch.dtype:
+    """bfloat16 for language models and float16 or the case's own for images on a GPU; float32 elsewhere."""
+    name = asked.partition("+")[0]
+    if device.type != "cuda":
+        return torch.float32
+    return CASES[name].dtype or torch.float16 if of_images(name) else torch.bfloat16
+
+
+def measure_states(
+    asked: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    states: Iterable[str] = STATES,
+    more: tuple[str, ...] = (),
+    left: Callable[[], float | None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """A row of figures for each state, see `process.measure`; over_stock_s: ready_s beyond stock's own first call.
+
+    more: further arguments of the process. left: seconds that the next process may take. Raises RuntimeError where one
+    fails or takes longer.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
+        for state in states:
+            given = [asked, state, str(device), str(dtype).removeprefix("torch."), *more]
+            rows[state] = spawn(PROCESS, given, Path(folder), left())
+    if "stock" in rows:
+        for state in rows.keys() - {"stock"}:
+            rows[state]["over_stock_s"] = round(rows[state]["ready_s"] - rows["stock"]["first_call_s"], 3)
+    return rows
+
+
+def steady_s(row: dict[str, Any]) -> float:
+    """Seconds of a later call."""
+    return statistics.median(row["later_calls_s"])
+
+
+def lost_s(row: dict[str, Any]) -> float:
+    """Seconds that getting ready and the first calls took beyond as many later ones: a graph captured in the second
+    call is in it, for one.
+    """
+    early = [row["ready_s"], *row["later_calls_s"]]
+    return round(max(0.0, sum(early) - len(early) * steady_s(row)), 3)
+
+
+def spawn(module: str, arguments: list[str], caches: Path, timeout: float | None = None) -> dict:
+    """What the module prints as JSON when it is run in a fresh process with its kernel caches there.
+
+    Raises RuntimeError where it fails or takes more than `timeout` seconds.
+    """
+    environment = os.environ | {name: str(caches / name.lower()) for name in CACHES}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same code, however this process found it
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+    found: dict = json.loads(done.stdout.strip().splitlines()[-1])
+    return found

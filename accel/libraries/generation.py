@@ -1,0 +1,105 @@
+"""generate() of transformers: the methods by which it goes on, what they leave in a configuration, and its loop."""
+
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode, utils
+
+from accel.errors import reason_of
+from accel.libraries.cache import generating_cache
+
+__all__ = ["GenerationMode"]
+
+# Methods of a model that generate() calls; LOOP is where it goes on token by token.
+MODE_ARGUMENTS, INPUTS = "_extract_generation_mode_kwargs", "_prepare_model_inputs"
+POSITIONS = "_prepare_position_ids_for_generation"
+CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
+LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
+PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
+
+# Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step
+# before. The tokenizer is for stop strings: generate() hands it to the model as well, which has no use for it.
+STEP = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+ARGUMENTS = {*STEP, "input_ids", "inputs_embeds", "return_dict", "tokenizer"}
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
+GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
+
+
+def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, **given: Any) -> LogitsProcessorList:
+    """Those that generate() would have. config: is told the ends, as generate() leaves it."""
+    config._eos_token_tensor = ends
+    return model._get_logits_processor(config, **given)
+
+
+def next_inputs(model: PreTrainedModel, kwargs: dict[str, Any], ids: torch.Tensor, new: int) -> dict[str, Any]:
+    """What a model is called with for the token behind ids, `new` tokens after it was with kwargs."""
+    kwargs = model._update_model_kwargs_for_generation({}, dict(kwargs), num_new_tokens=new)
+    return model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+
+
+def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
+    """Whether stock's loop itself is a token behind on this device."""
+    check = getattr(utils, "DeferredStopCheck", None)
+    try:
+        return check is not None and check.is_supported(device, generating_cache(kwargs), False, False)
+    except TypeError:  # asked otherwise in another version
+        return True
+
+
+class _Loopless:
+    """Stands for a model: what `_sample` asks of one, where the prompt is all that is read."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.asked = 0
+        self.words = torch.arange(7)[None]
+
+    def _valid_auto_compile_criteria(self, *_: object) -> bool:
+        return False
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    def _prefill(self, *_: object, **__: object) -> Any:
+        return utils.ModelOutput(logits=torch.eye(4)[None, 2:3])
+
+    def _optimize_model_for_decode(self) -> nullcontext:
+        return nullcontext()
+
+    def _update_model_kwargs_for_generation(self, outputs: object, kwargs: dict, **_: object) -> dict:
+        return kwargs
+
+    def _has_unfinished_sequences(self, *_: object, **__: object) -> bool:
+        self.asked += 1
+        if self.asked > 1:
+            self.seen[-1].set_(self.words.clone())  # type: ignore[call-overload]
+        return self.asked == 1
+
+    def criterion(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        self.seen.append(ids)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@cache
+def returns_what_criteria_saw() -> bool:
+    """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
+    model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
+    setattr(config, FILLER, torch.tensor(0))
+    criteria = StoppingCriteriaList([model.criterion])
+    try:
+        with torch.no_grad():
+            found = GenerationMixin._sample(
+                model, torch.tensor([[1, 3]]), LogitsProcessorList(), criteria, config, use_cache=True
+            )
+    except Exception as error:  # a loop of another kind
+        reason_of(error)
+        return False
+    return len(model.seen) == 1 and type(found) is torch.Tensor and torch.equal(found, model.words)

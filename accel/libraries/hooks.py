@@ -1,0 +1,112 @@
+"""Hooks of accelerate and diffusers around a module's forward: where they hang, what they are, what lies beneath.
+
+accelerate has one hook on a module, and a wrapper in the place of its forward; diffusers a registry of hooks, with a
+reference to what each of them calls. Neither library is imported: a hook is there only where it was.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+HOOK, BENEATH, FORWARD = "_hf_hook", "_old_forward", "forward"  # what accelerate puts on a module
+REGISTRY = "_diffusers_hook"
+WRAPPERS = "diffusers.hooks.hooks"  # where the functions are written that diffusers puts in a forward's place
+CASTING = "diffusers.hooks.layerwise_casting", "LayerwiseCastingHook"
+DIVIDING = "diffusers.hooks.context_parallel", ("ContextParallelSplitHook", "ContextParallelGatherHook")
+ALIGNING, OFFLOADING = "AlignDevicesHook", "CpuOffload"  # accelerate's: to where weights lie; of a whole model
+METHODS = ENTER, LEAVE, DETACH = "pre_forward", "init_hook", "detach_hook"  # of a hook that moves a whole model
+
+
+def forward_slots(module: nn.Module) -> list[tuple[dict, str]]:
+    """(attributes, name) of all places where hooks may keep a forward of the module; its own is the first."""
+    attributes = vars(module)
+    kept = [(vars(one), name) for one in references(module) for name in (FORWARD, "original_forward")]
+    return [(attributes, FORWARD), (attributes, BENEATH), *kept]
+
+
+def hook_of(module: nn.Module) -> Any:
+    """accelerate's hook on a module; None without one."""
+    return vars(module).get(HOOK)
+
+
+def is_hook(hook: object, name: str) -> bool:
+    """Whether it is exactly this hook of accelerate's; of others nobody knows what they do."""
+    kind = getattr(sys.modules.get("accelerate.hooks"), name, None)
+    return kind is not None and type(hook) is kind
+
+
+def execution_device(hook: Any) -> torch.device | None:
+    """Where accelerate's hook brings what its module is called with; None where it names no device."""
+    given = hook.execution_device
+    if given is None:
+        return None
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    device = torch.device(given)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def offload_hooks(pipe: Any, devices: tuple[str, ...]) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, hook) of those by which accelerate moves whole models of a pipeline to a device of these kinds."""
+    for user_hook in getattr(pipe, "_all_hooks", None) or ():
+        model, hook = getattr(user_hook, "model", None), getattr(user_hook, "hook", None)
+        if not isinstance(model, nn.Module) or hook_of(model) is not hook or not is_hook(hook, OFFLOADING):
+            continue
+        if isinstance(hook.execution_device, torch.device) and hook.execution_device.type in devices:
+            yield model, hook
+
+
+def hooks_of(module: nn.Module) -> list:
+    """Those that diffusers has put around the module's forward."""
+    return list((getattr(vars(module).get(REGISTRY), "hooks", None) or {}).values())
+
+
+def references(module: nn.Module) -> Any:
+    """What diffusers' hooks on the module go around, the innermost first."""
+    return getattr(vars(module).get(REGISTRY), "_fn_refs", ())
+
+
+def skips(module: nn.Module) -> bool:
+    """Whether a hook of diffusers decides itself what runs in the module's place."""
+    return any(reference.original_forward is not None for reference in references(module))
+
+
+def beneath(module: nn.Module) -> Any:
+    """What stands in `vars(module)["forward"]`, or beneath the wrappers of diffusers' hooks there."""
+    forward = vars(module).get(FORWARD)
+    for reference in reversed(references(module)):
+        if _wrapper(forward) is None:
+            break
+        forward = reference.forward
+    return forward
+
+
+def casting_hook(module: nn.Module) -> tuple[Any, Any] | None:
+    """(hook, reference) where a module's only hook of diffusers casts its weights around each call, and all that stands
+    around its forward is that.
+    """
+    kind, hooks = getattr(sys.modules.get(CASTING[0]), CASTING[1], None), hooks_of(module)
+    if kind is None or len(hooks) != 1 or len(references(module)) != 1 or type(hooks[0]) is not kind:
+        return None
+    reference = references(module)[0]
+    inside = [cell.cell_contents for cell in getattr(_wrapper(vars(module).get(FORWARD)), "__closure__", None) or ()]
+    return (hooks[0], reference) if any(one is reference for one in inside) else None
+
+
+def only_divides(module: nn.Module, config: Any) -> bool:
+    """Whether all hooks that diffusers has on a module divide sequences by this configuration: they keep no state, and
+    what they do is part of the forward.
+    """
+    known = vars(sys.modules.get(DIVIDING[0], nn))
+    kinds = [known[name] for name in DIVIDING[1] if name in known]
+    return config is not None and all(type(one) in kinds and one.parallel_config is config for one in hooks_of(module))
+
+
+def _wrapper(forward: Any) -> Any:
+    """The function of diffusers that calls a hook in the place of a forward; None for anything else."""
+    function = forward.func if isinstance(forward, functools.partial) else None
+    return function if getattr(function, "__globals__", {}).get("__name__") == WRAPPERS else None

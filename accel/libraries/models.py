@@ -1,0 +1,57 @@
+"""Which objects are models and pipelines of diffusers and transformers: told by base classes, looked up only where the
+caller has imported them already.
+"""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def is_model(obj: object) -> bool:
+    """Whether obj is a model of diffusers or transformers, or of a class that somebody derived from theirs."""
+    return isinstance(obj, _bases("diffusers", "ModelMixin") + _bases("transformers", "PreTrainedModel"))
+
+
+def is_pipeline(obj: object) -> bool:
+    """Whether obj is a pipeline of diffusers, which has components."""
+    return isinstance(obj, _bases("diffusers", "DiffusionPipeline", "ModularPipeline"))
+
+
+def is_causal_lm(obj: Any) -> bool:
+    """Whether obj continues text as models of transformers do: embeddings in, a head out, decoder only."""
+    if not isinstance(obj, _bases("transformers", "PreTrainedModel")):
+        return False
+    if not obj.can_generate() or getattr(obj.config, "is_encoder_decoder", False):
+        return False
+    try:
+        return obj.get_input_embeddings() is not None and obj.get_output_embeddings() is not None
+    except (AttributeError, NotImplementedError):  # as transformers says that there is no such place
+        return False
+
+
+def writes_by_itself(obj: Any) -> bool:
+    """Whether obj is a causal language model whose own forward is a step of generate(): it takes a cache."""
+    if not is_causal_lm(obj):
+        return False
+    from accel.libraries.cache import cache_argument
+
+    return cache_argument(type(obj).forward) is not None
+
+
+def denoising_loops(pipe: Any) -> list[Any]:
+    """What of a pipeline shows the progress of its loops, by a method `progress_bar`: itself, or some of its blocks."""
+    if hasattr(type(pipe), "progress_bar"):
+        return [pipe]
+    found, waiting = [], [getattr(pipe, "_blocks", None)]
+    while waiting:
+        block = waiting.pop()
+        waiting += getattr(block, "sub_blocks", {}).values()
+        if hasattr(type(block), "progress_bar"):
+            found.append(block)
+    return found
+
+
+def _bases(library: str, *names: str) -> tuple[type[nn.Module], ...]:
+    module = sys.modules.get(library)
+    return tuple(getattr(module, name) for name in names if hasattr(module, name)) if module is not None else ()

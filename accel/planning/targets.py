@@ -1,0 +1,179 @@
+"""What is inside of what a user hands to accel: models, wherever they are held, and the pipelines and schedulers.
+
+An object is walked by its attributes, items and child modules. Models of diffusers and transformers end a path: what
+they consist of is for the rules. What stands around them, such as an adapter's wrapper, torch's data parallelism or a
+class of the user's own, runs as it is.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
+from accel.parallel.sharded_layers import fully_sharded
+
+GIVE = "give a model or pipeline of diffusers or transformers, or an object, module, list or dictionary that holds some"
+SCALARS = (str, bytes, bytearray, int, float, complex, type, torch.Tensor, types.FunctionType, types.ModuleType)
+OWN = frozenset(vars(nn.Module()))  # what every module has, and a scripted one cannot show
+
+
+def parts_in(obj: object) -> dict[str, object]:
+    """All of obj that may be patched, each object once, by its path from obj: models, then schedulers of pipelines and
+    pipelines themselves. Of models one inside the other the outer one alone.
+    """
+    found: dict[str, object] = {}
+    for path, part in _walk(obj):
+        while path in found:
+            path += "'"
+        found[path] = part
+    models = {path: part for path, part in found.items() if isinstance(part, nn.Module)}
+    inside = {id(one) for model in models.values() for one in model.modules() if one is not model}
+    whole = {path: model for path, model in models.items() if id(model) not in inside}
+    others = {path: part for path, part in found.items() if path not in models}
+    return whole | dict(sorted(others.items(), key=lambda item: is_pipeline(item[1])))
+
+
+def models_in(obj: object) -> dict[str, nn.Module]:
+    """The models in obj, by their paths from it; {"": obj} of a model."""
+    return {path: part for path, part in parts_in(obj).items() if isinstance(part, nn.Module)}
+
+
+def holders_in(obj: object) -> list[Any]:
+    """Who can be told what is optimized through obj: obj itself; of a list or another container that cannot, those that
+    are in it.
+    """
+    found: dict[int, object] = {}
+    waiting, seen = [obj], set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, SCALARS) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if hasattr(one, "__dict__") and hasattr(one, "__weakref__"):
+            found[id(one)] = one
+        else:
+            waiting += [child for _, child in _children(one)]
+    return list(found.values())
+
+
+def nothing_in(obj: object) -> TypeError | ValueError:
+    """What to raise for an object without a model."""
+    kind = f"{type(obj).__module__}.{type(obj).__name__}".removeprefix("builtins.")
+    if isinstance(obj, str) or hasattr(obj, "__fspath__"):
+        return TypeError(f"accel cannot optimize a {kind}: load the model from {str(obj)!r}, and give that")
+    if isinstance(obj, type):
+        return TypeError(f"accel cannot optimize the class {obj.__name__}: give an instance of it")
+    if isinstance(obj, types.MethodType):
+        return TypeError(f"accel cannot optimize a method: give the {type(obj.__self__).__name__} whose it is")
+    if isinstance(obj, torch.jit.ScriptModule):
+        return TypeError("accel cannot optimize a scripted module: give the model that it was made from")
+    if is_compiled(obj):
+        return TypeError("accel cannot optimize what torch.compile returned: give the model it was called with")
+    if is_pipeline(obj):
+        return ValueError(f"this {kind} holds no model yet: load its components first")
+    if isinstance(obj, list | tuple | set | Mapping) and not obj:
+        return ValueError(f"this {kind} is empty: {GIVE}")
+    return TypeError(f"accel cannot optimize a {kind}, which holds no model of diffusers or transformers; {GIVE}")
+
+
+def stays_stock(model: nn.Module) -> str | None:
+    """Why nothing of a model can be replaced; None where some may be."""
+    if any(map(fully_sharded, model.modules())):
+        return "FSDP divides its weights among processes and puts them together in each call, so nothing is fused"
+    return "its weights are on the meta device, without values" if on_meta(model) else None
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether a model has no values, and no hook would bring them."""
+    parameters = list(model.parameters())
+    empty = bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    return empty and not any("_hf_hook" in vars(module) for module in model.modules())
+
+
+def is_compiled(part: object) -> bool:
+    return isinstance(part, nn.Module) and "_orig_mod" in vars(part).get("_modules", ())
+
+
+def uncompiled(part: Any) -> Any:
+    """The module inside what torch.compile returned, which users put in its place; any other part as it is."""
+    return part._modules["_orig_mod"] if is_compiled(part) else part
+
+
+def is_scheduler(obj: object) -> bool:
+    """Whether obj is made like a scheduler of diffusers: it sets timesteps, steps through them, and has a config."""
+    return all(hasattr(obj, name) for name in ("set_timesteps", "step", "timesteps", "config"))
+
+
+def schedulers_in(pipe: Any) -> dict[str, object]:
+    """The schedulers of a diffusers pipeline by component name."""
+    return {name: part for name, part in pipe.components.items() if is_scheduler(part)}
+
+
+def _walk(obj: object) -> Iterator[tuple[str, object]]:
+    """Models, schedulers and pipelines, in the order they are held in."""
+    seen: set[int] = set()
+    kept = []  # alive, so that no number in `seen` comes to mean another object
+    waiting: list[tuple[str, Any, Any]] = [] if is_compiled(obj) else [("", obj, None)]
+    while waiting:
+        path, one, holder = waiting.pop()
+        one = uncompiled(one)
+        if one is None or isinstance(one, SCALARS) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kept.append(one)
+        if _is_whole(one):
+            yield path, one
+            continue
+        if is_scheduler(one) and is_pipeline(holder):
+            yield path, one
+            continue
+        if is_pipeline(one):
+            yield path, one
+        children = [(_joined(path, name), child, one) for name, child in _children(one)]
+        if is_pipeline(holder) and isinstance(one, nn.Module) and not any(True for _ in _walk(one)):
+            yield path, one  # a model of no library's, in the place of one
+        waiting += reversed(children)
+
+
+def _is_whole(one: object) -> bool:
+    """Whether it is a model, with all that is in it. One that only goes around a language model is walked, as it calls
+    that by generate(); a decoder that an encoder belongs to is not such a model.
+    """
+    if not isinstance(one, nn.Module):
+        return False
+    if not is_model(one):
+        return fully_sharded(one)
+    if writes_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
+        return True
+    return not any(is_causal_lm(module) for module in one.modules() if module is not one)
+
+
+def _children(one: Any) -> Iterator[tuple[str, Any]]:
+    if is_pipeline(one):
+        yield from one.components.items()
+    elif isinstance(one, Mapping):
+        yield from ((str(key), value) for key, value in list(one.items()))
+    elif isinstance(one, list | tuple | set | frozenset):
+        yield from ((str(index), value) for index, value in enumerate(list(one)))
+    elif isinstance(one, torch.jit.ScriptModule):
+        return
+    elif isinstance(one, nn.Module):
+        yield from one.named_children()
+        yield from ((name, value) for name, value in list(vars(one).items()) if name not in OWN)
+    else:
+        yield from list(getattr(one, "__dict__", {}).items())
+        slots = (name for kind in type(one).__mro__ for name in _slots(kind))
+        yield from ((name, getattr(one, name)) for name in slots if hasattr(one, name))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    named = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
