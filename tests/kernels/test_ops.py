@@ -67,6 +67,7 @@ ALONE = [
     ("fused_linear", "gate"),
     ("fused_linear", "gate-bias"),
     ("experts", "interleaved"),
+    ("paged_attention", "decode-window"),
     ("paged_attention", "decode-sinks"),
     ("paged_attention", "decode-hidden"),
 ]
