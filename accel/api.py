@@ -133,9 +133,10 @@ def quantize(
 ) -> T:
     """Stores the linear layers inside a language model's decoder layers in fewer bits, for good; returns the model.
 
-    scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" look at
-    calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data set with a column
-    "text" or "input_ids", or an iterable of batches. None: "gptq" where there is calibration data, else "rtn".
+    model: or what holds one. scheme: a value of `Options.weights`. method: "rtn" rounds to nearest; "gptq", "awq" and
+    "smoothquant" look at calibration data, of which the first 128 rows are read: texts (with their tokenizer), a data
+    set with a column "text" or "input_ids", or an iterable of batches. None: "gptq" where there is such data, else
+    "rtn".
     activations: a value of `Options.activations`, which the model then does by itself, optimized or not, and a saved
     one again when `load` reads it ("int8-outliers" is not saved: no file says such a thing). "int8-static" and
     "fp8-static" need calibration data: the largest input of each linear layer there fixes one scale for all of its

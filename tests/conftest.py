@@ -83,9 +83,15 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left)
         deselected = set(left)
         items[:] = [item for item in items if item not in deselected]
+    items.sort(key=lambda item: not in_other_processes(item))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def in_other_processes(item) -> bool:
+    """Whether it runs in ranks, or compiles. Such tests go first, all to one worker, and so start processes once."""
+    return "rank_pool" in item.fixturenames or hasattr(item.module, "in_a_process")
 
 
 def table(item):

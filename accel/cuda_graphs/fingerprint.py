@@ -116,6 +116,19 @@ class Fingerprint:
             return False
 
 
+class Versions:
+    """How often tensors were changed in place, as autograd counts; those of inference mode, that nobody counts, never.
+
+    Gives their present counts whenever it is iterated over.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+
+    def __iter__(self) -> Iterator:
+        return map(VERSION, self.tensors)
+
+
 class _Others:
     """The values of a dictionary but for some names, as they are whenever it is asked."""
 

@@ -1,26 +1,23 @@
-"""Which objects are models and pipelines of diffusers and transformers: told by base classes, looked up only where the
-caller has imported them already.
+"""Which objects are models and pipelines of diffusers and transformers: told by base classes, of which nothing is
+imported for that.
 """
 
-import sys
 from typing import Any
-
-from torch import nn
 
 
 def is_model(obj: object) -> bool:
     """Whether obj is a model of diffusers or transformers, or of a class that somebody derived from theirs."""
-    return isinstance(obj, _bases("diffusers", "ModelMixin") + _bases("transformers", "PreTrainedModel"))
+    return _derives(obj, "diffusers", "ModelMixin") or _derives(obj, "transformers", "PreTrainedModel")
 
 
 def is_pipeline(obj: object) -> bool:
     """Whether obj is a pipeline of diffusers, which has components."""
-    return isinstance(obj, _bases("diffusers", "DiffusionPipeline", "ModularPipeline"))
+    return _derives(obj, "diffusers", "DiffusionPipeline", "ModularPipeline")
 
 
 def is_causal_lm(obj: Any) -> bool:
     """Whether obj continues text as models of transformers do: embeddings in, a head out, decoder only."""
-    if not isinstance(obj, _bases("transformers", "PreTrainedModel")):
+    if not _derives(obj, "transformers", "PreTrainedModel"):
         return False
     if not obj.can_generate() or getattr(obj.config, "is_encoder_decoder", False):
         return False
@@ -52,6 +49,7 @@ def denoising_loops(pipe: Any) -> list[Any]:
     return found
 
 
-def _bases(library: str, *names: str) -> tuple[type[nn.Module], ...]:
-    module = sys.modules.get(library)
-    return tuple(getattr(module, name) for name in names if hasattr(module, name)) if module is not None else ()
+def _derives(obj: object, library: str, *names: str) -> bool:
+    """Whether obj is of one of these classes of a library, or of one derived from it; imports nothing of it."""
+    found = ((one.__module__.partition(".")[0], one.__name__) for one in type(obj).__mro__)
+    return any(module == library and name in names for module, name in found)

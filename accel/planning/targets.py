@@ -6,12 +6,14 @@ class of the user's own, runs as it is.
 """
 
 import types
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel.libraries.hooks import hook_of
 from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
 from accel.parallel.sharded_layers import fully_sharded
 
@@ -74,7 +76,7 @@ def nothing_in(obj: object) -> TypeError | ValueError:
         return TypeError("accel cannot optimize what torch.compile returned: give the model it was called with")
     if is_pipeline(obj):
         return ValueError(f"this {kind} holds no model yet: load its components first")
-    if isinstance(obj, list | tuple | set | Mapping) and not obj:
+    if isinstance(obj, list | tuple | set | frozenset | dict | UserDict) and not obj:
         return ValueError(f"this {kind} is empty: {GIVE}")
     return TypeError(f"accel cannot optimize a {kind}, which holds no model of diffusers or transformers; {GIVE}")
 
@@ -90,7 +92,7 @@ def on_meta(model: nn.Module) -> bool:
     """Whether a model has no values, and no hook would bring them."""
     parameters = list(model.parameters())
     empty = bool(parameters) and all(parameter.is_meta for parameter in parameters)
-    return empty and not any("_hf_hook" in vars(module) for module in model.modules())
+    return empty and not any(hook_of(module) is not None for module in model.modules())
 
 
 def is_compiled(part: object) -> bool:
@@ -154,7 +156,7 @@ def _is_whole(one: object) -> bool:
 def _children(one: Any) -> Iterator[tuple[str, Any]]:
     if is_pipeline(one):
         yield from one.components.items()
-    elif isinstance(one, Mapping):
+    elif isinstance(one, dict | UserDict):
         yield from ((str(key), value) for key, value in list(one.items()))
     elif isinstance(one, list | tuple | set | frozenset):
         yield from ((str(index), value) for index, value in enumerate(list(one)))

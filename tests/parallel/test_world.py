@@ -23,7 +23,8 @@ def launched(port: int) -> tuple[int, int, bool]:
     return made.rank, made.size, made.any(made.rank == 1, "cpu")
 
 
-def test_the_group_is_made_as_torchrun_says():
+def test_the_group_is_made_as_torchrun_says(rank_pool):
+    """By ranks of its own, forked where all others are."""
     pool = RankPool(2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from accel.cuda_graphs.fingerprint import Versions
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs
@@ -106,6 +107,7 @@ class ModelRelied:
         yield _Experts(self)
         modules = dict(self.model.named_modules())
         yield _Held([vars(modules[path]) for path in self.held if path in modules])
+        yield Versions(buffer for buffer in self.model.buffers() if not buffer.is_floating_point())  # masks, read once
 
 
 class _Experts:

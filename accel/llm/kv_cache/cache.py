@@ -1,15 +1,32 @@
 """A DynamicCache over the common store: stock code sees its usual layers, the fused layers see blocks and addresses."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 
 from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from accel.llm.kv_cache.blocks import Shape
 from accel.llm.kv_cache.store import CachedRows, Store
 
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def steps_aside(method: Callable) -> Callable:
+    """The method or property of a layer; a compiler that traces it is shown that of the library's layer."""
+    name = method.__name__
+
+    @wraps(method)
+    def called(self: "StoreLayer", *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        found = getattr(self.give_way(), name)
+        return found(*args, **kwargs) if callable(found) else found
+
+    return called
 
 
 class StoreLayer(DynamicLayer):
@@ -45,10 +62,12 @@ class StoreLayer(DynamicLayer):
         return self.shape.device
 
     @property
+    @steps_aside
     def is_initialized(self) -> bool:
         return self.store.capacity > 0
 
     @property
+    @steps_aside
     def keys(self) -> torch.Tensor | None:
         """(rows, heads, tokens, dim), or None before the first token."""
         return self._read(0)
@@ -59,6 +78,7 @@ class StoreLayer(DynamicLayer):
         self.keys = keys
 
     @property
+    @steps_aside
     def values(self) -> torch.Tensor | None:
         return self._read(1)
 
@@ -76,16 +96,34 @@ class StoreLayer(DynamicLayer):
 
     def leave(self) -> None:
         """Becomes the stock layer it stands for, with tensors of its own."""
-        store, index, kept, stock = self.store, self.index, None, self.stock()
-        if self.get_seq_length():
-            kept = [t.clone(memory_format=torch.contiguous_format) for t in self.read()]
+        stock = self._filled()
         self.__dict__.clear()
         self.__class__ = type(stock)
         self.__dict__.update(vars(stock))
-        if kept is not None:
-            self.lazy_initialization(*kept)
-            self.keys, self.values = kept
-        store.drop(index)
+
+    def give_way(self) -> DynamicLayer:
+        """The stock layer that takes its place in the cache, for a compiler, which traces no change of a class."""
+        cache = self.store.holder()
+        if cache is None or cache.layers[self.index] is not self or not self.store.settled:
+            self.trace_anew()
+        cache.layers[self.index] = stock = self._filled()
+        return stock
+
+    @torch.compiler.assume_constant_result
+    def trace_anew(self) -> None:
+        """Leaves, at once, not in the trace, which then finds a stock layer."""
+        self.leave()
+        raise UnspecializeRestartAnalysis  # which starts the trace anew, and from nothing
+
+    def _filled(self) -> DynamicLayer:
+        """The layer that it stands for, with tensors of its own; the store holds it no more."""
+        stock = self.stock()
+        if self.store.lengths[self.index]:
+            keys, values = (t.clone(memory_format=torch.contiguous_format) for t in self.read())
+            stock.lazy_initialization(keys, values)
+            stock.keys, stock.values = keys, values
+        self.store.drop(self.index)
+        return stock
 
     def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         rows, heads, _, dim = keys.shape
@@ -98,6 +136,7 @@ class StoreLayer(DynamicLayer):
             and self.index not in self.store.asked
         )
 
+    @steps_aside
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self._fits(key_states, value_states):
             self.store.reserve(key_states.shape[0], max(1, self.store.length))
@@ -105,6 +144,7 @@ class StoreLayer(DynamicLayer):
             self.leave()
             self.lazy_initialization(key_states, value_states)
 
+    @steps_aside
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,9 +159,11 @@ class StoreLayer(DynamicLayer):
         """Keys and values that an update by so many tokens gives."""
         return self.store.read(self.index)
 
+    @steps_aside
     def get_seq_length(self) -> int:
         return self.store.lengths[self.index]
 
+    @steps_aside
     def crop(self, tokens_to_remove: int) -> None:
         """Takes -tokens_to_remove tokens away. A positive number is a length, where transformers still takes one."""
         tokens_to_remove = self.store.read_number(tokens_to_remove)  # assisted decoding may come with a tensor
@@ -130,18 +172,23 @@ class StoreLayer(DynamicLayer):
             tokens_to_remove -= max(self.get_seq_length(), tokens_to_remove)
         self.store.shorten(self.index, -tokens_to_remove)
 
+    @steps_aside
     def activate_past_recording(self) -> None:
         """Nothing to do: no token is ever dropped."""
 
+    @steps_aside
     def reset(self) -> None:
         self.store.empty(self.index)
 
+    @steps_aside
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.store.ask(self.index, CachedRows("reorder", beam_idx))
 
+    @steps_aside
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.store.ask(self.index, CachedRows("repeat", repeats))
 
+    @steps_aside
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.store.ask(self.index, CachedRows("select", indices))
 
@@ -163,20 +210,22 @@ class SlidingStoreLayer(StoreLayer, DynamicSlidingWindowLayer):
         self.sliding_window, self.recorded_from = window, recorded_from
 
     @property
+    @steps_aside
     def record_past(self) -> bool:
         return self.recorded_from is not None
 
     @property
+    @steps_aside
     def cumulative_length(self) -> int:
-        return self.get_seq_length()
+        return self.store.lengths[self.index]
 
     def stock(self) -> DynamicLayer:
         layer = DynamicSlidingWindowLayer(self.sliding_window)
-        layer.cumulative_length, layer.record_past = self.cumulative_length, self.record_past
+        layer.cumulative_length, layer.record_past = self.store.lengths[self.index], self.recorded_from is not None
         return layer
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        recorded = 0 if self.recorded_from is None else max(self.cumulative_length - self.recorded_from, 0)
+        recorded = 0 if self.recorded_from is None else max(self.store.lengths[self.index] - self.recorded_from, 0)
         return self._last(recorded)
 
     def seen(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,15 +237,18 @@ class SlidingStoreLayer(StoreLayer, DynamicSlidingWindowLayer):
         first = -self.sliding_window + 1 - beside
         return keys[:, :, first:], values[:, :, first:]
 
+    @steps_aside
     def activate_past_recording(self) -> None:
         if self.recorded_from is None:
             self.recorded_from = self.cumulative_length
 
+    @steps_aside
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.record_past:
             self.recorded_from = self.cumulative_length
 
+    @steps_aside
     def reset(self) -> None:
         super().reset()
         if self.record_past:
@@ -248,6 +300,7 @@ def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
             return "no memory to take the cache over"
         before = [*cache.layers, *(None for _ in range(len(shapes) - len(cache.layers)))]
         cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
+        store.holder = weakref.ref(cache)
     store.wanted = wanted or store.wanted
     return store
 
@@ -285,8 +338,7 @@ def _foreign(cache: Any, shapes: Sequence[Shape]) -> str | None:
 
 
 def _fill(store: Store, cache: DynamicCache) -> None:
-    tokens = cache.get_seq_length()
-    if tokens:
+    if tokens := cache.get_seq_length():
         store.reserve(_held(cache.layers[0])[0].shape[0], tokens)
         with torch.no_grad():
             for index, layer in enumerate(cache.layers):
@@ -295,6 +347,4 @@ def _fill(store: Store, cache: DynamicCache) -> None:
 
 def _held(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer, not to be edited: a look at them makes no stock layer of one of ours."""
-    if type(layer) in OURS:
-        return layer.store.read(layer.index)
-    return layer.keys, layer.values
+    return layer.store.read(layer.index) if type(layer) in OURS else (layer.keys, layer.values)

@@ -1,7 +1,7 @@
 """The keys and values of one generation: how many tokens every layer holds, room for more, other rows, copies."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +33,23 @@ class CachedRows(NamedTuple):
         return torch.arange(rows, device=device)[what]
 
 
+def _nobody() -> None:
+    return None
+
+
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
     shapes: one a layer. wanted: how many tokens a row will come to hold, as far as anyone knows. Nothing is allocated
     before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. asked: what
-    a layer was asked to do to its rows; done when all were asked the same, as a cache asks one after another.
+    a layer was asked to do to its rows; done when all were asked the same, as a cache asks one after another. holder:
+    gives the cache over it, if that is known and still there.
     """
 
     def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
         self.shapes, self.wanted = tuple(shapes), wanted
         self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
+        self.holder: Callable[[], Any] = _nobody
         self.clear()
 
     def clear(self) -> None:
@@ -96,6 +102,11 @@ class Store:
         return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.asked
 
     @property
+    def settled(self) -> bool:
+        """Keys and values lie as `read` shows them, with nothing to be done first."""
+        return self.pending is None and not self.asked and (self._blocks is None or not self._blocks.shared)
+
+    @property
     def table(self) -> torch.Tensor:
         """As in KV, on the device of the first layer; `metadata` and `padding_mask` too."""
         return self.kv(0).table
@@ -119,8 +130,10 @@ class Store:
         Where the store rounds them: copies of what it holds, in the dtype of the model. Of a layer that waits for the
         others to change rows with it: copies, with the rows it was asked for.
         """
-        self.blocks.own(0, self.length)
-        kept = self.blocks.read(layer, self.lengths[layer])
+        if not self.settled:
+            self.blocks.own(0, self.length)
+        self.latest = None
+        kept = self._blocks.read(layer, self.lengths[layer])
         for rows in self.asked.get(layer, ()):
             kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)

@@ -1,5 +1,6 @@
 """What of a layer's modules its formula relies on besides weights; see `accel/patching/relied.py`."""
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -71,6 +72,14 @@ def replaced_forward(module: nn.Module) -> str | None:
 
 
 def _record(module: nn.Module) -> PartRecord:
-    """Tensors are weights, and modules that lie beside the submodules are somebody else's."""
+    """Tensors are weights, and modules that lie beside the submodules are somebody else's. Buffers by their content."""
     values = settings_of(module).items()
-    return PartRecord(type(module), None, {k: v for k, v in values if not isinstance(v, torch.Tensor | nn.Module)})
+    found = {k: v for k, v in values if not isinstance(v, torch.Tensor | nn.Module)}
+    return PartRecord(type(module), None, found | {k: _content(v) for k, v in module._buffers.items() if v is not None})
+
+
+def _content(buffer: torch.Tensor) -> tuple:
+    """Equal for equal content. Of tables of fractions nothing: they are read where they lie, in any precision."""
+    if buffer.is_meta or buffer.is_floating_point():
+        return ()
+    return tuple(buffer.shape), hashlib.sha1(buffer.detach().cpu().contiguous().numpy().tobytes()).digest()

@@ -101,8 +101,8 @@ tensors = ("part_ptr", "bias_ptr", "residual_ptr", "y_ptr")
 kinds = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
 kinds |= dict.fromkeys(("place", "count", "columns", "rank"), "i32") | {"scale": "fp32"}
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if name not in ("scale", "rank")}
-for arch in (80, 90, 100):
-    for ranks in (2, 4):
+for arch, several in ((80, (4,)), (90, (2, 4)), (100, (2,))):
+    for ranks in several:
         given = {"RANKS": ranks, "BLOCK": 1024, "PDL": arch >= 90}
         signature = kinds | dict.fromkeys(given, "constexpr")
         constants = {(names.index(name),): value for name, value in given.items()}

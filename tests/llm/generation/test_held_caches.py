@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import accel
+from accel.libraries.cache import cache_of as cache_of_output
+from accel.llm.kv_cache.cache import StoreLayer
 from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, padded, prompt
 from support.llm.outputs import both, flat, same
@@ -55,6 +57,51 @@ def test_a_cache_made_fast_is_good_after_restore(name, pair):
     wanted = talk(stock)
     same(talk(ours, accel.restore), wanted)
     same(talk(ours, accel.optimize), wanted)
+
+
+HELD = {
+    "a forward's": lambda model: cache_of_output(model(prompt(1, 6))),
+    "generate()'s": lambda model: generated(model, prompt(1, 9)),
+    "beams'": lambda model: generated(model, prompt(1, 6), max_new_tokens=70, num_beams=2),
+    "with rows to come": lambda model: waiting(cache_of_output(model(prompt(1, 7)))),
+    "without its cache": lambda model: copy.deepcopy(cache_of_output(model(prompt(1, 5)))),
+}
+
+
+def generated(model, ids, **call):
+    call = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True} | call
+    return cache_of_output(model.generate(input_ids=ids, eos_token_id=None, pad_token_id=0, **call))
+
+
+def waiting(cache):
+    for layer in cache.layers:
+        layer.batch_repeat_interleave(2)
+        layer.batch_select_indices([0])
+    cache.layers[0].batch_repeat_interleave(1)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
+def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):
+    """It traces the cache's code, which ours was not written for."""
+    ours, stock = pair_of(name)
+    compiled = torch.compile((ours if gradients else copy.deepcopy(stock)).forward, fullgraph=True, backend="eager")
+    for how, made in HELD.items():
+        held, wanted = made(ours), made(stock)
+        assert isinstance(held.layers[0], StoreLayer), how
+        for step in range(2):
+            words = prompt(1, 1, step).expand(wanted.layers[0].keys.shape[0], 1)
+            with torch.set_grad_enabled(gradients):
+                found, theirs = (call(words, past_key_values=one) for call, one in ((compiled, held), (stock, wanted)))
+            same(flat(found.logits), flat(theirs.logits))
+        for layer, its in zip(held.layers, wanted.layers, strict=True):
+            assert type(layer) is type(its) and vars(layer).keys() == vars(its).keys(), how
+            same({"keys": layer.keys, "values": layer.values}, {"keys": its.keys, "values": its.values})
+        if not gradients:
+            same(flat(ours(words, past_key_values=held).logits), flat(stock(words, past_key_values=wanted).logits))
+            assert isinstance(held.layers[0], StoreLayer), how
+    torch.compiler.reset()
 
 
 def test_two_caches_of_one_model_in_turn(pair_of):

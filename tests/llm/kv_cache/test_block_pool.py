@@ -89,6 +89,20 @@ def test_what_was_used_least_recently_goes_first_and_ends_before_beginnings():
     pool.check()
 
 
+def test_held_blocks_are_never_evicted():
+    pool, tokens = pool_of(pages=1 + 6, columns=6), text([1, 2, 3], 1)
+    done(pool, 0, tokens)
+    assert pool.open(1, tokens) == 3 * BLOCK
+    held = pool.table[0, 1, :3].copy()
+    assert pool.open(2, text([8])) == 0
+    assert not pool.extend(2, 4 * BLOCK) and pool.extend(2, 3 * BLOCK)
+    assert not np.isin(pool.table[0, 2], held).any(where=pool.table[0, 2] > 0)
+    assert pool.free == 0 and not pool.extend(1, len(tokens))
+    pool.close(2)
+    assert pool.extend(1, len(tokens))
+    pool.check()
+
+
 def test_blocks_that_were_not_committed_cannot_be_found():
     pool, tokens = pool_of(), text([1, 2, 3], 1)
     pool.open(0, tokens)
@@ -166,6 +180,37 @@ def test_a_fork_copies_the_block_begun_and_shares_the_rest():
     run(full, 0, text([], 5))
     assert full.fork(0, 1, 5) is None
     full.check()
+
+
+def test_a_fork_of_fewer_tokens_goes_its_own_way():
+    pool = pool_of()
+    run(pool, 0, text([1, 2, 3], 5))
+    pool.fork(0, 1, 2 * BLOCK + 5)
+    tokens = [*text([1, 2]), *[3] * 5, *[4] * (BLOCK - 5)]
+    pool.commit(1, tokens[: 2 * BLOCK + 5])
+    pool.commit(1, tokens)
+    pool.check()
+    assert run(pool, 2, [*tokens, 1]) == 3 * BLOCK
+    assert np.array_equal(pool.table[0, 2, :3], pool.table[0, 1, :3])
+    assert run(pool, 3, text([1, 2, 3], 1)) == 3 * BLOCK
+    assert np.array_equal(pool.table[0, 3, :3], pool.table[0, 0, :3])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_forks_that_slide_at_once_give_a_page_back_once(share):
+    pool = pool_of(NARROW, share=share)
+    run(pool, 0, text([1, 2, 3]), slide=False)
+    pool.fork(0, 1, 3 * BLOCK)
+    pool.fork(1, 2, 3 * BLOCK)
+    pool.slide_all(np.arange(2), np.full(2, 3 * BLOCK))
+    pool.check()
+    assert pool.free == 99 - 3
+    pool.slide(2, 3 * BLOCK)
+    pool.check()
+    assert pool.free == 99 - 2
+    for row in range(3):
+        pool.close(row)
+    pool.check()
 
 
 def test_blocks_are_forgotten_when_the_weights_change():

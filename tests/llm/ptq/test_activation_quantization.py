@@ -175,6 +175,7 @@ def linear(kind: str, dtype: torch.dtype = torch.float64) -> QuantizedLinear:
     return QuantizedLinear(round_to_nearest(plain.weight, scheme), plain.bias, dtype, scheme)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_linear_rounds_many_rows(kind):
     module = linear(kind)

@@ -1,15 +1,14 @@
 """Every module inside a fused layer of every family, changed in every way: what stock then computes is what comes."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 import accel
-from support.llm.families import FAMILIES, Family, available, layers, make, padded
+from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded
 from support.llm.outputs import same
+from support.module_changes import CHANGES, answers, dropping
 
 IDS, MASK = padded((4, 3))
 
@@ -18,68 +17,7 @@ def called(model) -> dict[str, torch.Tensor]:
     return {"logits": model(input_ids=IDS, attention_mask=MASK, use_cache=True).logits[:, -1]}
 
 
-def more(output):
-    """Half as much again of each tensor of numbers."""
-    if isinstance(output, tuple):
-        return tuple(map(more, output))
-    return 1.5 * output if isinstance(output, torch.Tensor) and output.is_floating_point() else output
-
-
-@contextmanager
-def other(target: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(target, name)
-    own = name in vars(target)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, before) if own or name != "forward" else delattr(target, name)
-
-
-def as_class(module):
-    kind = type(module)
-    forward = lambda self, *args, **kwargs: more(kind.forward(self, *args, **kwargs))  # noqa: E731
-    yield other(module, "__class__", type("Sub", (kind,), {"forward": forward}))
-
-
-def as_forward(module):
-    inner = module.forward
-    yield other(module, "forward", lambda *args, **kwargs: more(inner(*args, **kwargs)))
-
-
-@contextmanager
-def hooked(module):
-    with module.register_forward_hook(lambda module, args, output: more(output)):
-        yield
-
-
-def settings(module):
-    """Each number and switch that it holds."""
-    for name, value in list(vars(module).items()):
-        if isinstance(value, int | float) and name != "training" and not name.startswith("_"):
-            yield other(module, name, not value if isinstance(value, bool) else 2 * value or type(value)(1))
-
-
-# In training, dropouts drop all.
-CHANGES: dict[str, Callable] = {
-    "class": as_class,
-    "forward": as_forward,
-    "hook": lambda module: [hooked(module)],
-    "training": lambda module: [other(module, "training", True)],
-    "setting": settings,
-}
 TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" for change in CHANGES]
-
-
-def dropping(family: Family):
-    model = make(family)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) is float and "drop" in name:
-                setattr(module, name, 1.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 1.0
-    return model
 
 
 @pytest.mark.parametrize(("family", "change"), TABLE, ids=str)
@@ -87,7 +25,15 @@ def dropping(family: Family):
 def test_a_changed_module_inside_a_layer_is_noticed(family, change):
     if not available(family.kind):
         pytest.skip(f"this transformers has no {family.kind}")
-    stock = dropping(family)
+    go_through(family, change)
+
+
+def test_a_mask_that_was_read_once_is_noticed():
+    go_through(BY_NAME["gpt-neo"], "contents")
+
+
+def go_through(family, change):
+    stock = dropping(make(family))
     ours = accel.optimize(copy.deepcopy(stock))
 
     def fallbacks() -> int:
@@ -103,16 +49,13 @@ def test_a_changed_module_inside_a_layer_is_noticed(family, change):
     told = fallbacks()
     assert not told or family.expected == "either"
     path = next(path for path in layers(ours) if path in fast)
-    for name, module in ours.get_submodule(path).named_modules():
-        twin = stock.get_submodule(f"{path}.{name}".rstrip("."))
-        for mine, its in zip(CHANGES[change](module), CHANGES[change](twin), strict=True):
-            with its:
-                try:
-                    wanted = called(stock)
-                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                    continue
-                with mine:
-                    same(called(ours), wanted)
+    modules = ((ours.get_submodule(one), stock.get_submodule(one)) for one in names_in(ours, path))
+    for found, wanted in answers(modules, change, lambda: called(ours), lambda: called(stock)):
+        same(found, wanted)
     told = fallbacks()
     same(called(ours), plain)
     assert fallbacks() == told, "it is fast again"
+
+
+def names_in(model, path):
+    return [f"{path}.{name}".rstrip(".") for name, _ in model.get_submodule(path).named_modules()]

@@ -210,6 +210,7 @@ DAMAGE = {
     "model.safetensors is missing": lambda folder: (folder / "model.safetensors").unlink(),
     "model.safetensors is damaged": truncated,
     r"mlp.up_proj: no weight_scale": lambda folder: rewritten(folder, lambda t: t.pop(UP + "weight_scale")),
+    r"mlp.up_proj: a weight that is no matrix": lambda folder: rewritten(folder, lambda t: t.pop(UP + "weight_packed")),
     r"mlp.up_proj: NaN or Inf among its scales": lambda folder: rewritten(folder, nan),
     r"lacks model.norm.weight": lambda folder: rewritten(folder, lambda t: t.pop("model.norm.weight")),
     r"lacks model.layers.1.mlp.up_proj": lambda folder: rewritten(
