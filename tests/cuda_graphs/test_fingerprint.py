@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig
 
+from accel.cuda_graphs import entry
 from accel.cuda_graphs.entry import key_of
 from accel.cuda_graphs.fingerprint import Fingerprint
 
@@ -87,7 +88,7 @@ def test_weights_written_in_place():
         assert not before.reachable()
 
 
-def test_calls_that_differ_have_graphs_of_their_own():
+def test_calls_that_differ_have_graphs_of_their_own(monkeypatch):
     def key(*args, variant=(), **kwargs):
         return key_of(*pytree.tree_flatten((args, kwargs)), variant)
 
@@ -97,6 +98,10 @@ def test_calls_that_differ_have_graphs_of_their_own():
     keys += [key(x, value) for value in (None, 1, 2, 1.0, True, "1", torch.float16)]
     assert len({key(x), *keys}) == 1 + len(keys) and key(torch.ones(2, 4)) == key(x)
     assert key(x, object()) is None
+    for switch in ("products_in_tf32", "convolutions_in_tf32"):
+        before, now = key(x), getattr(entry, switch)()
+        monkeypatch.setattr(entry, switch, lambda now=now: not now)
+        assert key(x) != before
 
 
 def test_nobody_counts_in_inference_mode():

@@ -35,10 +35,10 @@ def state():
 def tried(statement):
     exec(statement)
     before = state()
-    found, outside = (products_in_tf32(), convolutions_in_tf32()), switches()
+    found = products_in_tf32(), convolutions_in_tf32()
     with full_precision():
-        inside, changed = (products_in_tf32(), convolutions_in_tf32()), switches() != outside
-    assert changed == (inside != found), "a graph is for one precision"
+        inside = products_in_tf32(), convolutions_in_tf32()
+    switches()
     return found, inside, before, state()
 
 with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
