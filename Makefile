@@ -33,7 +33,7 @@ SELF := .[dev,docs]
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ray test-versions test-newest compatibility test-gpu docs lint format bench plots clean
+.PHONY: help demo test test-all test-faults test-ray test-versions test-newest compatibility test-gpu docs lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -62,6 +62,9 @@ $(WITH_OLDEST): $(READY)
 
 test-all: $(WITH_OLDEST)  ## test, with every product of families and modes, and docs/compatibility.md written anew
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-faults: $(READY)  ## which of the faults in tests/faults the tests see (ARGS="kv-* --jobs 2")
+	$(BIN)/python -m tests.faults $(ARGS)
 
 $(WITH_RAY): $(READY)
 	@echo "installing ray into $(VENV)"

@@ -74,10 +74,10 @@ SHARES = {16: 20, 8: 10, 4: 5, 3: 2}
 def pytest_collection_modifyitems(config, items):
     rows, numbers, left = Counter(map(table, items)), Counter(), []
     for item in items if not EVERYTHING else ():
-        test, marker = table(item), item.get_closest_marker("share")
+        test, marks = table(item), [mark.args[0] for mark in item.iter_markers("share")]  # a row's may be less
         share = next((share for least, share in SHARES.items() if rows[test] >= least), 1)
-        if marker is not None:
-            share = marker.args[0]
+        if marks:
+            share = min(marks)
         elif item.get_closest_marker("gpu"):
             share = 1
         if numbers[test] * GOLDEN % 1 >= 1 / share:

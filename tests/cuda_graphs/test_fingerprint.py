@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig
 
+from accel.cuda_graphs import entry
+from accel.cuda_graphs.entry import key_of
 from accel.cuda_graphs.fingerprint import Fingerprint
 
 
@@ -45,6 +48,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.share(1)
 def test_a_change_is_seen(change):
     block = Block().eval()
     before = Fingerprint(block)
@@ -78,8 +82,26 @@ def test_weights_written_in_place():
     with torch.no_grad():
         block.linear.weight.mul_(2)
     assert before.holds() and before.reachable() and before.versions() > versions
-    block.linear.weight.data = block.linear.weight.data.clone()
-    assert not before.reachable()
+    for tensor in (block.linear.weight, block.norm.running_mean):
+        before = Fingerprint(block)
+        tensor.data = tensor.data.clone()
+        assert not before.reachable()
+
+
+def test_calls_that_differ_have_graphs_of_their_own(monkeypatch):
+    def key(*args, variant=(), **kwargs):
+        return key_of(*pytree.tree_flatten((args, kwargs)), variant)
+
+    x = torch.zeros(2, 4)
+    others = (x[:1], x.half(), x.t().contiguous().t(), x.to("meta"), [x])
+    keys = [key(x, variant=("mask",)), *map(key, others), key(scale=x)]
+    keys += [key(x, value) for value in (None, 1, 2, 1.0, True, "1", torch.float16)]
+    assert len({key(x), *keys}) == 1 + len(keys) and key(torch.ones(2, 4)) == key(x)
+    assert key(x, object()) is None
+    for switch in ("products_in_tf32", "convolutions_in_tf32"):
+        before, now = key(x), getattr(entry, switch)()
+        monkeypatch.setattr(entry, switch, lambda now=now: not now)
+        assert key(x) != before
 
 
 def test_nobody_counts_in_inference_mode():

@@ -41,6 +41,7 @@ def test_each_takes_its_own_from_one_product(joint):
 
 
 @pytest.mark.parametrize("change", ["x in place", "weights, in a new forward", "taken before"])
+@pytest.mark.share(1)
 def test_nothing_of_before_a_change_is_given(joint, change):
     group, (first, second, _) = joint
     x = torch.randn(2, 6)

@@ -59,6 +59,31 @@ def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     as_good_as_torch(op, args, kwargs, dtype)
 
 
+# Each shows a fault of tests/faults that no other row that always runs does.
+ALONE = [
+    ("rms_norm", "one"),
+    ("layer_norm", "odd"),
+    ("gated", "odd-halves"),
+    ("fused_linear", "gate"),
+    ("fused_linear", "gate-bias"),
+    ("experts", "interleaved"),
+    ("paged_attention", "decode-window"),
+    ("paged_attention", "decode-sinks"),
+    ("paged_attention", "decode-hidden"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize(("name", "case"), ALONE)
+@pytest.mark.share(1)
+def test_what_no_other_row_shows(name, case, as_good_as_torch):
+    op = next(op for op in OPS if op.name == name)
+    make = next(one for one in op.cases if one.name == case).make
+    made = ((make(torch.device("cpu"), dtype), dtype) for dtype in DTYPES)
+    (args, kwargs), dtype = next(one for one in made if op.supports(*one[0][0], **one[0][1]) is None)
+    as_good_as_torch(op, args, kwargs, dtype)
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_on_cpu_an_op_is_its_reference(op):
     args, kwargs = next(case for case in op.cases if case.small).make(torch.device("cpu"), torch.float32)

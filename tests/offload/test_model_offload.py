@@ -150,17 +150,18 @@ def test_a_view_that_somebody_keeps_stays_valid(tiny):
 
 
 def test_what_shares_memory_or_lies_side_by_side_stays_so():
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 5) for name in "abc"})
-    whole = torch.randn(10, 3)
-    model.a.weight.data, model.b.weight.data = whole.split(5)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 50) for name in "abc"})
+    whole = torch.randn(100, 3)
+    model.a.weight.data, model.b.weight.data = whole.split(50)
     model.c.weight = model.a.weight
-    model.c.bias.data = model.a.bias.data[:5]
+    model.b.bias.data, model.c.bias.data = model.a.bias.data[:50], whole.flatten()[2:52]
     wanted, placed = stored(model), place(model)
     for device in (THERE, "cpu", THERE):
         placed.to(device)
         same(model, wanted)
         assert model.b.weight.data_ptr() == model.a.weight.data_ptr() + model.a.weight.nbytes
-        assert model.c.bias.data_ptr() == model.a.bias.data_ptr() and model.c.weight is model.a.weight
+        assert model.b.bias.data_ptr() == model.a.bias.data_ptr() and model.c.weight is model.a.weight
+        assert model.c.bias.data_ptr() == model.a.weight[0, 2].data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["subclass", "gradient", "empty", "dtypes"])

@@ -10,6 +10,7 @@ from diffusers import hooks as diffusers
 
 import accel
 from accel.cuda_graphs.rule import IN_PARTS
+from accel.patching.patch import ForwardPatch
 
 
 def run(model, inputs):
@@ -79,6 +80,16 @@ def test_hooks_and_patches_come_and_go_in_any_order(tiny, pair, hook, place, ord
     assert torch.equal(run(model, inputs), wanted)
     vars(model.get_submodule(place)).pop("_diffusers_hook", None)
     assert tiny.differences(model, tiny.unet()) == []
+
+
+def test_beneath_a_hook_that_came_later_the_stock_forward_is_put_back():
+    module, taken = torch.nn.Linear(2, 2), torch.zeros_like
+    patch = ForwardPatch(module, taken)
+    patch.apply()
+    add_hook_to_module(module, ModelHook())
+    assert not module(torch.ones(1, 2)).any()
+    patch.undo()
+    assert vars(module)["_old_forward"].__func__ is torch.nn.Linear.forward and module(torch.ones(1, 2)).any()
 
 
 @pytest.mark.parametrize("graphs", ["auto", False])

@@ -13,6 +13,7 @@ from accel.options import WEIGHTS
 from accel.quantization import rounding
 from accel.quantization.rounding import round_to_nearest, sqnr_db
 from accel.quantization.scheme import Scheme
+from support.everything import always
 
 SCHEMES = [Scheme.parse(name) for name in NAMES]
 GROUPED = 128  # columns that fit every scheme
@@ -54,7 +55,7 @@ def checked(w: torch.Tensor, scheme: Scheme):
     return quantized
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", always(SCHEMES, Scheme.parse("int8-asym")), ids=str)
 @given(w=weights())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_no_element_is_further_off_than_half_a_step(scheme, w):

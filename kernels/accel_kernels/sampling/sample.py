@@ -152,7 +152,7 @@ CASES = (
     _case("one", 1, 1, filters=False, small=True),
     _case("plain", 6, 1001, filters=False, small=True),
     _case("plain-logprobs", 5, 4099, filters=False, logprobs=True, wide=2, small=True),
-    _case("penalty", 4, 515, filters=False, penalty=True, small=True),
+    _case("penalty", 4, 515, filters=False, penalty=True, logprobs=True, small=True),
     _case("filters", 13, 331, small=True),
     _case("filters-pieces", 4, 8197, logprobs=True, small=True),
     _case("all", 6, 4500, penalty=True, logprobs=True, wide=3, small=True),

@@ -53,6 +53,7 @@ def test_every_block_of_the_sd_families_is_replaced(family, tiny):
     assert len(patched(model, "transformer stack")) == count("attentions")
     assert len(patched(model, "transformer block")) == count("transformer_blocks")
     assert len(patched(model, "resampling")) == count("upsamplers", "downsamplers")
+    assert len(patched(model, "upward block")) == count("up_blocks")
     assert len(patched(model, "attention")) == 2 * count("transformer_blocks")
 
 
@@ -98,6 +99,7 @@ def test_vae_equals_stock_both_ways(tiny):
         close(model.decode(latent).sample, twin.decode(latent).sample)
         close(model(image).sample, twin(image).sample)
     assert accel.report(model).fallbacks == [] and len(patched(model, "attention")) == 2
+    assert {path.split(".")[-2] for path in patched(model, "resampling")} == {"downsamplers", "upsamplers"}
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
 

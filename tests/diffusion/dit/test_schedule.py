@@ -94,6 +94,15 @@ def test_what_a_product_gives_is_activated_into_the_place_where_it_is_put_togeth
     assert [one.output.window for one in products] == [Window(-1, C, C)] and planned.equal()
 
 
+def test_operands_come_in_either_order():
+    def forward(x, y):
+        h = torch.rsub(x, y) * torch.sub(2.0, x) + torch.div(2.0, y.square() + 1)
+        return F.gelu(h) * (2.0 - y) + 2.0 / (x.square() + 1)
+
+    planned = Planned(Formula(forward), rand(B, S, C), rand(B, S, C, seed=2))
+    assert len(planned.passes) == 1 and planned.calls == [] and planned.equal()
+
+
 def test_a_residual_taken_twice_is_written_once():
     def forward(x, w):
         x = x + F.linear(x, w) * 0.5

@@ -8,7 +8,7 @@ import torch
 from accel.diffusion.schedulers import LINEAR
 from support.diffusion.scheduler_cases import NAMES, V, all_cases, label, split
 from support.diffusion.scheduler_loops import denoise, equal, make, optimized
-from support.everything import EVERYTHING
+from support.everything import EVERYTHING, always
 
 
 def error(got, exact) -> float:
@@ -54,7 +54,7 @@ def test_stock_is_seen_to_read(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", always(NAMES, "UniPCMultistep"))
 @pytest.mark.share(4)
 def test_half_precision(name, dtype):
     scheduler = make(name)

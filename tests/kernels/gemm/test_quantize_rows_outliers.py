@@ -48,6 +48,7 @@ def test_outliers_are_taken_out(norm, outliers, poisoned):
 @interpreted
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "none"])
 @pytest.mark.parametrize("outliers", [None, torch.tensor([66, 3, 40])], ids=["threshold", "columns"])
+@pytest.mark.share(1)
 def test_outliers_behind_a_norm_are_what_the_norm_makes_of_them(norm, outliers, poisoned):
     """Its mean taken off, its weight and its bias in: against the formula in float64."""
     norm, x = NORMS[norm], torch.randn(6, 80) * 0.3 + 2.0

@@ -166,7 +166,7 @@ def test_the_penalty_is_that_of_transformers():
 SMALL = [case for case in sample.cases if case.small]
 # The kernel computes in float32 whatever it reads: the first case runs in every dtype, the others in one in turn.
 RUNS = [
-    (case, dtype)
+    pytest.param(case, dtype, marks=[pytest.mark.share(1)] * (case.name == "penalty"))
     for number, case in enumerate(SMALL)
     for dtype in (
         DTYPES[1:2] if "filters" in case.name else DTYPES if EVERYTHING or number == 0 else [DTYPES[number % 3]]
@@ -186,6 +186,7 @@ def test_the_kernel_draws_what_the_reference_draws(case, dtype, kernel):
 
 
 EDGES = [
+    pytest.param("even", {"top_k": 4400, "top_p": 0.5}, marks=pytest.mark.share(1)),  # exactly enough is enough
     ("tied", {"top_k": 3}),  # ties with the k-th stay
     ("tied", {"top_p": 0.4}),  # of those at the edge some
     ("tied", {"temperature": 3.0, "top_p": 0.95, "min_p": 0.02}),
@@ -209,7 +210,9 @@ EDGES = [
 
 @pytest.mark.parametrize(("kind", "settings"), EDGES, ids=str)
 def test_the_kernel_finds_the_edges(kind, settings, kernel):
-    logits = torch.zeros(1, 4500) if kind == "flat" else logits_of(kind, 4500)[1:2]
+    logits = torch.zeros(1, 4500) if kind in ("flat", "even") else logits_of(kind, 4500)[1:2]
+    if kind == "even":  # two values of one weight
+        logits[:, 2200:4400], logits[:, 4400:] = -1e-9, -INF
     wanted = sample.reference(logits, table_of(1, **settings), torch.tensor([0]), filters=True, logprobs=True)
     found = kernel(logits, table_of(1, **settings), torch.tensor([0]), filters=True, logprobs=True)
     assert torch.equal(found[0], wanted[0])

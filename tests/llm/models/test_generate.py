@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel
-from support.everything import EVERYTHING
+from support.everything import EVERYTHING, always
 from support.llm.edits.adapters import lora
 from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded
 from support.llm.modes import MODES
@@ -78,7 +78,7 @@ def runs(model, action) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", always(NAMES, "gpt-neox", "granite"))
 @pytest.mark.share(4)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)

@@ -48,18 +48,18 @@ class Numbers:
 
 
 def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
-                   padding_mask=False, shuffled=False, qk_norm=False, small=False, codes=None, last=None,
+                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, codes=None, last=None,
                    **more):  # fmt: skip
-    """Rows of `stored` tokens each, and `new` more."""
+    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
 
     def make(device, dtype):
         numbers = Numbers(device, dtype)
         columns = -(-(room or stored + new) // block)
         kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, codes)
         mask = None
-        if padding_mask:  # left padding of row r by r tokens, and a hole
+        if padding_mask:  # left padding of row r by r tokens
             mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
-            mask[0, 1] = stored + new < 3
+            mask[0, hole] = stored + new < 3
             mask = mask.to(device)
         kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
         kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)

@@ -152,6 +152,7 @@ CASES = (
     attention_case("decode-mha-odd", 2, 21, 1, 3, 3, 20, rotary=10, small=True),
     attention_case("decode-mqa-interleaved", 2, 50, 1, 4, 1, 64, rotary=32, interleaved=True, small=True),
     attention_case("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, small=True),
+    attention_case("decode-hidden", 2, 21, 1, 4, 2, 32, padding_mask=True, hole=21, small=True),
     attention_case("decode-full-blocks", 2, 48, 1, 4, 2, 32, shuffled=True, small=True),
     attention_case("decode-window", 1, 60, 1, 4, 2, 32, window=11, small=True),
     attention_case("decode-window-across", 1, 57, 1, 4, 2, 32, window=11, small=True),

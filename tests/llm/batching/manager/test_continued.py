@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import accel
+from support.everything import always
 
 FOLDER = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
 TEXT, MOST = "It was a beautiful evening, and", 24
@@ -44,9 +45,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("given", SETTINGS.values(), ids=SETTINGS)
-def test_an_answer_goes_on_as_it_would_have(manager, tokenizer, given):
-    prompt = tokenizer(TEXT).input_ids
+@pytest.mark.parametrize("name", always(SETTINGS, "penalty"))
+def test_an_answer_goes_on_as_it_would_have(manager, tokenizer, name):
+    prompt, given = tokenizer(TEXT).input_ids, SETTINGS[name]
     whole = settled(manager, prompt, max_new_tokens=MOST, **given).generated_tokens
     assert len(whole) == MOST
     for cut in (1, 7, MOST - 1):

@@ -14,6 +14,7 @@ import accel
 from accel.llm.generation.loop import choice, handover
 from accel.llm.generation.loop.hooks import LOOPING
 from accel.llm.generation.loop.methods import predictable
+from support.everything import always
 from support.llm.calls import followed_by_numbers, tokenizer
 from support.llm.families import make, prompt
 from support.llm.outputs import same
@@ -53,7 +54,7 @@ CALLS = {
 NEW = 20  # tokens of a call
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", always(CALLS, "rows that end, drawn", "one row that ends", "all"))
 def test_token_for_token(name, pair_of, ran):
     ours, stock = pair_of("llama")
     call = {key: tokenizer() if value == "tokenizer" else value for key, value in CALLS[name].items()}
