@@ -2,7 +2,7 @@
 
 import pytest
 
-from support import diffusion_ranks as told_to
+from support.parallel import diffusion_ranks as told_to
 
 
 @pytest.fixture(scope="package")

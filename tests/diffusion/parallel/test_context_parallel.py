@@ -2,7 +2,7 @@
 
 import pytest
 
-from support import diffusion_ranks as told_to
+from support.parallel import diffusion_ranks as told_to
 
 NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
 

@@ -7,8 +7,8 @@ import torch
 import accel
 from accel.errors import Refused
 from accel.parallel.world import STARTED
-from support import diffusion_ranks as told_to
 from support.diffusion.tiny_models import make_unet
+from support.parallel import diffusion_ranks as told_to
 
 ROUNDING = 2e-4  # of an image in 0..1, that float32 leaves after some steps of guidance
 

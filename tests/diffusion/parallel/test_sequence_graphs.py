@@ -3,7 +3,7 @@
 import pytest
 
 from accel.diffusion.dit.block import WAITS
-from support import sequence_graphs as told_to
+from support.parallel import sequence_graphs as told_to
 
 
 @pytest.mark.parametrize("order", ["optimized first", "divided first"])

@@ -1,7 +1,7 @@
 """Tiles of a decoder on two ranks: cut and blended as stock does, each decoded once."""
 
 from accel.diffusion.parallel.tiles import shared_out
-from support import diffusion_ranks as told_to
+from support.parallel import diffusion_ranks as told_to
 
 
 def test_tiles_are_decoded_once_and_blended_as_stock_does(ranks):

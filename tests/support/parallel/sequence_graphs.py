@@ -20,7 +20,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.dit import block
 from accel.parallel.sequences import waited
 from accel.patching.fast_forward import FastForward
-from support import diffusion_ranks
+from support.parallel import diffusion_ranks
 
 NAME = "FluxTransformer2DModel"
 

@@ -1,0 +1,1 @@
+"""Diffusion models divided among ranks."""
