@@ -13,6 +13,7 @@ from accel_kernels.warmup import prepare
 from torch import nn
 
 from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
+from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.world import world
@@ -22,7 +23,7 @@ from accel.planning import whole_models
 from accel.planning.choices_file import choices_file
 from accel.planning.objects import models_in, parts_in
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
-from accel.planning.plan import PLAN, Plan, create_context, plan_of
+from accel.planning.plan import PLAN, Plan, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.report import Report
@@ -62,7 +63,8 @@ def optimize(
     keywords that ask for the default. Calling it again plans anew, with the new options.
     Raises TypeError for another object or an unknown option, ValueError for a wrong value, `errors.Refused` for one
     that does not fit this model, and with strict=True `errors.SkippedSite` for a site that would be skipped (both are
-    ValueErrors); obj is then as it was. Warns where weights= fits no linear layer of a model.
+    ValueErrors); obj is then as it was. Warns where weights= fits no linear layer of a model. Other threads may call
+    obj meanwhile: their calls run stock, or wait while weights move; `errors.InUse` where one does not end.
     """
     chosen = choose(options, locals(), unknown)  # all keywords by their names
     parts = _parts(obj)
@@ -78,35 +80,39 @@ def optimize(
     ranks = None if chosen.parallel is None else world(f"parallel={chosen.parallel!r}")
     for name, part in parts.items():
         agree_to_optimize(name, part, chosen, ranks)
-    if any(tensor.is_cuda for part in parts.values() if isinstance(part, nn.Module) for tensor in part.parameters()):
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    if any(tensor.is_cuda for model in models for tensor in model.parameters()):
         prepare()  # what compiles kernels starts while the models are examined
     for part in parts.values():
         disown_inside(part)
     before: dict[str, Any] = {name: plan_of(part) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []
-    try:
-        for name, plan in before.items():
-            if plan is not None:
-                plan.undo()
-                taken.append(name)
-        context = create_context(chosen, choices_file)
-        for name, part in parts.items():
-            plan = plan_for(part, context)
-            plan.apply()
-            applied.append(name)
-            vars(part)[PLAN] = plan
-        for name in applied:
-            whole_models.decide(vars(parts[name])[PLAN])
-        if chosen.step_cache is not None:
-            _settle_step_cache(obj, chosen.step_cache, context)
-    except BaseException:
-        for name in reversed(applied):
-            vars(parts[name]).pop(PLAN).undo()
-        for name in taken:
-            before[name].apply()
-            vars(parts[name])[PLAN] = before[name]
-        raise
+    with others_run_stock() as tried:
+        try:
+            for name, plan in before.items():
+                if plan is not None:
+                    plan.undo()
+                    taken.append(name)
+            context = create_context(chosen, choices_file)
+            for name, part in parts.items():
+                plan = plan_for(part, context)
+                plan.apply()
+                applied.append(name)
+                vars(part)[PLAN] = plan
+            for name in applied:
+                whole_models.decide(vars(parts[name])[PLAN])
+            if chosen.step_cache is not None:
+                _settle_step_cache(obj, chosen.step_cache, context)
+            tried(*models)
+        except BaseException:
+            with alone(*models, anyway=True):
+                for name in reversed(applied):
+                    vars(parts[name]).pop(PLAN).undo()
+                for name in taken:
+                    before[name].apply()
+                    vars(parts[name])[PLAN] = before[name]
+            raise
     plans = [vars(parts[name])[PLAN] for name in applied]
     for name, plan in zip(applied, plans, strict=True):
         plan.users = WeakList([*(before[name].users if before[name] is not None else ()), obj])
@@ -187,9 +193,9 @@ def restore(obj: T) -> T:
 
     Models that a pipeline held when it was optimized, and has replaced since, are restored too. One stays optimized
     where another optimized pipeline uses it, or where it was optimized again by itself, which a warning says. Weights
-    quantized with keep_original=False stay so, which a warning says. Raises `errors.PatchConflict`, changing nothing,
-    where
-    someone replaced a forward on top of ours.
+    quantized with keep_original=False stay so, which a warning says. Calls under way on other threads end first.
+    Changes nothing and raises `errors.PatchConflict` where someone replaced a forward on top of ours, `errors.InUse`
+    where such a call does not end.
     """
     plans, left = list(_plans(obj).values()), []
     for plan in filter(None, map(plan_of, former(obj))):
@@ -202,8 +208,11 @@ def restore(obj: T) -> T:
         for patch in plan.patches:
             patch.check()
     for plan in plans:
-        plan.undo()
-        vars(plan.root).pop(PLAN)
+        leave(plan.patches)
+    with alone(*(model for plan in plans for model in plan.models)):
+        for plan in plans:
+            plan.undo()
+            vars(plan.root).pop(PLAN)
     for part in _parts(obj).values():
         disown_inside(part)
     forget(obj)

@@ -1,6 +1,7 @@
 """Hooks of accelerate that only bring inputs to where weights lie, as a `device_map` over several cards has them."""
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -19,6 +20,20 @@ KNOWN = ("AlignDevicesHook",)  # exactly; of others nobody knows what they do
 def wrapper_of(module: nn.Module) -> Callable | None:
     """What accelerate has put in place of the module's forward; None without a hook."""
     return vars(module).get(FORWARD) if HOOK in vars(module) else None
+
+
+class StockHere:
+    """The layer's own forward on this thread, what stood in its place on others."""
+
+    beneath = True
+
+    def __init__(self, layer: nn.Module, elsewhere: Callable):
+        self.layer, self.elsewhere, self.thread = layer, elsewhere, threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return self.elsewhere(*args, **kwargs)
+        return type(self.layer).forward(self.layer, *args, **kwargs)
 
 
 def device_of(module: nn.Module) -> torch.device | None:

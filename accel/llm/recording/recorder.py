@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache, cache_given
 from accel.llm.kv_cache.cache import STOCK
-from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
+from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
@@ -214,7 +214,8 @@ class Recorder:
             for record in self.record.layers:
                 if (device := device_of(record.layer)) is not None:
                     held = vars(record.layer)
-                    undo.callback(held.__setitem__, "forward", held.pop("forward"))
+                    undo.callback(held.__setitem__, "forward", held["forward"])
+                    held["forward"] = StockHere(record.layer, held["forward"])
                     bring = partial(self._bring, device)
                     undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
                 for module in record.layer.modules():
