@@ -35,13 +35,14 @@ from torch import Tensor, nn
 
 from accel.casting import Cast, casts_of
 from accel.errors import reason_of
+from accel.in_flight import DOOR
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
 from accel.patching.structure import mentioned, overridden, stock_method, tampered, trains
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
 # Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
-IRRELEVANT = {"gradient_checkpointing", "_gradient_checkpointing_func", "forward", "config", OWNER}
+IRRELEVANT = {"gradient_checkpointing", "_gradient_checkpointing_func", "forward", "config", OWNER, DOOR}
 THERE = "there"
 TRAINING_INSIDE = "training mode inside"
 

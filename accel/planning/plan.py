@@ -88,7 +88,7 @@ class Plan(Owned):
         done = []
         try:
             for patches in [self.patches] if self.pending is None else self._staged(self.pending):
-                with alone(*self.models):
+                with alone(*(self.models if patches else ())):
                     for patch in patches:
                         patch.apply()
                         done.append(patch)
