@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import accel
 from accel import in_flight
-from accel.diffusion.blocks.transformer_2d import TransformerBlockForward
+from accel.diffusion.blocks.resnet import ResnetForward
 from accel.errors import InUse
 from accel.fusion.stacked_weights import Stacked
 from accel.llm.runtime.layer import LayerForward
@@ -141,7 +141,7 @@ def test_what_is_changed_waits_for_the_call_in_it(subject, monkeypatch):
     with torch.no_grad():
         fused = call()
     moved.clear()
-    hold_fast(monkeypatch, TransformerBlockForward if "sample" in call.__code__.co_names else LayerForward, 2)
+    hold_fast(monkeypatch, ResnetForward if "sample" in call.__code__.co_names else LayerForward, 2)
     running = Call(call)
     assert running.held.wait(20)
     threading.Timer(RELEASE, running.go.set).start()
