@@ -152,14 +152,15 @@ def quantize(
     again to have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
-    Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on.
+    Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on. Calls on other
+    threads wait until it has ended.
     """
     if not is_language_model(model):
         raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
     from accel.llm.ptq.run import quantize as run
     from accel.progress import bar
 
-    with bar(f"quantizing to {scheme}") as at:
+    with bar(f"quantizing to {scheme}") as at, alone(model):
         folder = None if out is None else Path(out)
         run(model, scheme, calibration, tokenizer, method, folder, at, activations, device)
     return model

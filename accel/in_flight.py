@@ -79,6 +79,16 @@ class Door:
         return self.thread in (None, threading.get_ident())
 
 
+class Here:
+    """A hook for calls on the thread that makes it; to calls on others it does nothing."""
+
+    def __init__(self, hook: Callable) -> None:
+        self.hook, self.thread = hook, threading.get_ident()
+
+    def __call__(self, *given: Any) -> Any:
+        return self.hook(*given) if threading.get_ident() == self.thread else None
+
+
 class Trial:
     """The time in which what is put on an object is for the thread that tries it."""
 
@@ -248,6 +258,7 @@ def _told(calls: dict[int, FrameType], models: tuple[nn.Module, ...]) -> str:
 
 
 def _synchronize(models: tuple[nn.Module, ...]) -> None:
-    """Devices have done what they were given, on any stream, before memory moves, and after."""
+    """Devices have done what they were given, before memory moves, and after."""
     for device in {one.device for model in models for one in model.parameters() if one.is_cuda}:
-        torch.cuda.synchronize(device)
+        for stream in (torch.cuda.default_stream(device), torch.cuda.current_stream(device)):
+            stream.synchronize()  # of the device would be an error while another thread captures a graph
