@@ -171,7 +171,7 @@ def vacant(*models: nn.Module) -> Iterator[bool]:
 @contextmanager
 def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
     """Inside, other threads begin no call of these models; None where this process has no other thread."""
-    if len(sys._current_frames()) == 1:
+    if not _others():
         yield None
         return
     modules = {id(module): module for model in models for module in model.modules()}
@@ -212,12 +212,19 @@ def _free(module: nn.Module) -> bool:
     return found is None or (isinstance(found, Door) and found.thread is None)
 
 
+def _others() -> dict[int, FrameType]:
+    """Where the other threads are. A frame that kept its own thread's would keep all that is in it."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
+
+
 def _inside(owners: set[int]) -> dict[int, FrameType]:
-    """By thread, but for this one, the outermost frame of a call of these objects."""
+    """By other threads, the outermost frame of a call of these objects."""
     found = {}
-    for thread, top in sys._current_frames().items():
+    for thread, top in _others().items():
         frame: FrameType | None = top
-        while frame is not None and thread != threading.get_ident():
+        while frame is not None:
             if id(_called(frame)) in owners:
                 found[thread] = frame
             frame = frame.f_back
@@ -243,7 +250,7 @@ def _reaches(frame: FrameType | None, outer: FrameType | None) -> bool:
 
 def _running(calls: dict[int, FrameType]) -> dict[int, FrameType]:
     """Those that have not ended."""
-    tops = sys._current_frames()
+    tops = _others()
     return {thread: frame for thread, frame in calls.items() if _reaches(tops.get(thread), frame)}
 
 
