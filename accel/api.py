@@ -155,7 +155,7 @@ def quantize(
     Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on. Calls on other
     threads wait until it has ended.
     """
-    if not is_language_model(model):
+    if not isinstance(model, nn.Module) or not is_language_model(model):
         raise TypeError(f"accel.quantize takes a causal language model of transformers, not a {type(model).__name__}")
     from accel.llm.ptq.run import quantize as run
     from accel.progress import bar

@@ -238,7 +238,8 @@ def _called(frame: FrameType) -> object:
     if not frame.f_globals.get("__name__", "").startswith("accel."):
         return None
     one = frame.f_locals.get("self")
-    return one.owner if getattr(type(one), "computes", False) else None  # type: ignore[union-attr]
+    # None too while it is being made.
+    return getattr(one, "owner", None) if getattr(type(one), "computes", False) else None
 
 
 def _reaches(frame: FrameType | None, outer: FrameType | None) -> bool:
