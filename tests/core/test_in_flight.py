@@ -10,7 +10,9 @@ import accel
 from accel import in_flight
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.errors import InUse
+from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.stacked_weights import Stacked
+from accel.llm.generation import routing
 from accel.llm.runtime.layer import LayerForward
 from accel.patching import probe
 from support.llm.families import make, padded
@@ -81,8 +83,8 @@ def hold_fast(monkeypatch, kind, number: int) -> None:
     monkeypatch.setattr(kind, "fast", holding)
 
 
-def language(mask: bool):
-    model = make("llama")
+def language(mask: bool, name: str = "llama"):
+    model = make(name)
     ids, rows = padded()
     given = {"attention_mask": rows} if mask else {}
     return model, lambda: model(ids, **given).logits[:, -1]
@@ -110,6 +112,23 @@ def meeting(model, meet) -> None:
 
     mlp = model.model.layers[0].mlp
     mlp.__class__ = type("Meeting", (type(mlp),), {"forward": forward})
+
+
+def test_what_a_trial_hooks_into_a_model_is_for_its_own_calls(monkeypatch):
+    """Experts are given other choices there."""
+    model, call = language(mask=True, name="mixtral")
+    with torch.no_grad():
+        wanted = call()
+    repeat, found = routing._repeat, []
+
+    def meet(*args):
+        if threading.current_thread() is threading.main_thread() and len(found) < 3:
+            found.append(Call(call).result())
+        return repeat(*args)
+
+    monkeypatch.setattr(routing, "_repeat", meet)
+    accel.optimize(model)
+    assert len(found) == 3 and all(torch.equal(one, wanted) for one in found)
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -209,3 +228,21 @@ def test_a_block_that_is_probed_in_full_precision_is_nobody_elses(tiny, monkeypa
     monkeypatch.setattr(probe, "_compare", meet)
     accel.optimize(model)
     assert torch.equal(running.result(), stock)
+
+
+def test_a_layout_follows_the_device_where_nobody_is_inside(monkeypatch):
+    class Held(torch.nn.Module):
+        def forward(self, x):
+            threading.current_thread().hold()
+            return x
+
+    conv = torch.nn.Conv2d(3, 4, 3)
+    model = torch.nn.Sequential(Held(), conv)
+    layout, running = ChannelsLast(model, [conv]), Call(lambda: model(torch.ones(1, 3, 4, 4)))
+    monkeypatch.setattr(ChannelsLast, "lies_on_gpu", staticmethod(lambda weight: True))
+    assert running.held.wait(20)
+    layout.follow(torch.device("cuda"))
+    assert conv.weight.is_contiguous() and not layout.on_gpu
+    running.result()
+    layout.follow(torch.device("cuda"))
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last) and layout.on_gpu
