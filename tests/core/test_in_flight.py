@@ -13,6 +13,7 @@ from accel.errors import InUse
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.stacked_weights import Stacked
 from accel.llm.generation import routing
+from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
 from accel.patching import probe
 from support.llm.families import make, padded
@@ -246,3 +247,16 @@ def test_a_layout_follows_the_device_where_nobody_is_inside(monkeypatch):
     running.result()
     layout.follow(torch.device("cuda"))
     assert conv.weight.is_contiguous(memory_format=torch.channels_last) and layout.on_gpu
+
+
+def test_a_model_that_trains_does_so_in_every_call():
+    class Told(torch.nn.Module):
+        def forward(self):
+            return torch.tensor(self.training)
+
+    model, running = Told(), Call(lambda: model(), begun=False)
+    with resting(model):
+        running.begin.set()
+        running.join(0.1)
+        assert running.is_alive() and not model.training
+    assert running.result()

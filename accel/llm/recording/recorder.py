@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from accel.errors import reason_of
-from accel.in_flight import Here
+from accel.in_flight import Here, alone
 from accel.libraries.cache import DynamicCache, cache_given
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
@@ -97,9 +97,16 @@ def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Ten
 
 @contextmanager
 def resting(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in inference mode without gradients or autocast. After, it is as it was, whatever it keeps
-    from call to call: some rotary embeddings remember the longest text.
+    """Inside, the model is in inference mode without gradients or autocast; where it was in training mode, no other
+    thread is in it. After, it is as it was, whatever it keeps from call to call: some rotary embeddings remember the
+    longest text.
     """
+    with alone(*([model] if any(module.training for module in model.modules()) else [])), _resting(model):
+        yield
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     changing = [module for module in modules if not holds_numbers(module)]  # whose buffers are their weights
