@@ -50,10 +50,10 @@ def refusing(*_, **__):
     ids=["no cache", "not recorded", "not tried"],
 )
 def test_why_a_whole_model_runs_stock_says_so_too(changed, reason, monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda package: "99.0" if package == "transformers" else None)
+    monkeypatch.setattr(versions, "installed", lambda package: "99.1" if package == "transformers" else None)
     monkeypatch.setattr(*changed)
     model = families.make("llama")
-    with pytest.warns(UserWarning, match=r"transformers 99\.0"):
+    with pytest.warns(UserWarning, match=r"transformers 99\.1"):
         accel.optimize(model, accel.Options(cpu="fuse"))
     (told,) = {reason for _, rule, _, reason in accel.report(model).sites if rule == "language model"}
     assert told == f"{reason}; {versions.newer_than_tested()[0]}"

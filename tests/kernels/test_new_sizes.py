@@ -61,7 +61,7 @@ def launched(monkeypatch):
 
 @contextmanager
 def warmed_up():
-    token = warmup._WARMUP.set(warmup._Warmup(None, -1, []))
+    token = warmup._WARMUP.set(warmup.Warmup())
     try:
         yield
     finally:

@@ -3,6 +3,8 @@
 The warmup of the kernels, which a CPU has no use for, runs here all the same: on a GPU it holds the most.
 """
 
+from contextlib import contextmanager
+
 import pytest
 
 import accel
@@ -40,12 +42,15 @@ def warmups(monkeypatch):
     """Those that ran, as they do on a GPU but for the compiler."""
     runs = []
 
-    def warm_up(forward, lengths, longer=()):
+    @contextmanager
+    def warming_up(forward, lengths, longer=()):
         runs.append(lengths)
-        check._run_through(forward, lengths, longer)
+        with check.fused_layers(forward):
+            check._run_through(forward, lengths, longer)
+        yield
 
     for module in (self_test, check):
-        monkeypatch.setattr(module, "warm_up_trial", warm_up)
+        monkeypatch.setattr(module, "warming_up_trial", warming_up)
     return runs
 
 

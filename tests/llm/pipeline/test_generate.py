@@ -75,7 +75,7 @@ def test_every_layer_keeps_its_keys_on_its_own_device(both):
 def test_the_report_has_the_graphs_of_each_stretch(both, monkeypatch):
     ours, _ = both
     first, second = forward_of(ours).runner.runners
-    monkeypatch.setitem(second.entries, ("2x1x64",), Entry(memory_mb=3.0))
+    monkeypatch.setitem(second.entries, (1, "2x1x64"), Entry(memory_mb=3.0))
     assert [(row["path"], row["memory_mb"]) for row in accel.report(ours).graphs] == [(second.path, 3.0)]
     assert second.path == "model.layers.2 to 3 on cpu:0" != first.path
 

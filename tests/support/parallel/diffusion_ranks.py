@@ -13,7 +13,7 @@ import accel
 from accel.errors import Refused
 from support.diffusion import tiny_models
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 PROMPT, STEPS = "a handwritten seven", 6
 
 
