@@ -13,6 +13,7 @@ from accel_kernels.warmup import prepare
 from torch import nn
 
 from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
+from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.world import world
@@ -21,7 +22,7 @@ from accel.patching.owner import disown_inside
 from accel.planning import whole_models
 from accel.planning.choices_file import choices_file
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
-from accel.planning.plan import PLAN, Plan, create_context, plan_of
+from accel.planning.plan import PLAN, Plan, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in
@@ -62,7 +63,8 @@ def optimize(
     Raises TypeError for another object or an unknown option, ValueError for a wrong value or an object without a model
     or weights, `errors.Refused` for a value that does not fit this model, and with strict=True `errors.SkippedSite` for
     a site that would be skipped (both are ValueErrors); obj is then as it was. Warns where weights= fits no linear
-    layer of a model.
+    layer of a model. Other threads may call obj meanwhile: their calls run stock, or wait while weights move;
+    `errors.InUse` where one does not end.
     """
     chosen = choose(options, locals(), unknown)  # all keywords by their names
     parts = _parts(obj)
@@ -88,29 +90,32 @@ def optimize(
     before: dict[str, Any] = {name: plan_of(part) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []
-    try:
-        for name, plan in before.items():
-            if plan is not None:
-                plan.undo()
-                taken.append(name)
-        context = create_context(chosen, choices_file)
-        for name, part in parts.items():
-            plan = plan_for(part, context)
-            plan.apply()
-            applied.append(name)
-            vars(part)[PLAN] = plan
-        for name in applied:
-            whole_models.decide(vars(parts[name])[PLAN])
-        if chosen.step_cache is not None:
-            drawing = [part for part in parts.values() if is_pipeline(part)]
-            _settle_step_cache(drawing[0] if len(drawing) == 1 else obj, chosen.step_cache, context)
-    except BaseException:
-        for name in reversed(applied):
-            vars(parts[name]).pop(PLAN).undo()
-        for name in taken:
-            before[name].apply()
-            vars(parts[name])[PLAN] = before[name]
-        raise
+    with others_run_stock() as tried:
+        try:
+            for name, plan in before.items():
+                if plan is not None:
+                    plan.undo()
+                    taken.append(name)
+            context = create_context(chosen, choices_file)
+            for name, part in parts.items():
+                plan = plan_for(part, context)
+                plan.apply()
+                applied.append(name)
+                vars(part)[PLAN] = plan
+            for name in applied:
+                whole_models.decide(vars(parts[name])[PLAN])
+            if chosen.step_cache is not None:
+                drawing = [part for part in parts.values() if is_pipeline(part)]
+                _settle_step_cache(drawing[0] if len(drawing) == 1 else obj, chosen.step_cache, context)
+            tried(*models)
+        except BaseException:
+            with alone(*models, anyway=True):
+                for name in reversed(applied):
+                    vars(parts[name]).pop(PLAN).undo()
+                for name in taken:
+                    before[name].apply()
+                    vars(parts[name])[PLAN] = before[name]
+            raise
     plans = [vars(parts[name])[PLAN] for name in applied]
     for name, plan in zip(applied, plans, strict=True):
         plan.users = WeakList(before[name].users if before[name] is not None else ())
@@ -151,7 +156,8 @@ def quantize(
     again to have them. `accel.optimize(model)` then runs it fast.
     Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
     it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
-    Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on.
+    Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on. Calls on other
+    threads wait until it has ended.
     """
     found = [part for part in models_in(model).values() if is_language_model(part)]
     if len(found) != 1:
@@ -162,7 +168,7 @@ def quantize(
     from accel.llm.ptq.run import quantize as run
     from accel.progress import bar
 
-    with bar(f"quantizing to {scheme}") as at:
+    with bar(f"quantizing to {scheme}") as at, alone(found[0]):
         folder = None if out is None else Path(out)
         run(found[0], scheme, calibration, tokenizer, method, folder, at, activations, device)
     return model
@@ -196,9 +202,9 @@ def restore(obj: T) -> T:
 
     Models that a pipeline held when it was optimized, and has replaced since, are restored too. One stays optimized
     where another optimized pipeline uses it, or where it was optimized again by itself, which a warning says. Weights
-    quantized with keep_original=False stay so, which a warning says. Raises `errors.PatchConflict`, changing nothing,
-    where
-    someone replaced a forward on top of ours.
+    quantized with keep_original=False stay so, which a warning says. Calls under way on other threads end first.
+    Changes nothing and raises `errors.PatchConflict` where someone replaced a forward on top of ours, `errors.InUse`
+    where such a call does not end.
     """
     before = former(obj)
     plans, left = list(_plans(obj, bool(before)).values()), []
@@ -212,8 +218,11 @@ def restore(obj: T) -> T:
         for patch in plan.patches:
             patch.check()
     for plan in plans:
-        plan.undo()
-        vars(plan.root).pop(PLAN)
+        leave(plan.patches)
+    with alone(*(model for plan in plans for model in plan.models)):
+        for plan in plans:
+            plan.undo()
+            vars(plan.root).pop(PLAN)
     for part in parts_in(obj).values():
         disown_inside(part)
     forget(obj)

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-__all__ = ["PatchConflict", "RanksApart", "Refused", "SkippedSite"]
+__all__ = ["InUse", "PatchConflict", "RanksApart", "Refused", "SkippedSite"]
 
 LOG = logging.getLogger("accel")
 CUDA = ("CUDA error", "CUDA driver error", "CUDA out of memory", "[CUDA]", "CUBLAS_STATUS", "device-side assert")
@@ -35,13 +35,19 @@ class PatchConflict(RuntimeError):
     """
 
 
+class InUse(RuntimeError):
+    """A call of the model on another thread did not end while `accel` waited to change it. The message names the
+    thread. The model is as it was.
+    """
+
+
 def fatal(error: BaseException) -> bool:
     """Whether nothing else should be tried: memory is short, or the GPU has failed, and stock would fail too; or it is
     for the user to decide.
     """
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
         return True
-    if isinstance(error, Refused | RanksApart | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+    if isinstance(error, Refused | RanksApart | InUse | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in CUDA)
 

@@ -47,7 +47,7 @@ def match_layout(site: Site, context: Context) -> Match | Skip | None:
     if any(map(over_video, convolutions)):
         context.put(VideoConvolutions())
         context.put(VideoNorms())
-    layout = context.put(ChannelsLast(convolutions, everywhere))
+    layout = context.put(ChannelsLast(site.module, convolutions, everywhere))
     where = "" if everywhere else " on a GPU"
     return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
 

@@ -107,9 +107,6 @@ class SchedulerCall(InstanceMethod):
         stock = inspect.signature(getattr(type(self.scheduler), self.name))
         return stock.replace(parameters=list(stock.parameters.values())[1:])
 
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(self.scheduler), self.name)(self.scheduler, *args, **kwargs)
-
 
 class SetTimesteps(SchedulerCall):
     """Stock's set_timesteps; the host's copy is made here, before the loop."""

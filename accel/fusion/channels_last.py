@@ -10,6 +10,7 @@ from torch import nn
 
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
+from accel.in_flight import vacant
 from accel.patching.fast_forward import Kernels
 from accel.patching.patch import set_data
 from accel.patching.structure import pointwise
@@ -143,8 +144,8 @@ class ChannelsLast:
     stock code, and torch's own group norm over those is wrong there, far from zero.
     """
 
-    def __init__(self, modules: Sequence[nn.Conv2d | nn.Conv3d], everywhere: bool = False):
-        self.modules, self.everywhere = tuple(modules), everywhere
+    def __init__(self, root: nn.Module, modules: Sequence[nn.Conv2d | nn.Conv3d], everywhere: bool = False):
+        self.root, self.modules, self.everywhere = root, tuple(modules), everywhere
         self.strides: dict[int, tuple[int, ...]] = {}
         self.on_gpu = False
 
@@ -155,10 +156,11 @@ class ChannelsLast:
     def follow(self, device: torch.device) -> None:
         """The model is called on this device, to which it may have been moved since."""
         if device.type in ("cuda", "cpu") and (device.type == "cuda") is not self.on_gpu and not self.everywhere:
-            if self.on_gpu:
-                self.undo()
-            else:
-                self.apply()
+            with vacant(self.root) as free:  # else at another call
+                if free and self.on_gpu:
+                    self.undo()
+                elif free:
+                    self.apply()
 
     def apply(self, coming: bool = False) -> None:
         """coming: the model is about to be moved to a GPU."""

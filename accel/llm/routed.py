@@ -15,6 +15,7 @@ import torch
 from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
+from accel.in_flight import Here
 from accel.llm.analysis.router import INDEX, LOGITS, SHARE
 from accel.llm.analysis.router_trial import GIVEN, held
 from accel.llm.generation.decoder import DecoderForward
@@ -208,7 +209,7 @@ def _router(forward: RouterForward, x: torch.Tensor) -> Router | None:
 def _after(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
     with ExitStack() as undo:
         for module in modules:
-            undo.callback(module.register_forward_hook(hook).remove)
+            undo.callback(module.register_forward_hook(Here(hook)).remove)
         yield
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from accel.errors import reason_of
+from accel.in_flight import Permit
 
 OWNER = "__getstate__"  # the place of the mark, where copy and pickle ask for what an object consists of
 ALONE = 2  # references to a mark that one `__dict__` alone holds: that, and the argument of the function that counts
@@ -41,7 +42,7 @@ ARITHMETIC = MappingProxyType(
 )
 
 
-class Mark:
+class Mark(Permit):
     """Whose `__dict__` this was put into, in the place of `__getstate__`: another holder is a shallow copy.
 
     A deep copy or pickle of it is that owner's copy's.
@@ -83,6 +84,7 @@ class InstanceMethod(Owned):
 
     name: str
     shared = False
+    computes = True  # whoever runs a method of it is in a call of its owner, see `in_flight.py`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared:
@@ -90,10 +92,17 @@ class InstanceMethod(Owned):
             mine = other is None or other is self.owner or type(other) is not type(self.owner)
             return (self if mine else type(self)(other)).call(*args, **kwargs)  # type: ignore[call-arg]
         if not torch.compiler.is_compiling() and sys.getrefcount(vars(self.owner).get(OWNER)) > ALONE:
+            mark = vars(self.owner).get(OWNER)
+            if isinstance(mark, Mark) and mark.refuses():
+                return self.stock(*args, **kwargs)
             other = caller(self, sys._getframe(1))
             if other is not None and other is not self.owner and disown(other):
                 return getattr(other, self.name)(*args, **kwargs)
         return self.call(*args, **kwargs)
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """What the owner's class does."""
+        return getattr(type(self.owner), self.name)(self.owner, *args, **kwargs)
 
     @abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any: ...

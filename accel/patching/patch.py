@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
+from accel.in_flight import try_alone
 from accel.libraries.hooks import forward_slots, hook_of
 from accel.parallel.sharded_layers import known
 from accel.patching.owner import OWNER, Mark
@@ -49,9 +50,9 @@ class Patch:
         self.mark: Mark | None = None  # while it is not in place, where another reference to it would say too much
 
     def apply(self) -> None:
+        self._mark()  # first: it says who may run the value
         self.before = vars(self.owner).get(self.name, MISSING)
         vars(self.owner)[self.name] = self.value
-        self._mark()
 
     def check(self) -> None:
         """Raises PatchConflict unless the attribute is still what `apply` put there, or the class's own method."""
@@ -63,17 +64,18 @@ class Patch:
             )
 
     def undo(self) -> None:
-        self._unmark()
         if self.before is MISSING:
             vars(self.owner).pop(self.name, None)
         else:
             vars(self.owner)[self.name] = self.before
+        self._unmark()
 
     def _mark(self) -> None:
         self.marks = OWNER not in vars(self.owner)
         if self.marks:
-            vars(self.owner)[OWNER] = self.mark or Mark(self.owner)
+            mark = vars(self.owner)[OWNER] = self.mark or Mark(self.owner)
             self.mark = None
+            try_alone(mark)
 
     def _unmark(self) -> None:
         if self.marks:
@@ -97,9 +99,9 @@ class ForwardPatch(Patch):
         if around is not None and vars(self.owner).get("forward") is around:
             places = [(vars(self.owner), "forward")]
         holder, self.name = places[0] if places else (vars(self.owner), "forward")
+        self._mark()
         self.before = holder.get(self.name, MISSING)
         holder[self.name] = self.value
-        self._mark()
 
     def check(self) -> None:
         if not self._places(lambda value: value is self.value):
@@ -109,7 +111,6 @@ class ForwardPatch(Patch):
             super().check()
 
     def undo(self) -> None:
-        self._unmark()
         for holder, name in self._places(lambda value: value is self.value):
             if name == self.name and self.before is not MISSING:
                 holder[name] = self.before
@@ -117,6 +118,7 @@ class ForwardPatch(Patch):
                 del holder[name]
             else:  # a hook was put on top: let it wrap the stock forward
                 holder[name] = types.MethodType(type(self.owner).forward, self.owner)
+        self._unmark()
 
     def _stock(self) -> bool:
         return hook_of(self.owner) is None and stock_method(self.owner, vars(self.owner).get("forward"))

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from accel.casting import cast_up, casts_of
 from accel.errors import reason_of
+from accel.in_flight import alone
 from accel.patching.structure import placement, side_effects
 from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
@@ -43,7 +44,7 @@ class Probe:
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             given = args, kwargs or {}
-            with cast_up(casts_of(module.modules())), MathAttention():
+            with alone(module), cast_up(casts_of(module.modules())), MathAttention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel.cuda_graphs.pool import GraphPool
 from accel.fusion.loop import Loop
+from accel.in_flight import alone
 from accel.options import Options
 from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
@@ -86,21 +87,29 @@ class Plan(Owned):
         """
         done = []
         try:
-            for patch in self.patches if self.pending is None else self._staged(self.pending):
-                patch.apply()
-                done.append(patch)
+            for patches in [self.patches] if self.pending is None else self._staged(self.pending):
+                with alone(*(self.models if patches else ())):
+                    for patch in patches:
+                        patch.apply()
+                        done.append(patch)
         except BaseException:
-            for patch in reversed(done):
-                patch.undo()
+            with alone(*self.models, anyway=True):
+                for patch in reversed(done):
+                    patch.undo()
             raise
         self.patches, self.pending = done, None
 
-    def _staged(self, pending: PendingStages) -> Iterator[Change]:
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """What no other thread may be in a call of while patches come and go."""
+        return (self.root,) if isinstance(self.root, nn.Module) else ()
+
+    def _staged(self, pending: PendingStages) -> Iterator[Sequence[Change]]:
         """The patches of every stage, which looks once those of the stages before are applied."""
         found = []
         for stage in pending.stages:
             found.append(stage(self.root, pending.context))
-            yield from found[-1].patches
+            yield found[-1].patches
         told = [staged.tell() for staged in reversed(found)]  # what the rules answered comes first
         self.rows = [row for one in told for row in one.rows]
         self.weights = [row for one in told for row in one.weights]
@@ -114,17 +123,20 @@ class Plan(Owned):
                 patch.settle()
 
     def undo(self) -> None:
-        """Exactly the stock object again. Raises PatchConflict, and changes nothing, where someone patched on top."""
+        """Exactly the stock object again. Raises PatchConflict where someone patched on top, InUse where a call on
+        another thread does not end; nothing is changed then.
+        """
         for patch in self.patches:
             patch.check()
         leave(self.patches)
-        for patch in reversed(self.patches):
-            patch.undo()
-        self.pool.forget()
-        for patch in self.patches:
-            forget = getattr(getattr(patch, "value", None), "forget", None)
-            if forget is not None:
-                forget()
+        with alone(*self.models):
+            for patch in reversed(self.patches):
+                patch.undo()
+            self.pool.forget()
+            for patch in self.patches:
+                forget = getattr(getattr(patch, "value", None), "forget", None)
+                if forget is not None:
+                    forget()
 
     @contextmanager
     def unfused(self) -> Iterator[None]:
@@ -139,15 +151,17 @@ class Plan(Owned):
         for patch in patches:
             patch.check()
         leave(patches)
-        try:
+        with alone(*self.models):
             for patch in reversed(patches):
                 patch.undo()
             self.pool.clear()
+        try:
             with dequantizing(self.root):
                 yield
         finally:
-            for patch in patches:
-                patch.apply()
+            with alone(*self.models, anyway=True):
+                for patch in patches:
+                    patch.apply()
 
 
 def plan_of(obj: object) -> Plan | None:

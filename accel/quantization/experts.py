@@ -8,6 +8,7 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 
+from accel.in_flight import DOOR
 from accel.parallel.sharded_layers import local
 from accel.quantization.module import QuantizedLinear, stored, uncast
 from accel.quantization.scheme import Scheme
@@ -52,7 +53,7 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, original: ExpertStacks, stacks: Mapping[str, Quantized], scheme: Scheme):
         super().__init__()
-        module, own = original.module, vars(self).keys()
+        module, own = original.module, {*vars(self), DOOR}
         vars(self).update({name: value for name, value in vars(module).items() if name not in own})
         self._modules = module._modules
         self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
@@ -101,7 +102,7 @@ class QuantizedExperts(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """What was set on it since, and before on the original: all but what every module has, and its own."""
-        own = {*vars(self.original_class()), *OWN, "forward"}
+        own = {*vars(self.original_class()), *OWN, DOOR, "forward"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """A linear layer that holds its weight in fewer bits."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,13 +55,18 @@ class QuantizedLinear(nn.Linear):
         self._fix()
         self.register_parameter("bias", bias)
         self.dtype, self.scheme, self.transposed = dtype, scheme, transposed
-        self.exact = self.unrounded = False
+        self.exact_on = self.unrounded_on = None  # on which thread, see `dequantizing` and `unrounded`
         self.products = KERNELS
 
     @property
     def activations(self) -> str | None:
         """How many rows are rounded now."""
-        return None if self.unrounded else self.scheme.activations
+        return None if self.unrounded_on == threading.get_ident() else self.scheme.activations
+
+    @property
+    def exact(self) -> bool:
+        """Whether no kernel multiplies now."""
+        return self.exact_on == threading.get_ident()
 
     def rounds(self, x: torch.Tensor) -> str | None:
         """How the rows of x are rounded, None where they are not."""
@@ -173,17 +179,17 @@ def _autocast(x: torch.Tensor) -> bool:
 
 @contextmanager
 def dequantizing(root: nn.Module) -> Iterator[None]:
-    """Inside, quantized linears multiply by torch's product with the dequantized weight, and by no kernel; rows are
-    rounded by the same formula.
+    """Inside, quantized linears multiply on this thread by torch's product with the dequantized weight, and by no
+    kernel; rows are rounded by the same formula.
     """
-    with setting(root, exact=True):
+    with setting(root, exact_on=threading.get_ident()):
         yield
 
 
 @contextmanager
 def unrounded(root: nn.Module) -> Iterator[None]:
-    """Inside, quantized linears leave all their inputs as they are."""
-    with setting(root, unrounded=True):
+    """Inside, quantized linears leave all their inputs as they are, on this thread."""
+    with setting(root, unrounded_on=threading.get_ident()):
         yield
 
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import reason_of
 from accel.fusion.float32_precision import convolutions_in_tf32, full_precision, products_in_tf32
+from accel.in_flight import Here
 from accel.libraries.hooks import hook_of
 from accel.patching.structure import placement
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
@@ -140,8 +141,8 @@ class ModelRecorder:
 
     def __enter__(self) -> "ModelRecorder":
         for name, record in self.found.items():
-            before = functools.partial(self._before, name)
-            after = functools.partial(self._after, name)
+            before = Here(functools.partial(self._before, name))
+            after = Here(functools.partial(self._after, name))
             # First of all pre-hooks, last of all hooks: between them lies everything a call of the module does.
             handle = record.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self.handles += [handle, record.module.register_forward_hook(after)]

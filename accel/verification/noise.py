@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from accel.in_flight import Here
+
 
 class Noise:
     """A forward hook that moves outputs by a share of their root mean square; the same noise in every call."""
@@ -66,5 +68,5 @@ def with_rounding(modules: Iterable[nn.Module], size: float) -> Iterator[None]:
 def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
     with ExitStack() as undo:
         for module, hook in hooks:
-            undo.callback(module.register_forward_hook(hook).remove)
+            undo.callback(module.register_forward_hook(Here(hook)).remove)
         yield

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ def test_it_multiplies_with_the_weight_it_shows(weights, bias, dtype):
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         torch.testing.assert_close(module(x(dtype=dtype).transpose(0, 1)), found.transpose(0, 1))
         with dequantizing(module):
+            assert module.exact and not ThreadPoolExecutor(1).submit(getattr, module, "exact").result()
             torch.testing.assert_close(module(x(dtype=dtype)), wanted, rtol=0, atol=0)
     assert not module.exact
 

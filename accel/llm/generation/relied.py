@@ -6,6 +6,7 @@ layers, which are shown an empty cache and a mask made up. See `accel/patching/r
 import copy
 import inspect
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig
 from accel.cuda_graphs.fingerprint import Versions
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
-from accel.llm.recording.implementation import foreign_experts, lent_configs
+from accel.llm.recording.implementation import Undecorated, foreign_experts, lent_configs
 from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same
@@ -186,20 +187,15 @@ def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTra
     return found
 
 
-class _Undecorated:
-    """Stands before a configuration's class, so that transformers makes no dataclass of a class derived from it."""
-
-    def __init_subclass__(cls, **_: object) -> None:
-        pass
-
-
 def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
+    thread = threading.get_ident()
+
     def read(self: Any, name: str) -> Any:
-        if not name.startswith("__") and name not in CHOICES:
+        if not name.startswith("__") and name not in CHOICES and threading.get_ident() == thread:
             counter[name] += 1
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    return type(kind.__name__, (_Undecorated, kind), {"__getattribute__": read, "__module__": kind.__module__})
+    return type(kind.__name__, (Undecorated, kind), {"__getattribute__": read, "__module__": kind.__module__})
 
 
 def _computed(config: PreTrainedConfig, name: str) -> bool:

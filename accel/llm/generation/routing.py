@@ -5,7 +5,7 @@ in common. So formulas are compared with the routing fixed: the second run takes
 and their shares, whatever its own routers say.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.recording.errors import NotUnderstood
 
@@ -90,16 +91,10 @@ def repeating(choices: Choices) -> Iterator[None]:
         yield
 
 
-class RoutingHook:
+class RoutingHook(Here):
     """What is called before modules that are given choices. Any equals any other: of a model that is tried over and
     over, `Fingerprint` shall say that it is the same one, to which its layers are bound already.
     """
-
-    def __init__(self, act: Callable):
-        self.act = act
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        return self.act(module, args, kwargs)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is RoutingHook

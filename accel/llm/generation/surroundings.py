@@ -1,10 +1,10 @@
 """What is found out about a language model beside its layers, once they are tried: by stock runs that are looked at."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.decoder import DecoderForward
@@ -47,11 +47,10 @@ def _calling(forward: DecoderForward) -> Iterator[set[str]]:
     with ExitStack() as undo:
         for path, module in forward.module.named_modules():
             if module not in inside:
-                note = partial(_note, found, path, threading.get_ident())
+                note = Here(partial(_note, found, path))
                 undo.callback(module.register_forward_pre_hook(note).remove)
         yield found
 
 
-def _note(found: set[str], path: str, thread: int, *_: object) -> None:
-    if threading.get_ident() == thread:
-        found.add(path)
+def _note(found: set[str], path: str, *_: object) -> None:
+    found.add(path)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
+from accel.in_flight import Here
 from accel.llm.analysis.compare import off_by_token
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, stock_logits
@@ -86,7 +87,7 @@ def _noting(forward: DecoderForward) -> Iterator[Outputs]:
     outputs: Outputs = {layer.module: [] for layer in forward.layers}
     with ExitStack() as undo:
         for module, notes in outputs.items():
-            undo.callback(module.register_forward_hook(partial(_note, notes)).remove)
+            undo.callback(module.register_forward_hook(Here(partial(_note, notes))).remove)
         yield outputs
 
 

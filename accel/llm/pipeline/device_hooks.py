@@ -1,5 +1,6 @@
 """Hooks of accelerate that only bring inputs to where weights lie, as a `device_map` over several cards has them."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -16,6 +17,20 @@ from accel.patching.structure import stock_method
 def wrapper_of(module: nn.Module) -> Callable | None:
     """What accelerate has put in place of the module's forward; None without a hook."""
     return None if hook_of(module) is None else vars(module).get(FORWARD)
+
+
+class StockHere:
+    """The layer's own forward on this thread, what stood in its place on others."""
+
+    beneath = True
+
+    def __init__(self, layer: nn.Module, elsewhere: Callable):
+        self.layer, self.elsewhere, self.thread = layer, elsewhere, threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return self.elsewhere(*args, **kwargs)
+        return type(self.layer).forward(self.layer, *args, **kwargs)
 
 
 def device_of(module: nn.Module) -> torch.device | None:

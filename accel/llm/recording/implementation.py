@@ -1,9 +1,11 @@
 """The attention implementation that a model's configurations name."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -47,8 +49,9 @@ def _of_transformers(function: Callable) -> bool:
 
 @contextmanager
 def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dict]:
-    """Inside, the model's modules hold copies of their configurations, which name this attention implementation if one
-    is given. Copies, for other models may have been made from the same configuration; yielded by ids of the originals.
+    """Inside, the model's modules hold copies of their configurations, which name this attention implementation, if one
+    is given, to whoever asks on this thread. Copies, for other models may have been made from the same configuration;
+    yielded by ids of the originals.
     """
     copies: dict = {}
     with ExitStack() as undo:
@@ -58,8 +61,31 @@ def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dic
                 undo.callback(held.__setitem__, name, held[name])
                 held[name] = copy.deepcopy(held[name], copies)
                 if attention is not None and FIELD in vars(held[name]):
-                    vars(held[name])[FIELD] = attention
+                    _name(held[name], attention)
         yield copies
+
+
+class Undecorated:
+    """Stands before a configuration's class, so that transformers makes no dataclass of a class derived from it."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        pass
+
+
+def _name(config: PretrainedConfig, attention: str) -> None:
+    """The configuration names this attention on this thread alone: a call on another one may be half done."""
+    kind, thread = type(config), threading.get_ident()
+    if isinstance(vars(kind).get(FIELD), property):
+        return
+
+    def read(self: Any) -> Any:
+        return attention if threading.get_ident() == thread else vars(self)[FIELD]
+
+    def write(self: Any, value: Any) -> None:
+        vars(self)[FIELD] = value
+
+    attributes = {FIELD: property(read, write), "__module__": kind.__module__}
+    object.__setattr__(config, "__class__", type(kind.__name__, (Undecorated, kind), attributes))
 
 
 @contextmanager
@@ -74,5 +100,5 @@ def unpaged(model: nn.Module) -> Iterator[None]:
     with lent_configs(model) as copies:
         for config in copies.values():
             if isinstance(config, PretrainedConfig) and vars(config).get(FIELD):
-                vars(config)[FIELD] = vars(config)[FIELD].removeprefix(PAGED)
+                _name(config, vars(config)[FIELD].removeprefix(PAGED))
         yield

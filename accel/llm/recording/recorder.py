@@ -21,11 +21,12 @@ from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
 from accel.errors import reason_of
+from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import DynamicCache, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
-from accel.llm.pipeline.device_hooks import brought, device_of, other_hook
+from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
@@ -62,17 +63,16 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> str:
     """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
-    order, thread = [], threading.get_ident()
+    order = []
 
     def note(path: str, *_: object) -> None:
-        if threading.get_ident() == thread:
-            order.append(path)
+        order.append(path)
 
     with ExitStack() as undo:
         if model_side_effects(model) is None:
             for path, layers in stacks.items():
                 for layer in layers:
-                    undo.callback(layer.register_forward_hook(partial(note, path)).remove)
+                    undo.callback(layer.register_forward_hook(Here(partial(note, path))).remove)
             try:
                 with resting(model), unpaged(model):
                     type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)
@@ -97,9 +97,16 @@ def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Ten
 
 @contextmanager
 def resting(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in inference mode without gradients or autocast. After, it is as it was, whatever it keeps
-    from call to call: some rotary embeddings remember the longest text.
+    """Inside, the model is in inference mode without gradients or autocast; where it was in training mode, no other
+    thread is in it. After, it is as it was, whatever it keeps from call to call: some rotary embeddings remember the
+    longest text.
     """
+    with alone(*([model] if any(module.training for module in model.modules()) else [])), _resting(model):
+        yield
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     changing = [module for module in modules if not holds_numbers(module)]  # whose buffers are their weights
@@ -214,13 +221,14 @@ class Recorder:
             for record in self.record.layers:
                 if (device := device_of(record.layer)) is not None:
                     held = vars(record.layer)
-                    undo.callback(held.__setitem__, "forward", held.pop("forward"))
-                    bring = partial(self._bring, device)
+                    undo.callback(held.__setitem__, "forward", held["forward"])
+                    held["forward"] = StockHere(record.layer, held["forward"])
+                    bring = Here(partial(self._bring, device))
                     undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
                 for module in record.layer.modules():
-                    handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                    handle = module.register_forward_pre_hook(Here(self._enter), with_kwargs=True)
                     undo.callback(handle.remove)
-                    handle = module.register_forward_hook(self._leave, with_kwargs=True)
+                    handle = module.register_forward_hook(Here(self._leave), with_kwargs=True)
                     undo.callback(handle.remove)
             if self.record.own:
                 yield
@@ -233,7 +241,7 @@ class Recorder:
         """Does what accelerate's hook does, in its place, so that what is noted of a layer is on its own device. Masks
         are known there too.
         """
-        if self.looking or self._elsewhere():
+        if self.looking:
             return None
         there = brought((args, kwargs), device)
         for given, now in zip((*args, *kwargs.values()), (*there[0], *there[1].values()), strict=True):
@@ -245,7 +253,7 @@ class Recorder:
         return threading.get_ident() != self.thread
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.looking or self._elsewhere():
+        if self.looking:
             return
         if not self.open:
             self.current = next(record for record in self.record.layers if record.layer is module)
@@ -254,7 +262,7 @@ class Recorder:
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> Any:
-        if self.looking or self._elsewhere():
+        if self.looking:
             return None
         call = self.open.pop()
         changed = self.amplified != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))

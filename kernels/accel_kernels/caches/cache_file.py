@@ -40,8 +40,9 @@ class CacheFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.with_name(self.path.name + ".lock")):
                 known = self._entries()
-                if known != known | entries:
-                    text = json.dumps(known | entries, indent=1)
+                both = {**known, **entries}
+                if known != both:
+                    text = json.dumps(both, indent=1)
                     replace_file(self.path, lambda part: part.write_text(text, encoding="utf-8"))
         except OSError:
             return False

@@ -77,7 +77,7 @@ def test_a_layout_follows_the_model_to_a_gpu_and_back():
     """The device is told here; that weights lie on it is made believe."""
     conv = nn.Conv2d(3, 4, 3)
     before, values = conv.weight.stride(), conv.weight.detach().clone()
-    layout = ChannelsLast([conv])
+    layout = ChannelsLast(conv, [conv])
     layout.apply()
     layout.follow(torch.device("cpu"))
     assert conv.weight.stride() == before

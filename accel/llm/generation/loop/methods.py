@@ -2,7 +2,6 @@
 
 import inspect
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -42,9 +41,6 @@ class MethodHook(InstanceMethod):
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
-
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def arguments(self, args: tuple, kwargs: dict) -> dict:
         return self.__signature__.bind(*args, **kwargs).arguments

@@ -1,0 +1,272 @@
+"""Calls that threads have under way in a model: it is changed between them, not within one.
+
+A change takes several steps: forwards are put in or taken out one by one, weights move to other memory. A call that
+meets half of them is wrong, such as a decoder that was handed no mask in the midst of stock layers. And torch may read
+a weight, with Python's lock released, while it moves. So whoever changes a model is `alone` in it: calls that come wait
+at the modules' door, calls under way end first. Stock calls pass through no code of accel's, so that they are under way
+is seen by the frames in which threads run. It takes milliseconds, unless a call takes longer.
+
+While a model is looked at and tried, which takes seconds, calls of other threads do not wait: `others_run_stock`.
+
+Threads are Python's; calls cost nothing when no model is being changed.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.errors import InUse
+
+PATIENCE = 60.0  # seconds that a change waits for calls under way
+DOOR = "_call_impl"  # of a module: what calling it looks up on the instance
+CALL = nn.Module._call_impl.__code__
+CHANGED = threading.Condition()  # a door was opened, or who may pass it is known
+
+
+class Permit:
+    """By what the callables that accel put on one object ask whether they may do more than its class: see `Mark`."""
+
+    door: "Door | None" = None
+    trial: "Trial | None" = None
+
+    def refuses(self) -> bool:
+        """Whether this call is to run stock. Waits while the object is changed, which may leave stock alone there."""
+        trial, door = self.trial, self.door
+        return (trial is not None and trial.thread != threading.get_ident()) or (door is not None and door.passed())
+
+
+class Door:
+    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed, and then is gone.
+
+    thread: which changes it; None once it has, as in copies that were made meanwhile.
+    """
+
+    def __init__(self, thread: int | None = None) -> None:
+        self.thread = thread
+        self.inside: dict[int, FrameType] | None = None  # by thread, the outermost frame of a call under way
+
+    def __reduce__(self) -> tuple:
+        return Door, ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its door too
+        self.passed()
+        return getattr(type(module), DOOR)(module, *args, **kwargs)
+
+    def passed(self) -> bool:
+        """Whether it had to be waited for. A call that is part of one under way goes on."""
+        if self._open():
+            return False
+        with CHANGED:
+            CHANGED.wait_for(lambda: self._open() or self.inside is not None)
+            if self._open():
+                return True
+            inside = self.inside or {}
+            if _reaches(sys._getframe(), inside.get(threading.get_ident())):
+                return False
+            CHANGED.wait_for(self._open)
+        return True
+
+    def _open(self) -> bool:
+        return self.thread in (None, threading.get_ident())
+
+
+class Here:
+    """A hook for calls on the thread that makes it; to calls on others it does nothing."""
+
+    def __init__(self, hook: Callable) -> None:
+        self.hook, self.thread = hook, threading.get_ident()
+
+    def __call__(self, *given: Any) -> Any:
+        return self.hook(*given) if threading.get_ident() == self.thread else None
+
+
+class Trial:
+    """The time in which what is put on an object is for the thread that tries it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.permits: list[Permit] = []
+
+    def end(self) -> None:
+        for permit in self.permits:
+            permit.trial = None
+        self.permits.clear()
+
+
+TRIAL: ContextVar[Trial | None] = ContextVar("accel_trial", default=None)
+
+
+@contextmanager
+def others_run_stock() -> Iterator[Callable]:
+    """Inside, calls of other threads run the class's own code of whatever is put on an object here.
+
+    Yields what ends that, given the models: those calls have ended by then, so that none goes on fused that began
+    stock.
+    """
+    trial = Trial()
+
+    def end(*models: nn.Module) -> None:
+        with alone(*models):
+            trial.end()
+
+    token = TRIAL.set(trial)
+    try:
+        yield end
+    finally:
+        TRIAL.reset(token)
+        trial.end()
+
+
+def try_alone(permit: Permit) -> None:
+    """An object gets callables of accel's, which ask this."""
+    trial = TRIAL.get()
+    if trial is not None:
+        permit.trial = trial
+        trial.permits.append(permit)  # and now there are two references to it, by which they know that they must ask
+
+
+@contextmanager
+def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
+    """Inside, no other thread is in a call of these models, and theirs wait. Waits for those that are.
+
+    Raises InUse where one does not end in time, unless the change is to be made anyway.
+    """
+    with _closed(models) as door:
+        if door is not None and door.inside:
+            until = time.monotonic() + PATIENCE
+            pause = 1e-4
+            while calls := _running(door.inside):
+                if time.monotonic() > until:
+                    if anyway:
+                        break
+                    raise InUse(_told(calls, models))
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+            _synchronize(models)
+        yield
+        if door is not None:
+            _synchronize(models)
+
+
+@contextmanager
+def vacant(*models: nn.Module) -> Iterator[bool]:
+    """Whether no other thread is in a call of these models, and then none comes inside. Does not wait: for changes that
+    can be made another time.
+    """
+    with _closed(models) as door:
+        yield door is None or not door.inside
+        if door is not None:
+            _synchronize(models)
+
+
+@contextmanager
+def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
+    """Inside, other threads begin no call of these models; None where this process has no other thread."""
+    if not _others():
+        yield None
+        return
+    modules = {id(module): module for model in models for module in model.modules()}
+    door = Door(threading.get_ident())
+    with CHANGED:
+        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_door, modules.values())))
+        mine = [module for module in modules.values() if _free(module)]
+        permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
+        for module in mine:
+            vars(module)[DOOR] = door
+        for permit in permits:
+            permit.door = door
+    try:
+        inside = _inside(set(map(id, mine)))
+        with CHANGED:
+            door.inside = inside
+            CHANGED.notify_all()
+        yield door
+    finally:
+        with CHANGED:
+            for module in mine:
+                if vars(module).get(DOOR) is door:
+                    del vars(module)[DOOR]
+            for permit in permits:
+                permit.door = None
+            door.thread = door.inside = None
+            CHANGED.notify_all()
+
+
+def _door(module: nn.Module) -> Door | None:
+    found = vars(module).get(DOOR)
+    return found if isinstance(found, Door) else None
+
+
+def _free(module: nn.Module) -> bool:
+    """Whether this thread has no door there yet; one of nobody's is a copy's."""
+    found = vars(module).get(DOOR)
+    return found is None or (isinstance(found, Door) and found.thread is None)
+
+
+def _others() -> dict[int, FrameType]:
+    """Where the other threads are. A frame that kept its own thread's would keep all that is in it."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
+
+
+def _inside(owners: set[int]) -> dict[int, FrameType]:
+    """By other threads, the outermost frame of a call of these objects."""
+    found = {}
+    for thread, top in _others().items():
+        frame: FrameType | None = top
+        while frame is not None:
+            if id(_called(frame)) in owners:
+                found[thread] = frame
+            frame = frame.f_back
+    return found
+
+
+def _called(frame: FrameType) -> object:
+    """The object whose call runs in this frame: a module, or the owner of something that accel put there."""
+    if frame.f_code is CALL:
+        return frame.f_locals.get("self")
+    if not frame.f_globals.get("__name__", "").startswith("accel."):
+        return None
+    one = frame.f_locals.get("self")
+    # None too while it is being made.
+    return getattr(one, "owner", None) if getattr(type(one), "computes", False) else None
+
+
+def _reaches(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Whether a frame is part of the call in another one."""
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _running(calls: dict[int, FrameType]) -> dict[int, FrameType]:
+    """Those that have not ended."""
+    tops = _others()
+    return {thread: frame for thread, frame in calls.items() if _reaches(tops.get(thread), frame)}
+
+
+def _told(calls: dict[int, FrameType], models: tuple[nn.Module, ...]) -> str:
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = ", ".join(repr(threads.get(thread, str(thread))) for thread in calls)
+    kinds = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
+    return (
+        f"a call of {kinds} on thread {names} has not ended within {PATIENCE:g} seconds, and a model is not changed "
+        "within a call: end it, or wait for it, then do this again"
+    )
+
+
+def _synchronize(models: tuple[nn.Module, ...]) -> None:
+    """Devices have done what they were given, before memory moves, and after."""
+    for device in {one.device for model in models for one in model.parameters() if one.is_cuda}:
+        for stream in (torch.cuda.default_stream(device), torch.cuda.current_stream(device)):
+            stream.synchronize()  # of the device would be an error while another thread captures a graph
