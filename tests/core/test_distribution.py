@@ -78,7 +78,13 @@ def imported(tmp_path_factory):
 def test_importing_accel_is_light_and_brings_its_errors(imported):
     assert not set(imported["new"]) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
     assert not imported["cuda"]
-    assert imported["documented"] and imported["errors"] == ["PatchConflict", "RanksApart", "Refused", "SkippedSite"]
+    assert imported["documented"] and imported["errors"] == [
+        "InUse",
+        "PatchConflict",
+        "RanksApart",
+        "Refused",
+        "SkippedSite",
+    ]
     assert issubclass(accel.errors.SkippedSite, ValueError) and issubclass(accel.errors.PatchConflict, RuntimeError)
 
 
