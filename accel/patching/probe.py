@@ -6,6 +6,7 @@ weights, and draws from a generator of its own.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,18 @@ class Probe:
         self.verdicts: dict[tuple, str | None] = {}
 
     def disagreement(
-        self, module: nn.Module, candidate: Callable, args: tuple, kwargs: dict | None = None, variant: object = None
+        self,
+        module: nn.Module,
+        candidate: Callable,
+        args: tuple,
+        kwargs: dict | None = None,
+        variant: object = None,
+        ahead: bool = False,
     ) -> str | None:
         """None where candidate(*args) equals the module's stock forward, else how far they are apart.
 
         variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
+        ahead: the candidate launches several kernels, which are compiled side by side first.
         """
         reason = side_effects(module)
         if reason is not None:
@@ -44,6 +52,8 @@ class Probe:
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
             given = args, kwargs or {}
+            if ahead:
+                compile_ahead(partial(candidate, *args, **given[1]), placement(module)[0])
             with alone(module), cast_up(casts_of(module.modules())), MathAttention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)

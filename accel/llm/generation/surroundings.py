@@ -9,7 +9,7 @@ from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.relied import ModelRelied, reading, relevant
-from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, written
+from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, plainly, written
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import resting
 
@@ -24,8 +24,9 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
     with resting(forward.module):
         with reading(forward.module) as stock, _calling(forward) as around:
             cache = DynamicCache() if call is None else DynamicCache(config=forward.module.config)
-            for piece in pieces:
-                forward.reference(**piece, **forward.given_cache(cache))
+            with plainly(forward):
+                for piece in pieces:
+                    forward.reference(**piece, **forward.given_cache(cache))
         with fused_layers(forward):
             forward.apart = True
             try:

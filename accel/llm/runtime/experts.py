@@ -1,7 +1,6 @@
 """The experts of a mixture: one pass over what the router chose instead of a loop, for any number of tokens."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
-from accel.patching.probe import compile_ahead, example
+from accel.patching.probe import example
 from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -139,10 +138,9 @@ def _disagreement(
         return "a number among its settings is too large for its dtype to be tried as a limit"
     for place, kernels in enumerate(tried):
         candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
-        compile_ahead(partial(candidate, x, index, shares), x.device)
         for size, given in (("ordinary", ordinary(x, formula, module)), ("large", large)):
             variant = (formula, size, place, *how)
-            reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant)
+            reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant, ahead=True)
             if reason is not None:
                 return reason
     return None
