@@ -36,13 +36,14 @@ class Probe:
         self,
         module: nn.Module,
         candidate: Callable,
-        args: tuple,
+        args: tuple | Callable[[], tuple],
         kwargs: dict | None = None,
         variant: object = None,
         ahead: bool = False,
     ) -> str | None:
         """None where candidate(*args) equals the module's stock forward, else how far they are apart.
 
+        args: or what makes them, which is asked where the verdict is not known yet.
         variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
         ahead: the candidate launches several kernels, which are compiled side by side first.
         """
@@ -51,9 +52,9 @@ class Probe:
             return reason
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
         if key not in self.verdicts:
-            given = args, kwargs or {}
+            given = args() if callable(args) else args, kwargs or {}
             if ahead:
-                compile_ahead(partial(candidate, *args, **given[1]), placement(module)[0])
+                compile_ahead(partial(candidate, *given[0], **given[1]), placement(module)[0])
             with alone(module), cast_up(casts_of(module.modules())), MathAttention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)

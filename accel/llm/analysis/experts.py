@@ -96,27 +96,21 @@ def _gatings(module: nn.Module) -> Iterator[Gating]:
         yield Gating(name, alpha, limit, shift)
 
 
-def ordinary(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> torch.Tensor:
-    """x of such a size that gates and ups are about one: smaller, or larger, every activation is as good as straight.
-
-    x: (tokens, channels).
-    """
-    return _sized(x, formula, module, 1.0)
+ORDINARY = 1.0  # root mean square of gates and ups: smaller, or larger, every activation is as good as straight
 
 
-def amplified(x: torch.Tensor, formula: ExpertFormula, module: nn.Module) -> torch.Tensor | None:
-    """x made so large that gates and ups pass every number that may be their limit; None where the dtype ends before.
-
-    x: (tokens, channels).
+def beyond_limits(module: nn.Module, dtype: torch.dtype) -> float | None:
+    """A root mean square of gates and ups that passes every number that may be their limit; None where the dtype ends
+    before.
     """
     target = BEYOND * max([SEEN, *numbers(module)])
-    if target**2 > torch.finfo(x.dtype).max / BEYOND:  # gate and up are multiplied
-        return None
-    return _sized(x, formula, module, target)
+    return None if target**2 > torch.finfo(dtype).max / BEYOND else target  # gate and up are multiplied
 
 
-def _sized(x: torch.Tensor, formula: ExpertFormula, module: nn.Module, target: float) -> torch.Tensor:
-    """x of such a size that gates and ups of the first expert, without biases, have this root mean square."""
+def sized(x: torch.Tensor, formula: ExpertFormula, module: nn.Module, target: float) -> torch.Tensor:
+    """x, (tokens, channels), of such a size that gates and ups of the first expert, without biases, have this root mean
+    square.
+    """
     gate_up, _ = formula.weights(module).matrices(0, x.dtype)
     first = (x.float() @ gate_up.detach().float().t()).square().mean().sqrt()
     return x * float(target / first.clamp_min(1e-6))

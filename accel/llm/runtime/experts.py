@@ -1,12 +1,13 @@
 """The experts of a mixture: one pass over what the router chose instead of a loop, for any number of tokens."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.llm.analysis.experts import ExpertFormula, amplified, expert_formulas, holds_experts, ordinary
+from accel.llm.analysis.experts import ORDINARY, ExpertFormula, beyond_limits, expert_formulas, holds_experts, sized
 from accel.llm.recording.implementation import foreign_experts
 from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local_twin
 from accel.patching.context import Context
@@ -16,7 +17,7 @@ from accel.patching.probe import example
 from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import meta_weights
+from accel.patching.structure import meta_weights, placement
 from accel.quantization.experts import QuantizedExperts, stock_parameters
 
 PROBED = 3  # tokens
@@ -127,20 +128,25 @@ def _disagreement(
     module: nn.Module, formula: ExpertFormula, context: Context, tried: tuple[Kernels, ...]
 ) -> str | None:
     """Why experts compute something else than this formula: where activations bend, or where a clamp would show."""
-    x = example(module, PROBED, formula.weights(module).hidden)
     how: tuple = ()
     if isinstance(module, QuantizedExperts):
         how = (module.kind, module.scheme, module.dtype)
-    index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % formula.weights(module).experts
-    shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
-    large = amplified(x, formula, module)
+    weights = formula.weights(module)
+    large = beyond_limits(module, placement(module)[1])
     if large is None:
         return "a number among its settings is too large for its dtype to be tried as a limit"
+
+    def inputs(size: float) -> tuple[torch.Tensor, ...]:
+        x = example(module, PROBED, weights.hidden)
+        index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % weights.experts
+        shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
+        return sized(x, formula, module, size), index, shares
+
     for place, kernels in enumerate(tried):
         candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
-        for size, given in (("ordinary", ordinary(x, formula, module)), ("large", large)):
-            variant = (formula, size, place, *how)
-            reason = context.probe.disagreement(module, candidate, (given, index, shares), variant=variant, ahead=True)
+        for size in (ORDINARY, large):
+            given, variant = partial(inputs, size), (formula, size, place, *how)
+            reason = context.probe.disagreement(module, candidate, given, variant=variant, ahead=True)
             if reason is not None:
                 return reason
     return None
