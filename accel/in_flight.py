@@ -267,6 +267,8 @@ def _told(calls: dict[int, FrameType], models: tuple[nn.Module, ...]) -> str:
 
 def _synchronize(models: tuple[nn.Module, ...]) -> None:
     """Devices have done what they were given, before memory moves, and after."""
+    if not torch.cuda.is_initialized():
+        return
     for device in {one.device for model in models for one in model.parameters() if one.is_cuda}:
         for stream in (torch.cuda.default_stream(device), torch.cuda.current_stream(device)):
             stream.synchronize()  # of the device would be an error while another thread captures a graph
