@@ -1,6 +1,7 @@
 """What all requests in a batch draw next: their settings on the device, by the row of each."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from accel_kernels.sampling.table import WORD, seen_words
 from accel_kernels.warmup import Warmup
 from transformers import LogitsProcessorList
 
-from accel.errors import fatal
+from accel.errors import fatal, reason_of
 from accel.llm.batching.sampling import Sampling
 
 FILTERED, NUCLEUS, PENALIZED, HOSTED = 1, 2, 4, 8  # flags of a row
@@ -151,7 +152,7 @@ class Sampler:
         filters, nucleus, penalties = self.variant(host_rows)
         if filters and self._filters is not None:
             kernels, self._filters = self._filters, None
-            kernels.wait()
+            _set_aside(kernels.wait)
         table = self._table if penalties else self._table._replace(seen=None)
         found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
         return found if logprobs else (found, found)
@@ -176,10 +177,13 @@ class Sampler:
         Without filters a draw needs little, which `warm_up` launches.
         """
         if self.device.type == "cuda":
-            logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
             self._filters = Warmup()
-            with self._filters.launches():
-                self.warm_up(logits, ((True, False), (True, True)))
+            _set_aside(partial(self._launch_filters, self._filters, dtype))
+
+    def _launch_filters(self, kernels: Warmup, dtype: torch.dtype) -> None:
+        logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
+        with kernels.launches():
+            self.warm_up(logits, ((True, False), (True, True)))
 
     def warm_up(self, logits: torch.Tensor, variants: Sequence[tuple[bool, bool]] = ((False, False),)) -> None:
         """Launches what `draw` may need for logits like these, for nobody. To be called inside
@@ -197,6 +201,14 @@ class Sampler:
         if found is not None:
             return found
         return ValueError("no token can be drawn: the logits have NaN, or all tokens are ruled out")
+
+
+def _set_aside(work: Callable[[], None]) -> None:
+    """Runs work that only compiles: an error of it shows again in the draw that needs the kernel."""
+    try:
+        work()
+    except Exception as error:
+        reason_of(error)
 
 
 def processed_by(host: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class MathAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` of this thread, on a GPU and without dropout, runs no kernel made for it.
+    """Inside, `scaled_dot_product_attention` of this thread, given a query on a GPU, runs no kernel made for it.
 
     cuDNN, which torch prefers, makes a plan for every new shape: 40 ms of the host's time on an H100, and 300 to 1,000
     with an empty cache of compiled code. The switch that torch has for that is one for all threads.

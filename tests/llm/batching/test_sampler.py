@@ -1,6 +1,7 @@
 """Drawing for many requests at once, against transformers' own processors and `generate()`, each request alone."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,3 +252,18 @@ def test_samplings_of_a_batch_are_not_changed_by_it(model):
     together = answers(model, [(PROMPT, sampling), *((PROMPT, fork) for fork in forks)])
     assert len({str(tokens) for tokens, _ in together}) == 3
     assert answers(model, [(PROMPT, copy.deepcopy(forks[1]))])[0][0] == together[2][0]
+
+
+def test_the_first_draw_with_filters_waits_for_its_kernels():
+    """And goes on where compiling failed: what is wrong shows in the launch."""
+    sampler, waited = Sampler(4, VOCABULARY, "cpu"), []
+
+    def wait():
+        waited.append(1)
+        raise RuntimeError("does not compile")
+
+    sampler._filters = SimpleNamespace(wait=wait)
+    logits, row = torch.zeros(1, VOCABULARY), torch.zeros(1, dtype=torch.int64)
+    for sampling, so_far in ((Sampling(), 0), (Sampling(1.0, top_k=2), 1), (Sampling(1.0, top_k=2), 1)):
+        sampler.set(0, sampling, [1])
+        assert sampler.draw(logits, row, row.numpy()).shape == (1,) and len(waited) == so_far
