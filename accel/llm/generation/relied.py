@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from accel.cuda_graphs.fingerprint import Versions
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
-from accel.llm.recording.implementation import Undecorated, foreign_experts, lent_configs
+from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
 from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.relied import another_class, changed_since, same
@@ -195,7 +195,7 @@ def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
             counter[name] += 1
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    return type(kind.__name__, (Undecorated, kind), {"__getattribute__": read, "__module__": kind.__module__})
+    return undecorated(kind, {"__getattribute__": read, "__module__": kind.__module__})
 
 
 def _computed(config: PreTrainedConfig, name: str) -> bool:

@@ -72,10 +72,16 @@ class Undecorated:
         pass
 
 
+def undecorated(kind: type[PretrainedConfig], attributes: dict[str, Any]) -> type[PretrainedConfig]:
+    """A class derived from that of a configuration, which may be derived so itself."""
+    bases = (kind,) if issubclass(kind, Undecorated) else (Undecorated, kind)
+    return type(kind.__name__, bases, attributes)
+
+
 def _name(config: PretrainedConfig, attention: str) -> None:
     """The configuration names this attention on this thread alone: a call on another one may be half done."""
     kind, thread = type(config), threading.get_ident()
-    if isinstance(vars(kind).get(FIELD), property):
+    if getattr(config, FIELD) == attention:
         return
 
     def read(self: Any) -> Any:
@@ -85,7 +91,7 @@ def _name(config: PretrainedConfig, attention: str) -> None:
         vars(self)[FIELD] = value
 
     attributes = {FIELD: property(read, write), "__module__": kind.__module__}
-    object.__setattr__(config, "__class__", type(kind.__name__, (Undecorated, kind), attributes))
+    object.__setattr__(config, "__class__", undecorated(kind, attributes))
 
 
 @contextmanager

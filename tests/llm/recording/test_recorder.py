@@ -81,16 +81,26 @@ def test_models_optimized_at_the_same_time_are_all_fused(registries):
 # -- stock forwards that cannot be run ---------------------------------------------------------------------------------
 
 
+def answer(model, ids):
+    """Logits of a call without pages; or why there are none, as transformers up to 5.23 says."""
+    try:
+        with torch.no_grad():
+            return model(ids).logits.tolist()
+    except ValueError as error:
+        return str(error)
+
+
 @pytest.mark.filterwarnings("ignore:The `paged")
 @pytest.mark.parametrize(
     ("name", "plain"),
     [("llama", "sdpa"), ("mixtral", "sdpa"), *((name, "eager") for name in ("llama", "gemma2", "lfm2"))],
 )
+@pytest.mark.share(1)
 def test_an_attention_for_pages_is_understood_without_them(name, plain, registries):
     """transformers' own raises in every call that has no pages; 5.23 takes "paged|sdpa" for "sdpa"."""
     model = make(name)
     model.set_attn_implementation(f"paged|{plain}")
-    stock, named = copy.deepcopy(model), model.config._attn_implementation
+    stock, paged, named = copy.deepcopy(model), copy.deepcopy(model), model.config._attn_implementation
     stock.set_attn_implementation(plain)
     accel.optimize(model)
     assert whole(model)[0] == "patched" and model.config._attn_implementation == named
@@ -101,9 +111,7 @@ def test_an_attention_for_pages_is_understood_without_them(name, plain, registri
     same(generate(model, ids, None), generate(stock, ids, None))
     assert not accel.report(model).fallbacks
     accel.restore(model)
-    if named != plain:
-        with pytest.raises(ValueError, match="without a paged attention cache"):
-            model(ids)
+    assert answer(model, ids) == answer(paged, ids)
 
 
 @pytest.mark.filterwarnings("ignore:The `paged")

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from accel.libraries.cache import generating_cache
 from support.llm.families import layers
 
 
@@ -147,9 +148,9 @@ def other_inside(*models):
     kind = type(models[0].model)
 
     class Counting(kind):
-        def forward(self, *args, past_key_values=None, **kwargs):
-            stored = past_key_values.get_seq_length()
-            output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        def forward(self, *args, **kwargs):
+            stored = generating_cache(kwargs).get_seq_length()
+            output = super().forward(*args, **kwargs)
             output.last_hidden_state = output.last_hidden_state * (2 + stored)
             return output
 
@@ -166,9 +167,9 @@ def counted(inner):
     """A forward that looks at the cache, in the place of the instance's own."""
     forward = inner.forward
 
-    def replaced(*args, past_key_values=None, **kwargs):
-        stored = past_key_values.get_seq_length()
-        output = forward(*args, past_key_values=past_key_values, **kwargs)
+    def replaced(*args, **kwargs):
+        stored = generating_cache(kwargs).get_seq_length()
+        output = forward(*args, **kwargs)
         output.last_hidden_state = output.last_hidden_state * (2 + stored)
         return output
 
