@@ -281,18 +281,29 @@ def agree(ours, stock) -> None:
         assert type(ours) is type(stock) and ours == stock
 
 
+# What transformers itself cannot run in its oldest version, and why.
+LATER = {
+    "image-segmentation": "transformers 5.17 reads this processor's module only with torchvision",
+    "text-to-audio": "transformers 5.17 casts tokens, which are no features, to the model's dtype",
+}
+
+
 @pytest.mark.parametrize("name", sorted(TASKS.keys() & SUPPORTED_TASKS.keys()))
 @pytest.mark.share(1)
 @pytest.mark.filterwarnings("ignore")
 def test_every_task_of_the_pipelines_of_transformers(name, calls):
-    pipe, call = TASKS[name]()
-
     def answer():
         torch.manual_seed(0)
         with torch.no_grad():
             return call(pipe)
 
-    wanted, before = answer(), snapshot(pipe.model)
+    try:
+        pipe, call = TASKS[name]()
+        wanted, before = answer(), snapshot(pipe.model)
+    except (ImportError, TypeError) as error:
+        if name not in LATER:
+            raise
+        pytest.skip(f"{LATER[name]}: {error}"[:200])
     assert accel.optimize(pipe) is pipe and fast_forwards(pipe.model)
     agree(answer(), wanted)
     assert calls and set(accel.report(pipe).fallbacks) <= {("model", reason, 1) for reason in STOCK_CALLS}
