@@ -7,6 +7,7 @@ become the least and largest number, and the number of 0 is a whole one, so that
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from accel_kernels.gemm.quantized_weight import Quantized, pack
@@ -33,11 +34,18 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme, ranks: Ranks | None =
         raise ValueError(reason)
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
     limits = None if ranks is None or scheme.group else _limits(weight, ranks)
-    parts = [_rounded(rows, scheme, dtype, ends) for rows, ends in _with_limits(weight, limits)]
-    if any(part is None for part in parts):
-        parts = [_rounded(rows, scheme, torch.float32, ends) for rows, ends in _with_limits(weight, limits)]
+    parts, checks = _all_rounded(weight, scheme, dtype, limits)
+    if not checks.fit():
+        parts, _ = _all_rounded(weight, scheme, torch.float32, limits)
     data, scales, zeros = zip(*parts, strict=True)
     return Quantized(torch.cat(data), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros))
+
+
+def _all_rounded(
+    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, limits: torch.Tensor | None
+) -> tuple[list[tuple], "Checks"]:
+    checks = Checks([], [])
+    return [_rounded(rows, scheme, dtype, checks, ends) for rows, ends in _with_limits(weight, limits)], checks
 
 
 def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
@@ -45,15 +53,16 @@ def sqnr_db(weight: torch.Tensor, quantized: Quantized) -> float:
 
     weight: as of `round_to_nearest`.
     """
-    signal = noise = 0.0
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)  # read once, at the end: a GPU is not waited for
     start = 0
     for rows in _blocks(weight):
         end = start + len(rows)
         part = quantized.rows(start, end)
         exact = rows.double()
-        signal += float(exact.square().sum())
-        noise += float((exact - part.dequantized(torch.float32).double()).square().sum())
+        sums[0] += exact.square().sum()
+        sums[1] += (exact - part.dequantized(torch.float32).double()).square().sum()
         start = end
+    signal, noise = sums.tolist()
     return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
 
 
@@ -81,35 +90,46 @@ def _with_limits(
 
 
 def _rounded(
-    rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype, limits: torch.Tensor | None = None
-) -> tuple | None:
-    """Numbers, scales in dtype and zeros of some rows; None where a scale is too small for float16.
+    rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: "Checks", limits: torch.Tensor | None = None
+) -> tuple:
+    """Numbers, scales in dtype and zeros of some rows.
 
     limits: (rows, 2), values that a scale has to reach too.
     """
     groups = rows.float().unflatten(1, (-1, scheme.group or rows.shape[1]))
-    found = grid(groups if limits is None else torch.cat((groups, limits[:, None]), -1), scheme, dtype)
-    if found is None:
-        return None
-    scales, zeros = found
+    bounded = groups if limits is None else torch.cat((groups, limits[:, None]), -1)
+    scales, zeros = _grid(bounded, scheme, dtype, checks)
     numbers = nearest(groups, scales[..., None], None if zeros is None else zeros[..., None], scheme).flatten(1)
     return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
 
 
+class Checks(NamedTuple):
+    """What grids found of their groups, on the device: read once for many, so that the GPU is not waited for."""
+
+    finite: list[torch.Tensor]
+    fits: list[torch.Tensor]
+
+    def fit(self) -> bool:
+        """Whether no scale is too small for float16, if that is the dtype. Raises ValueError for NaN or Inf."""
+        found = torch.stack([*self.finite, *self.fits]).tolist() if self.finite else []
+        if not all(found[: len(self.finite)]):
+            raise ValueError("NaN or Inf among the weights")
+        return all(found[len(self.finite) :])
+
+
 def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid | None:
     """Scales in dtype and zeros of groups (..., columns) in float32; None where a scale is too small for float16."""
-    found, fits = _grid(groups, scheme, dtype)
-    return found if fits else None
+    checks = Checks([], [])
+    found = _grid(groups, scheme, dtype, checks)
+    return found if checks.fit() else None
 
 
 def wide_grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid:
     """As `grid`, with scales in float32 where one is too small for float16."""
-    found, fits = _grid(groups, scheme, dtype)
-    return found if fits else _grid(groups, scheme, torch.float32)[0]
+    return grid(groups, scheme, dtype) or _grid(groups, scheme, torch.float32, Checks([], []))
 
 
-def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Grid, bool]:
-    """And whether no scale is too small for float16, if that is the dtype."""
+def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: Checks) -> Grid:
     low, high = scheme.range
     least = groups.new_zeros(())
     if scheme.symmetric:
@@ -119,17 +139,17 @@ def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Gri
         least = groups.amin(-1).clamp_max(0)
         span = groups.amax(-1).clamp_min(0) - least
         exact = span / (high - low)
-    if not bool(span.isfinite().all()):
-        raise ValueError("NaN or Inf among the weights")
     scales = exact.to(dtype)
     if not scheme.symmetric:
         scales = _not_below(scales, exact)
     small = scales < torch.finfo(dtype).tiny  # where a scale has few digits, or none
-    fits = dtype != torch.float16 or not bool((small & (span > 0)).any())
+    checks.finite.append(span.isfinite().all())
+    if dtype == torch.float16:
+        checks.fits.append((small & (span > 0)).logical_not().all())
     scales = scales.masked_fill(small, 1)  # of zeros, or of what float32 can hardly tell from them
     if scheme.symmetric:
-        return (scales, None), fits
-    return (scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)), fits
+        return scales, None
+    return scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)
 
 
 def nearest(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:

@@ -23,7 +23,9 @@ import torch
 import accel
 from accel.bench.cases import CASES
 from accel.bench.ready.parts import PartTimes
-from accel.bench.ready.states import of_images
+from accel.bench.ready.states import SCRIPT, of_images
+from accel.bench.scripts.registry import SCRIPTS
+from accel.bench.scripts.script import Size
 from accel.bench.timing import seconds
 
 NEW, TOKENS, LATER = 16, 128, 3
@@ -46,14 +48,17 @@ def measure(
     model's prompt. images: the name is that of a case of `accel bench`, where a language model has it too.
     """
     name, _, way = asked.partition("+")
-    images = images or of_images(name)
+    images = images or of_images(asked)
     begun = time.perf_counter()
-    model, call = _images(name, device, dtype) if images else _text(name, way, device, dtype, tokens)
+    if way == SCRIPT:
+        model, call = SCRIPTS[name].build(Size(device, tiny=device.type != "cuda"))
+    else:
+        model, call = _images(name, device, dtype) if images else _text(name, way, device, dtype, tokens)
     row: dict[str, Any] = {"name": asked, "state": state, "built_s": round(time.perf_counter() - begun, 1)}
     parts, first, fast = PartTimes(), 0.0, state != "stock"
     with torch.no_grad(), _profiled(profile, row):
         if fast:
-            options: dict[str, Any] = {"weights": way} if way not in ("", BATCH) else {}
+            options: dict[str, Any] = {"weights": way} if way not in ("", BATCH, SCRIPT) else {}
             world = "accel.diffusion.stages" if images else "accel.llm.stages"
             row["imports_s"] = round(seconds(lambda: (accel.optimize, import_module(world)), device), 3)
             parts.watch()

@@ -15,7 +15,10 @@ from accel.progress import progress_bar
 def bench_ready(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="of `accel bench llm` or `accel bench`; with +int8, +int4, +fp8 or +batch behind"),
+        typer.Argument(
+            help="of `accel bench llm` or `accel bench`; with +int8, +int4, +fp8 or +batch behind; "
+            "or of `accel bench scripts`, with +script behind"
+        ),
     ] = None,
     states: Annotated[str, typer.Option(help="of cold, warm and stock, with commas between them")] = "cold,warm,stock",
     limit: Annotated[float, typer.Option(min=1.0, help="seconds that one process may take")] = 180.0,

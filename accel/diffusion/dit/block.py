@@ -137,7 +137,8 @@ class BlockForward(FastForward):
             return self.stock(*args, **kwargs)
         if not plan.compared and not warming_up():
             return self._compare(plan, args, kwargs)
-        return plan.executable(list(tensors_in((args, kwargs))), partial(weight_of, self.module), self.stacks)
+        run = partial(plan.executable, list(tensors_in((args, kwargs))), partial(weight_of, self.module), self.stacks)
+        return plan.dry_run(run) if warming_up() else run()
 
     def _known(self) -> dict[tuple, BlockPlan]:
         """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""

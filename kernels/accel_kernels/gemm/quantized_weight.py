@@ -80,10 +80,8 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
     """(N, K) of -8..7 as int32 (N, K / 8). Raises ValueError where K is not a multiple of 8."""
     if numbers.shape[1] % PER_WORD:
         raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
-    words = torch.zeros(numbers.shape[0], numbers.shape[1] // PER_WORD, dtype=torch.int32, device=numbers.device)
-    for place in range(PER_WORD):
-        words |= (numbers[:, place::PER_WORD].to(torch.int32) + MIDDLE) << 4 * place
-    return words
+    pairs = numbers.add(MIDDLE).to(torch.uint8).unflatten(1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)  # the lowest first, as in `unpack`
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:

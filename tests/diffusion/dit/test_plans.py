@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from accel.diffusion.dit import block as block_file
 from accel.diffusion.dit.block import BlockForward
+from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.options import Options
 from accel.patching import structure
@@ -145,6 +146,25 @@ def test_tensors_made_under_inference_mode(block):
     with torch.inference_mode():
         block.agree(**{name: one.clone() for name, one in block.call.items() if isinstance(one, torch.Tensor)})
     block.agree()
+
+
+@either
+def test_a_plan_is_run_for_one_of_its_blocks_where_launches_only_compile(pair, monkeypatch):
+    """Its outputs have the shapes, strides and dtypes that another block's would have; nothing of it stays."""
+    pair.agree()
+    ran, real = [], Executable.__call__
+    monkeypatch.setattr(Executable, "__call__", lambda self, *given: ran.append(id(self)) or real(self, *given))
+    monkeypatch.setattr(block_file, "warming_up", lambda: True)
+    with torch.no_grad():
+        dry = pair.ours(**pair.inputs)
+        once = list(ran)
+        pair.ours(**pair.inputs)
+    monkeypatch.setattr(block_file, "warming_up", lambda: False)
+    assert once == ran and 0 < len(once) == len(set(once)) < pair.blocks
+    wanted = list(tensors_in(pair.stock(**pair.inputs)))
+    for got, one in zip(tensors_in(dry), wanted, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (one.shape, one.stride(), one.dtype)
+    pair.agree(plans=0)
 
 
 @either

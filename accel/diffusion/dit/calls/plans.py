@@ -1,8 +1,12 @@
 """What runs for each kind of call, for all blocks of a kind."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from accel.diffusion.dit.calls.kinds import without_strides
 from accel.diffusion.dit.executable import Executable
@@ -17,7 +21,7 @@ class BlockPlan:
     """What runs for one kind of call; or why stock does.
 
     compared: with what stock gives. strided: it holds for tensors that lie as those it was recorded with. lender: whose
-    executable it took over, for tensors that lie in another way.
+    executable it took over, for tensors that lie in another way. outcome: what a dry run gave, without its numbers.
     """
 
     executable: Executable | None = None
@@ -25,6 +29,23 @@ class BlockPlan:
     compared: bool = False
     strided: bool = False
     lender: "BlockPlan | None" = None
+    outcome: Any = None
+
+    def dry_run(self, run: Callable[[], Any]) -> Any:
+        """run(), in which launches only compile: run for one block, since all that share the plan launch the same."""
+        if self.outcome is None:
+            made = run()
+            self.outcome = pytree.tree_map_only(torch.Tensor, lambda one: (one.device, one.to("meta")), made)
+            return made
+        return pytree.tree_map(_unfilled, self.outcome, is_leaf=_is_outcome)
+
+
+def _is_outcome(one: object) -> bool:
+    return isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], torch.device)
+
+
+def _unfilled(one: Any) -> Any:
+    return torch.empty_like(one[1], device=one[0]) if _is_outcome(one) else one
 
 
 @dataclass
