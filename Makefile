@@ -60,7 +60,7 @@ $(WITH_OLDEST): $(READY)
 	@test "$$(uname -s)" != Linux || $(PIP) --no-deps --target $(VENV)/oldest-triton "$(OLDEST_TRITON)" || true
 	@touch $@
 
-test-all: $(WITH_OLDEST)  ## test, with every product of families and modes, and docs/compatibility.md written anew
+test-all: $(WITH_OLDEST)  ## test, with every product of families and modes, and docs/measurements/compatibility.md written anew
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-faults: $(READY)  ## which of the faults in tests/faults the tests see (ARGS="kv-* --jobs 2")
@@ -75,13 +75,13 @@ test-ray: $(WITH_RAY)  ## the tests of replicas under Ray Serve, which it instal
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/replicas tests/core/test_examples.py -k ray $(ARGS)
 
 # SETS="oldest newest" runs these alone. Two of them have a CUDA build of torch: 6 GB each.
-test-versions: $(READY)  ## the suite under the oldest, pinned and newest versions, and docs/versions.md of them
+test-versions: $(READY)  ## the suite under the oldest, pinned and newest versions, and docs/measurements/versions.md of them
 	@$(settings) && $(BIN)/python tests/support/version_sets.py $(SETS) --pytest="$(ARGS)"
 
 test-newest: $(READY)  ## the tests that touch the libraries under their newest versions, where these are not pinned
 	@$(settings) && $(BIN)/python tests/support/version_sets.py libraries --pytest="$(ARGS)"
 
-compatibility: $(READY)  ## docs/compatibility.md: every model of transformers and diffusers, stock and optimized
+compatibility: $(READY)  ## docs/measurements/compatibility.md: every model of transformers and diffusers, stock and optimized
 	OMP_NUM_THREADS=1 ACCEL_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/compatibility $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...); makes no environment

@@ -1,6 +1,6 @@
 """How a model's step shrinks with cards, by calculation from one card's figures and the links'. Needs no GPU.
 
-python benchmarks/scaling_model.py [llama-8b] prints the tables of docs/how_it_works/many_gpus.md. Inputs are measured:
+python benchmarks/scaling_model.py [llama-8b] prints the tables of docs/measurements/scaling.md. Inputs are measured:
 what `accel bench llm` wrote of one card, and the all-reduces of nvidia-h200-links.json. What was measured on several
 cards stands beside the calculation where benchmarks/results has files of benchmarks/many_cards_text.py, a dash where it
 has none.

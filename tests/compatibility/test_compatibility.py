@@ -1,4 +1,4 @@
-"""docs/compatibility.md holds: every model there is has a row, and the rows say what happens.
+"""docs/measurements/compatibility.md holds: every model there is has a row, and the rows say what happens.
 
 `make test` runs one row of every eighth kind; ACCEL_TEST_EVERYTHING=1 (`make compatibility`, `make test-all`) runs all
 and writes the file anew.

@@ -67,8 +67,8 @@ def test_the_command_shows_versions():
 
 def test_what_was_tested_is_what_ran():
     """The page that `make test-versions` writes, the versions that optimize asks for, and what may be installed."""
-    header, _, *rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs/versions.md").read_text().splitlines()
-                        if line.startswith("|")]  # fmt: skip
+    page = (ROOT / "docs/measurements/versions.md").read_text(encoding="utf-8")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
     ran = {row[0]: dict(zip(header, row[1:], strict=True)) for row in rows}
     tested = re.findall(r'"(\w+)": \("([\d.]+)", "([\d.]+)"\)', Path(versions.__file__).read_text())
     assert {package for package, _, _ in tested} == set(versions.TESTED)

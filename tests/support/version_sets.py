@@ -1,4 +1,4 @@
-"""The suite under the oldest, the pinned and the newest versions of the libraries, and docs/versions.md of them.
+"""The suite under the oldest, pinned and newest versions of the libraries, and docs/measurements/versions.md of them.
 
 `make test-versions` starts it with the Python of the pinned environment. The other sets have an environment each beside
 that one, brought to its versions at every start. With `libraries`, as `make test-newest` starts it, the newest
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 PINNED = Path(sys.prefix)
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "measurements" / "versions.md"
 # What uv is told of each set; None leaves the environment as `make` made it.
 SETS = {"oldest": "lowest-direct", "pinned": None, "newest": "highest"}
 SHOWN = ("python", "torch", "triton", "transformers", "diffusers", "accelerate", "peft")

@@ -1,1 +1,1 @@
-"""What docs/compatibility.md is made of: every model of two libraries, built tiny and compared."""
+"""What docs/measurements/compatibility.md is made of: every model of two libraries, built tiny and compared."""

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: which models there are, what became of each, and a file that both a person and a test read."""
+"""docs/measurements/compatibility.md: which models there are, what became of each; people and a test read it."""
 
 import re
 from collections import Counter
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from support.compatibility.comparison import Row
 
-FILE = Path(__file__).parents[3] / "docs" / "compatibility.md"
-AGAIN = "run `make compatibility`, and read the difference in docs/compatibility.md"
+FILE = Path(__file__).parents[3] / "docs" / "measurements" / "compatibility.md"
+AGAIN = "run `make compatibility`, and read the difference in docs/measurements/compatibility.md"
 HEADINGS = {
     "language": "Language models of transformers",
     "image-text": "Image-text models of transformers",

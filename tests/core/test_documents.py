@@ -1,4 +1,7 @@
-"""The documentation holds together: links and anchors lead somewhere, and nothing public is left out."""
+"""The documentation holds together and stays short.
+
+Links and anchors lead somewhere, nothing public is left out, sentences are short, walks name what is there.
+"""
 
 import re
 from dataclasses import fields
@@ -15,6 +18,13 @@ FOLDERS = ("*.md", "docs/**/*.md", "kernels/*.md", "examples/**/*.md")
 PAGES = sorted({page for folder in FOLDERS for page in ROOT.glob(folder)})
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
+
+READ = [page for page in sorted(DOCS.rglob("*.md")) if "measurements" not in page.parts]  # what is to be short
+MOST_WORDS, MOST_WORDS_OF_README = 9000, 700
+MOST_LINES_OF_GLOSSARY = 60
+MOST_WORDS_OF_SENTENCE = 30
+MOST_STOPS = 15  # of a walk
+BESIDES = re.compile(r"^#+ .*$|^:::.*(?:\n .*)*|!\[[^]]*\]\([^)]*\)", re.M)  # what is no sentence
 
 
 def text(page: Path) -> str:
@@ -78,3 +88,50 @@ def test_the_design_tells_of_every_room():
     tops = (ROOT / "accel", ROOT / "kernels" / "accel_kernels")
     rooms = [file.parent.relative_to(top).as_posix() + "/" for top in tops for file in top.glob("*/**/__init__.py")]
     assert [room for room in rooms if f"`{room}`" not in page] == []
+
+
+def sentences(page: Path) -> list[str]:
+    """What a page says; cells of tables and items of lists are sentences too."""
+    plain = re.sub(r"<!--.*?-->", "", BESIDES.sub("\n\n", text(page)))
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", plain))
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) ?)|\|", plain)
+    return [one for part in parts for one in re.split(r"(?<=[.!?])[*)]*\s+", part.strip()) if one]
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_the_documentation_is_short():
+    assert words(ROOT / "README.md") <= MOST_WORDS_OF_README
+    assert sum(map(words, READ)) <= MOST_WORDS, {page.name: words(page) for page in READ}
+    assert len((DOCS / "glossary.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_GLOSSARY
+
+
+def test_sentences_are_short():
+    found = [one for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *READ) for one in sentences(page)]
+    assert len(found) > 500
+    assert [one for one in found if len(re.findall(r"\w[\w'.-]*", one)) > MOST_WORDS_OF_SENTENCE] == []
+
+
+def test_guides_name_no_commit():
+    guides = {page.name: page.read_text(encoding="utf-8") for page in (DOCS / "guides").glob("*.md")}
+    assert guides and [name for name, page in guides.items() if re.search(r"\b(?=\w*\d)[0-9a-f]{7}\b", page)] == []
+
+
+def test_walks_are_short_and_lead_through_what_is_there():
+    page = (DOCS / "design.md").read_text(encoding="utf-8").split("\n## Walks\n")[1].split("\n## ")[0]
+    walks = [re.findall(r"^\d+\. `([^`]+)`: (.+)$", walk, re.M) for walk in page.split("\n### ")[1:]]
+    assert len(walks) == 3
+    for stops in walks:
+        assert 5 <= len(stops) <= MOST_STOPS and len({file for file, _ in stops}) == len(stops)
+        for file, sentence in stops:
+            named = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", sentence)}
+            there = re.findall(r"^\s*(?:def|class) (\w+)|^(\w+) = ", (ROOT / file).read_text(encoding="utf-8"), re.M)
+            assert named & {name for pair in there for name in pair if name}, f"{file} has none of {named}"
+
+
+def test_words_of_the_glossary_name_files_that_are_there():
+    tops = (ROOT / "accel", ROOT / "kernels")
+    told = re.findall(r"\(`([^`]+)`\)", (DOCS / "glossary.md").read_text(encoding="utf-8"))
+    assert len(told) > 20 and [path for path in told if not any((top / path).exists() for top in tops)] == []
