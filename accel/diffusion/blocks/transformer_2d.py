@@ -4,10 +4,12 @@ Each sublayer's output is added to the stream and normalized in one pass; the pr
 matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accel_kernels import Norm
+from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.casting import cast_up
@@ -217,7 +219,7 @@ class TransformerStackForward(FastForward):
             "encoder_attention_mask": _as_bias(encoder_attention_mask, x.dtype),
             "cross_attention_kwargs": cross_attention_kwargs,
         }
-        for block in m.transformer_blocks:
+        for block in _kinds(m.transformer_blocks) if warming_up() else m.transformer_blocks:
             fused = TransformerBlockForward.taken(block, stream.x, **call)
             if fused is not None:
                 with fused.weights():
@@ -229,6 +231,17 @@ class TransformerStackForward(FastForward):
         h = as_image_like(project(rows, m.proj_out, not fold, self.kernels.linear), x)
         out = keep_channel_stats(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return image_output(out) if return_dict else (out,)
+
+
+def _kinds(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The first two blocks of each kind: what a dry run compiles, the others launch too. The very first block is met by
+    another stream than those behind it.
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for block in blocks:
+        tensors = [(name, one.shape, one.dtype) for name, one in block.named_parameters()]
+        found.setdefault(repr(tensors), []).append(block)
+    return [block for alike in found.values() for block in alike[:2]]
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+from accel.diffusion.blocks import transformer_2d
 from support.diffusion.outputs import close, run
 
 
@@ -55,6 +56,29 @@ def test_every_block_of_the_sd_families_is_replaced(family, tiny):
     assert len(patched(model, "resampling")) == count("upsamplers", "downsamplers")
     assert len(patched(model, "upward block")) == count("up_blocks")
     assert len(patched(model, "attention")) == 2 * count("transformer_blocks")
+
+
+def test_two_blocks_of_a_kind_run_where_launches_only_compile(tiny, monkeypatch):
+    """Of four blocks in a stack: what the third and fourth launch, the second did."""
+    model, ran = tiny.unet("sdxl", transformer_layers_per_block=(1, 4)), []
+    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    accel.optimize(model)
+    advance = transformer_2d.TransformerBlockForward.advance
+
+    def counted(self, *args, **kwargs):
+        ran.append(self.path)
+        advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformer_2d.TransformerBlockForward, "advance", counted)
+    monkeypatch.setattr(transformer_2d, "warming_up", lambda: True)
+    run(model, inputs)
+    dry = {path for path in ran if path.split(".")[-1] > "1"}
+    monkeypatch.setattr(transformer_2d, "warming_up", lambda: False)
+    ran.clear()
+    close(run(model, inputs), run(twin, inputs))
+    assert (
+        not dry and sum(path.endswith((".2", ".3")) for path in ran) == 2 * sum(path.endswith(".2") for path in ran) > 0
+    )
 
 
 class LayoutCopies(TorchDispatchMode):
