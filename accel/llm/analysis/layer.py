@@ -10,7 +10,7 @@ from accel.llm.analysis.compare import factor, is_sum, named_factor
 from accel.llm.analysis.mlp import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.analysis.norm import NormSpec, norm_spec
 from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord, Record, Value
+from accel.llm.recording.record import Call, LayerRecord, Record, Value, says_nothing
 from accel.patching.settings import settings
 from accel.quantization.experts import holds_numbers
 
@@ -25,7 +25,8 @@ class LayerSpec:
         y = s + scales[1] * m, through after_mlp
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself, see `settings`.
+    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself, see `settings`. given: names
+    of keywords that say something where it is called in a text.
     """
 
     settings: tuple
@@ -41,6 +42,7 @@ class LayerSpec:
     shared: bool
     scales: tuple[float, float]
     returns: int | None
+    given: frozenset[str]
 
     @property
     def norms(self) -> list[NormSpec]:
@@ -121,6 +123,7 @@ class _Skeleton:
             shared=shared,
             scales=(first, second),
             returns=returns,
+            given=frozenset(n for n, value in self.layer.call.kwargs.items() if not says_nothing(value)),
         )
 
     def _norm(self, call: Call | None) -> NormSpec | None:

@@ -21,12 +21,14 @@ from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.graph_sizes import by_graph
+from accel.llm.generation.layer_inputs import CheckedStep, UnlikeText
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
 from accel.llm.recording.implementation import unpaged
+from accel.llm.recording.record import says_nothing
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
@@ -109,22 +111,16 @@ class DecoderForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, cache = self.taken_apart(args, kwargs)
         given = kwargs.get
-        ids, embeds = given("input_ids"), given("inputs_embeds")
         use_cache, as_dict = self._wanted(kwargs)
-        tokens = ids if embeds is None else embeds
-        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
-            raise Unfit("inputs of another form")
-        if embeds is not None and (ids is not None or embeds.shape[-1] != self.embeddings().shape[1]):
-            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
-        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
-            raise Unfit("embeddings of another dtype than the model's")
+        tokens = self._tokens(kwargs)
         if cache is None:
             if not use_cache:
                 raise Unfit("no cache")
             cache = DynamicCache(config=self.module.config)
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        self._refuse(kwargs, rows, cache.get_seq_length() if type(cache) is DynamicCache else 0, new)
+        start = cache.get_seq_length() if type(cache) is DynamicCache else 0
+        unknown = self._unknown(kwargs, rows, start, new)
         store = adopt(cache, self.shapes())
         if isinstance(store, str):
             raise Unfit(store)
@@ -134,6 +130,8 @@ class DecoderForward(FastForward):
         start = store.length
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
+        if unknown is not None:
+            return self.as_written(store, cache, tokens, kwargs)
         mask = self._mask(given("attention_mask"), rows, start, new)
         positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
         logits = self.run(store, tokens, positions, mask, keep)
@@ -159,16 +157,70 @@ class DecoderForward(FastForward):
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
         return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
 
-    def _refuse(self, kwargs: dict, rows: int, start: int, new: int) -> None:
-        """Raises Unfit for arguments that are not understood, unless they say nothing."""
+    def _tokens(self, kwargs: dict) -> torch.Tensor:
+        """(rows, new) numbers, or (rows, new, C) embeddings. Raises Unfit for others."""
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens = ids if embeds is None else embeds
+        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+            raise Unfit("inputs of another form")
+        if embeds is not None and (ids is not None or embeds.shape[-1] != self.embeddings().shape[1]):
+            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
+            raise Unfit("embeddings of another dtype than the model's")
+        return tokens
+
+    def _unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
+        """An argument that is not understood, and says something: the code around the layers is to make of it what it
+        does. Raises Unfit for those that ask for more than logits.
+        """
+        found = None
         for name, value in kwargs.items():
-            if name in ARGUMENTS or value is None or value is False:
-                continue
-            if isinstance(value, dict | list | tuple) and not value:
+            if name in ARGUMENTS or says_nothing(value):
                 continue
             if type(value) is torch.Tensor and self.convention.says_nothing(name, value, rows, start, new):
                 continue
-            raise Unfit(f"called with {name}")
+            if name in OUTPUTS or self.layers[0].spec.attention.counts_distance:
+                raise Unfit(f"called with {name}")
+            found = name
+        return found
+
+    def as_written(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict) -> Any:
+        """What the model's own forward returns of these arguments, which sees the cache as it is; its layers are fused
+        where they are given what a text gives them. Raises Unfit.
+        """
+        self.ready()
+        (rows, new), start, mask = tokens.shape[:2], store.length, kwargs.get("attention_mask")
+        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
+            raise Unfit("an attention mask of another form than (rows, tokens)")
+        if mask is not None and bool(mask.all()):
+            mask = None
+        store.take()
+        store.reserve(rows, start + new)
+        store.set_padding_mask(mask)
+        kvs = self.kvs(store, rows * new, start == 0)
+        step = CheckedStep(kvs, tokens, start, mask, self.convention.bare, self.shapes()[0].dtype)
+        with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
+            try:
+                output = self.stock(**kwargs, **{self.cache_name: cache})
+            except UnlikeText as error:
+                raise Unfit(str(error)) from error
+        if step.reason is not None:
+            self.ledger.fell_back(self.path, step.reason)
+            return output
+        if step.ran != self.layers:
+            raise Unfit("its layers do not run one after another")
+        store.advance(new)
+        return output
+
+    def kvs(self, store: Store, tokens: int, is_prefill: bool) -> dict[int, KV]:
+        """What each fused layer reads and writes, by its place in the cache."""
+        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
+        counters = split_counters_for(kvs, tokens)
+        return {place: kv._replace(split_counters=counters) for place, kv in zip(self.places(), kvs, strict=True)}
+
+    def places(self) -> list[int]:
+        """Of the fused layers in the cache, in its order."""
+        return sorted(layer.spec.attention.index for layer in self.layers)
 
     def _mask(self, mask: Any, rows: int, start: int, new: int) -> torch.Tensor | None:
         if mask is None:
