@@ -17,11 +17,11 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
-from accel.libraries.generation import ARGUMENTS, OUTPUTS
+from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
-from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
+from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit
 from accel.llm.generation.graph_sizes import by_graph
-from accel.llm.generation.layer_inputs import CheckedStep, UnlikeText
+from accel.llm.generation.layer_inputs import CheckedStep
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
@@ -39,10 +39,6 @@ from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
-
-
-class Unfit(Exception):
-    """Why this call runs stock."""
 
 
 class DecoderForward(FastForward):
@@ -120,7 +116,9 @@ class DecoderForward(FastForward):
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
         start = cache.get_seq_length() if type(cache) is DynamicCache else 0
-        unknown = self._unknown(kwargs, rows, start, new)
+        unknown = self.convention.unknown(kwargs, rows, start, new)
+        if unknown is not None and not self.looks:
+            raise Unfit(unknown)
         store = adopt(cache, self.shapes())
         if isinstance(store, str):
             raise Unfit(store)
@@ -131,9 +129,15 @@ class DecoderForward(FastForward):
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if unknown is not None:
-            return self.as_written(store, cache, tokens, kwargs)
-        mask = self._mask(given("attention_mask"), rows, start, new)
-        positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
+            return self.by_own_code(store, cache, tokens, kwargs)
+        try:
+            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
+            places = given("position_ids") if "position_ids" in self.names else NONE_TAKEN
+            positions = self.convention.read_positions(places, mask, rows, start, new, tokens.device)
+        except Unfit:
+            if not self.looks:
+                raise
+            return self.by_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
         kind, kept = self.convention.output, self.convention.handed_on(self.module)
         output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
@@ -149,8 +153,11 @@ class DecoderForward(FastForward):
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
-        """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
+        """(Whether a cache is wanted, whether a dict is). Raises Unfit where more is."""
         config = self.module.config
+        more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
+        if more is not None:
+            raise Unfit(f"called with {more}")
         if any(getattr(config, name, False) for name in OUTPUTS):
             raise Unfit("the configuration asks for attentions, hidden states or router logits")
         use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
@@ -169,99 +176,41 @@ class DecoderForward(FastForward):
             raise Unfit("embeddings of another dtype than the model's")
         return tokens
 
-    def _unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
-        """An argument that is not understood, and says something: the code around the layers is to make of it what it
-        does. Raises Unfit for those that ask for more than logits.
-        """
-        found = None
-        for name, value in kwargs.items():
-            if name in ARGUMENTS or says_nothing(value):
-                continue
-            if type(value) is torch.Tensor and self.convention.says_nothing(name, value, rows, start, new):
-                continue
-            if name in OUTPUTS or self.layers[0].spec.attention.counts_distance:
-                raise Unfit(f"called with {name}")
-            found = name
-        return found
+    @property
+    def biased(self) -> bool:
+        """Whether scores are biased by distance."""
+        return self.layers[0].spec.attention.counts_distance
 
-    def as_written(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict) -> Any:
-        """What the model's own forward returns of these arguments, which sees the cache as it is; its layers are fused
-        where they are given what a text gives them. Raises Unfit.
+    @property
+    def looks(self) -> bool:
+        """Whether calls that are not understood run `by_own_code`: what layers are given can be looked at."""
+        return self.relied_model is not None and not self.biased
+
+    def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
+        """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
+        fused. checked: where they are given what a text gives them, else all run stock. Raises Unfit.
         """
         self.ready()
         (rows, new), start, mask = tokens.shape[:2], store.length, kwargs.get("attention_mask")
         if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
-            raise Unfit("an attention mask of another form than (rows, tokens)")
-        if mask is not None and bool(mask.all()):
+            raise Unfit(OTHER_MASK)
+        if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
-        kvs = self.kvs(store, rows * new, start == 0)
-        step = CheckedStep(kvs, tokens, start, mask, self.convention.bare, self.shapes()[0].dtype)
+        places = sorted(layer.spec.attention.index for layer in self.layers)
+        kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
+        step = CheckedStep(kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.bare, checked)
         with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
-            try:
-                output = self.stock(**kwargs, **{self.cache_name: cache})
-            except UnlikeText as error:
-                raise Unfit(str(error)) from error
+            output = self.stock(**kwargs, **{self.cache_name: cache})
         if step.reason is not None:
             self.ledger.fell_back(self.path, step.reason)
-            return output
-        if step.ran != self.layers:
+        elif checked and step.ran != self.layers:
             raise Unfit("its layers do not run one after another")
-        store.advance(new)
+        else:
+            store.advance(new)
         return output
-
-    def kvs(self, store: Store, tokens: int, is_prefill: bool) -> dict[int, KV]:
-        """What each fused layer reads and writes, by its place in the cache."""
-        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
-        counters = split_counters_for(kvs, tokens)
-        return {place: kv._replace(split_counters=counters) for place, kv in zip(self.places(), kvs, strict=True)}
-
-    def places(self) -> list[int]:
-        """Of the fused layers in the cache, in its order."""
-        return sorted(layer.spec.attention.index for layer in self.layers)
-
-    def _mask(self, mask: Any, rows: int, start: int, new: int) -> torch.Tensor | None:
-        if mask is None:
-            if new > 1 and not self.convention.bare:
-                raise Unfit("without a mask it reads a prompt in a way of its own")
-            return None
-        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
-            raise Unfit("an attention mask of another form than (rows, tokens)")
-        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
-        # constant, which the softmax does not see. Waits for the device.
-        biased = self.layers[0].spec.attention.counts_distance
-        if biased and not bool((mask.bool().int().diff() >= 0).all()):
-            raise Unfit("an attention mask with gaps, and biases by distance")
-        if new > 1 and not self.convention.bare and bool(mask.all()):
-            raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
-        return mask
-
-    def _positions(
-        self, positions: Any, mask: torch.Tensor | None, rows: int, start: int, new: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
-        if "position_ids" not in self.names:
-            return None
-        if positions is not None:
-            shape = positions.shape if type(positions) is torch.Tensor else ()
-            several = [(), *((parts,) for parts in self.convention.parts)]
-            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
-                raise Unfit("position_ids of another form")
-            if positions.device != device:
-                raise Unfit("position_ids on another device")
-            return positions
-        if self.convention.kept:
-            raise Unfit("no position_ids, and the model goes on with what it counted before")
-        if mask is None and not self.convention.counts:
-            raise Unfit("neither a mask nor position_ids")
-        if mask is None or self.convention.positions == IN_ORDER:
-            return torch.arange(start, start + new, device=device).unsqueeze(0)
-        if self.convention.positions != BY_MASK:
-            raise Unfit("a mask without position_ids")
-        mask = mask.long()
-        return (mask.cumsum(1) * mask - 1)[:, start:]
 
     def embeddings(self) -> torch.Tensor:
         """The weight of the input embeddings. Raises Unfit where somebody put something else in their place."""
@@ -335,12 +284,15 @@ class DecoderForward(FastForward):
         of it holds for any length.
         """
         self.ready()
-        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(self.layers))]
-        split_counters = split_counters_for(kvs, tokens.shape[0] * tokens.shape[1])
         last = keep if isinstance(keep, torch.Tensor) else None
-        fills = last is not None
-        kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]
+        kvs = self._kvs(store, tokens.shape[0] * tokens.shape[1], is_prefill)
+        kvs = [kv._replace(metadata=metadata, by_address=last is not None, last=last) for kv in kvs]
         return self.over(kvs, tokens, positions, keep)
+
+    def _kvs(self, store: Store, tokens: int, is_prefill: bool) -> list[KV]:
+        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
+        split_counters = split_counters_for(kvs, tokens)
+        return [kv._replace(split_counters=split_counters) for kv in kvs]
 
     def over(
         self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor

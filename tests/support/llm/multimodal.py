@@ -115,6 +115,16 @@ def idefics(name: str):
     return model, {}, {"input_ids": words(True), "pixel_values": random(2, 1, 3, 16, 16)}
 
 
+def lfm2():
+    text = TEXT | {"model_type": "lfm2", "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+    vision = VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
+    model = build("Lfm2Vl", text_config=text | {"block_auto_adjust_ff_dim": False}, vision_config=vision,
+                  image_token_id=IMAGE, projector_hidden_size=32)  # fmt: skip
+    image = {"pixel_values": random(2, 16, 3 * 8 * 8), "spatial_shapes": torch.tensor([[4, 4]] * 2)}
+    mask = torch.ones(2, 16, dtype=torch.long)
+    return model, {}, {"input_ids": words(True), "pixel_attention_mask": mask} | image
+
+
 def grown(kind: str, grid: bool = False):
     """Of the configuration that the compatibility table makes; grid: given patches, with frames, rows and columns."""
     from support.compatibility.tiny_language_models import build as tiny
@@ -149,6 +159,7 @@ MODELS: dict[str, Callable] = {
     "internvl": internvl,
     "smolvlm": functools.partial(idefics, "SmolVLM"),
     "idefics3": functools.partial(idefics, "Idefics3"),
+    "lfm2-vl": lfm2,
     "glm4v": functools.partial(grown, "glm4v", grid=True),
     "paddleocr-vl": functools.partial(grown, "paddleocr_vl", grid=True),
     "aya-vision": functools.partial(grown, "aya_vision"),
