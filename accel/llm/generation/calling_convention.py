@@ -20,6 +20,24 @@ class Unfit(Exception):
     """Why this call runs stock."""
 
 
+def beside(kwargs: dict) -> frozenset[str]:
+    """The names of arguments of a model's own that say something."""
+    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
+
+
+def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of a call: (rows, new) numbers, or (rows, new, width) embeddings of this dtype. Raises Unfit for others."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    tokens = ids if embeds is None else embeds
+    if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+        raise Unfit("inputs of another form")
+    if embeds is not None and (ids is not None or embeds.shape[-1] != width):
+        raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+    if embeds is not None and embeds.dtype is not dtype:
+        raise Unfit("embeddings of another dtype than the model's")
+    return tokens
+
+
 class Kept(NamedTuple):
     """A tensor that a module keeps from call to call, and that no forward reads which is given positions.
 
@@ -68,9 +86,8 @@ class CallingConvention:
 
     def unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
         """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
-        for name, value in kwargs.items():
-            if name in ARGUMENTS or says_nothing(value):
-                continue
+        for name in filter(beside(kwargs).__contains__, kwargs):
+            value = kwargs[name]
             if type(value) is not torch.Tensor or not self.says_nothing(name, value, rows, start, new):
                 return f"called with {name}"
         return None

@@ -19,9 +19,9 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
 from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
-from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit
+from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit, beside, tokens_of
 from accel.llm.generation.graph_sizes import by_graph
-from accel.llm.generation.layer_inputs import CheckedStep
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
@@ -70,7 +70,7 @@ class DecoderForward(FastForward):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("names", "cache_name", "stored", "seen", "reason", "lock")
+        own = ("names", "cache_name", "stored", "declined", "seen", "reason", "lock")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,6 +79,7 @@ class DecoderForward(FastForward):
         self.cache_name = cache_argument(type(self.module).forward) or NAMES[0]
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
+        self.declined: dict[frozenset[str], str] = {}  # why calls with these arguments stay stock
         self.apart = False  # while it is tried: no weights are moved beside others
         self.reason: str | None = None
         self.lock = threading.Lock()
@@ -108,7 +109,7 @@ class DecoderForward(FastForward):
         kwargs, cache = self.taken_apart(args, kwargs)
         given = kwargs.get
         use_cache, as_dict = self._wanted(kwargs)
-        tokens = self._tokens(kwargs)
+        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
         if cache is None:
             if not use_cache:
                 raise Unfit("no cache")
@@ -117,8 +118,8 @@ class DecoderForward(FastForward):
         # Before the cache is taken over: a stock call may want it as it is.
         start = cache.get_seq_length() if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
-        if unknown is not None and not self.looks:
-            raise Unfit(unknown)
+        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+            raise Unfit(reason)
         store = adopt(cache, self.shapes())
         if isinstance(store, str):
             raise Unfit(store)
@@ -134,8 +135,8 @@ class DecoderForward(FastForward):
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
             places = given("position_ids") if "position_ids" in self.names else NONE_TAKEN
             positions = self.convention.read_positions(places, mask, rows, start, new, tokens.device)
-        except Unfit:
-            if not self.looks:
+        except Unfit as unfit:
+            if self.stays_stock(kwargs, str(unfit)) is not None:
                 raise
             return self.by_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
@@ -164,27 +165,16 @@ class DecoderForward(FastForward):
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
         return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
 
-    def _tokens(self, kwargs: dict) -> torch.Tensor:
-        """(rows, new) numbers, or (rows, new, C) embeddings. Raises Unfit for others."""
-        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        tokens = ids if embeds is None else embeds
-        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
-            raise Unfit("inputs of another form")
-        if embeds is not None and (ids is not None or embeds.shape[-1] != self.embeddings().shape[1]):
-            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
-        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
-            raise Unfit("embeddings of another dtype than the model's")
-        return tokens
-
     @property
     def biased(self) -> bool:
         """Whether scores are biased by distance."""
         return self.layers[0].spec.attention.counts_distance
 
-    @property
-    def looks(self) -> bool:
-        """Whether calls that are not understood run `by_own_code`: what layers are given can be looked at."""
-        return self.relied_model is not None and not self.biased
+    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+        """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
+        if self.relied_model is None or self.biased:
+            return unknown
+        return self.declined.get(beside(kwargs))
 
     def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
         """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
@@ -202,14 +192,20 @@ class DecoderForward(FastForward):
         places = sorted(layer.spec.attention.index for layer in self.layers)
         kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
         step = CheckedStep(kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.bare, checked)
-        with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
-            output = self.stock(**kwargs, **{self.cache_name: cache})
-        if step.reason is not None:
-            self.ledger.fell_back(self.path, step.reason)
-        elif checked and step.ran != self.layers:
-            raise Unfit("its layers do not run one after another")
-        else:
+        try:
+            with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
+                output = self.stock(**kwargs, **{self.cache_name: cache})
+            if checked and step.reason is None and step.ran != self.layers:
+                raise Unfit("its layers do not run one after another")
+        except Unfit as unfit:
+            self.declined[beside(kwargs)] = str(unfit)
+            raise
+        if step.reason is None:
             store.advance(new)
+            return output
+        if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
+            self.declined[beside(kwargs)] = step.reason
+        self.ledger.fell_back(self.path, step.reason)
         return output
 
     def embeddings(self) -> torch.Tensor:

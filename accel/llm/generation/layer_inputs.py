@@ -19,6 +19,7 @@ from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import Step
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
+NOT_CAUSAL = "its attention mask is not causal"
 PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where nobody reads them
 
 
@@ -79,7 +80,7 @@ class CheckedStep(Step):
         key = id(mask), window
         if key not in self.seen:
             self.seen[key] = mask, self._causal(mask, window)
-        return None if self.seen[key][1] else "its attention mask is not causal"
+        return None if self.seen[key][1] else NOT_CAUSAL
 
     def _causal(self, mask: Any, window: int | None) -> bool:
         """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed. What a

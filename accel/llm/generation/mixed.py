@@ -14,7 +14,7 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
-from accel.llm.generation.calling_convention import CallingConvention, Unfit
+from accel.llm.generation.calling_convention import CallingConvention, Unfit, tokens_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
@@ -41,16 +41,17 @@ class MixedForward(DecoderForward):
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, cache = self.taken_apart(args, kwargs)
         use_cache, _ = self._wanted(kwargs)
-        tokens = self._tokens(kwargs)
+        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
         if not use_cache:
             raise Unfit("no cache")
         if cache is None:
             cache = DynamicCache(config=self.module.config)
-        unknown = self.convention.unknown(kwargs, *tokens.shape[:1], 0, tokens.shape[1])
-        if unknown is not None and not self.looks:
-            raise Unfit(unknown)
+        rows, new = tokens.shape[:2]
+        unknown = self.convention.unknown(kwargs, rows, 0, new)
+        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+            raise Unfit(reason)
         store = self.adopt(cache)
-        if tokens.device != store.shapes[0].device or (store.length and tokens.shape[0] != store.rows):
+        if tokens.device != store.shapes[0].device or (store.length and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         return self.by_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
 

@@ -46,7 +46,8 @@ class SpreadForward(DecoderForward):
             forward.around = wrapper_of(forward.module)
         self.chained = True  # its code hands each layer what the one before gave
 
-    looks = False  # stretches are handed what their layers read
+    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+        return unknown
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         assert isinstance(layer, StretchLayer)
