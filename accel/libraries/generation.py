@@ -27,6 +27,7 @@ FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind 
 STEP = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 ARGUMENTS = {*STEP, "input_ids", "inputs_embeds", "return_dict", "tokenizer"}
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+LABELS = "labels"  # of a loss, in which padding counts like any token
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
 

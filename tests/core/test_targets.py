@@ -118,8 +118,7 @@ def without_weights():
         return make("llama")
 
 
-# A call without a cache, as of scores, and a prompt with an image.
-STOCK_CALLS = ("no cache", "called with pixel_values", "called with mm_encoder_outputs")
+STOCK_CALLS = ("no cache",)  # as of scores
 NOTHING = {
     "None": (lambda: None, TypeError, "a NoneType, which holds no model"),
     "name": (lambda: "meta-llama/Llama-3", TypeError, "load the model from 'meta-llama/Llama-3', and give that"),

@@ -48,6 +48,11 @@ class AttentionSpec:
         """Whether what it computes depends on the distance between tokens as a mask counts it."""
         return False
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keywords of its layer's call that it computes by, as of positions."""
+        return ()
+
     def kernel_key(self) -> str:
         """Equal for attentions that launch the same kernels."""
         return repr(replace(self, index=0, settings=()))

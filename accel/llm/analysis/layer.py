@@ -10,7 +10,7 @@ from accel.llm.analysis.compare import factor, is_sum, named_factor
 from accel.llm.analysis.mlp import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.analysis.norm import NormSpec, norm_spec
 from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord, Record, Value
+from accel.llm.recording.record import Call, LayerRecord, Record, Value, says_nothing
 from accel.patching.settings import settings
 from accel.quantization.experts import holds_numbers
 
@@ -25,7 +25,8 @@ class LayerSpec:
         y = s + scales[1] * m, through after_mlp
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself, see `settings`.
+    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself, see `settings`. given: by
+    which keywords it is told something in a text, and in what form.
     """
 
     settings: tuple
@@ -41,6 +42,7 @@ class LayerSpec:
     shared: bool
     scales: tuple[float, float]
     returns: int | None
+    given: frozenset[tuple[str, object]]
 
     @property
     def norms(self) -> list[NormSpec]:
@@ -121,6 +123,7 @@ class _Skeleton:
             shared=shared,
             scales=(first, second),
             returns=returns,
+            given=frozenset((n, form(v)) for n, v in self.layer.call.kwargs.items() if not says_nothing(v)),
         )
 
     def _norm(self, call: Call | None) -> NormSpec | None:
@@ -147,6 +150,13 @@ class _Skeleton:
         found = factor(branch / size, (total.double() - base.double()) / size)
         scale = named_factor(found, total.dtype, self.holders)
         return scale if scale is not None and is_sum(base, branch, scale, total) else None
+
+
+def form(value: object) -> object:
+    """Of what an argument is: of tensors, how many dimensions and whether of numbers that count something."""
+    if isinstance(value, tuple | list):
+        return tuple(map(form, value))
+    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _normlike(call: Call) -> bool:

@@ -60,6 +60,12 @@ class SoftmaxSpec(AttentionSpec):
     def counts_distance(self) -> bool:
         return self.slopes is not None
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        if self.rotary is None:
+            return ()
+        return (self.rotary.name if self.rotary.given else "position_ids",)
+
     def kernel_key(self) -> str:
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
 

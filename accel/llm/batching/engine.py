@@ -13,7 +13,8 @@ from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams
 from accel.llm.batching.spread.steps import head_device, lane_count, step_runner
 from accel.llm.batching.step import Flight, head_size
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets

@@ -19,7 +19,8 @@ from accel.llm.batching.parallel.together import PLACE, Alone, Together
 from accel.llm.batching.refusal import refusal
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread.steps import head_device
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.methods import MethodHook
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import layer_sets

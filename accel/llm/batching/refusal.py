@@ -13,7 +13,8 @@ from accel.llm.batching.scheduler import StepPlan
 from accel.llm.batching.spread.lanes import LaneStreams
 from accel.llm.batching.spread.steps import head_device, step_runner
 from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.generation.trial import Expected, expected, plainly

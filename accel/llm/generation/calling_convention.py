@@ -1,12 +1,41 @@
 """How a model wants to be called: what is found out about it by trying, beside the formulas of its layers."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from accel.libraries.generation import ARGUMENTS
+from accel.llm.recording.record import says_nothing
+
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
+
+
+NONE_TAKEN = object()  # in place of positions, of a model that takes none
+OTHER_MASK = "an attention mask of another form than (rows, tokens)"
+
+
+class Unfit(Exception):
+    """Why this call runs stock."""
+
+
+def beside(kwargs: dict) -> frozenset[str]:
+    """The names of arguments of a model's own that say something."""
+    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
+
+
+def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of a call: (rows, new) numbers, or (rows, new, width) embeddings of this dtype. Raises Unfit for others."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    tokens = ids if embeds is None else embeds
+    if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+        raise Unfit("inputs of another form")
+    if embeds is not None and (ids is not None or embeds.shape[-1] != width):
+        raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
+    if embeds is not None and embeds.dtype is not dtype:
+        raise Unfit("embeddings of another dtype than the model's")
+    return tokens
 
 
 class Kept(NamedTuple):
@@ -55,12 +84,61 @@ class CallingConvention:
         """What may change from call to call, as `Fingerprint` takes it."""
         return tuple((one.path, one.name) for one in self.kept)
 
+    def unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
+        """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
+        for name in filter(beside(kwargs).__contains__, kwargs):
+            value = kwargs[name]
+            if type(value) is not torch.Tensor or not self.says_nothing(name, value, rows, start, new):
+                return f"called with {name}"
+        return None
+
     def says_nothing(self, name: str, value: torch.Tensor, rows: int, start: int, new: int) -> bool:
         """Whether an argument makes no difference to a call of `new` tokens behind `start`."""
         if start and new == 1 and any((name, form) in self.idle for form in forms(value.shape, rows, start, new)):
             return True
         # Waits for the GPU, once a prompt.
         return name in self.blank and value.shape == (rows, new) and not bool(value.any())
+
+    def read_mask(self, mask: Any, rows: int, start: int, new: int, biased: bool) -> torch.Tensor | None:
+        """The mask of a call, (rows, start + new), if it has one. biased: scores are, by distance. Raises Unfit."""
+        if mask is None:
+            if new > 1 and not self.bare:
+                raise Unfit("without a mask it reads a prompt in a way of its own")
+            return None
+        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
+            raise Unfit(OTHER_MASK)
+        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
+        # constant, which the softmax does not see. Waits for the device.
+        if biased and not bool((mask.bool().int().diff() >= 0).all()):
+            raise Unfit("an attention mask with gaps, and biases by distance")
+        if new > 1 and not self.bare and bool(mask.all()):
+            raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
+        return mask
+
+    def read_positions(
+        self, positions: Any, mask: torch.Tensor | None, rows: int, start: int, new: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
+        if positions is NONE_TAKEN:
+            return None
+        if positions is not None:
+            shape = positions.shape if type(positions) is torch.Tensor else ()
+            several = [(), *((parts,) for parts in self.parts)]
+            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
+                raise Unfit("position_ids of another form")
+            if positions.device != device:
+                raise Unfit("position_ids on another device")
+            return positions
+        if self.kept:
+            raise Unfit("no position_ids, and the model goes on with what it counted before")
+        if mask is None and not self.counts:
+            raise Unfit("neither a mask nor position_ids")
+        if mask is None or self.positions == IN_ORDER:
+            return torch.arange(start, start + new, device=device).unsqueeze(0)
+        if self.positions != BY_MASK:
+            raise Unfit("a mask without position_ids")
+        mask = mask.long()
+        return (mask.cumsum(1) * mask - 1)[:, start:]
 
     def handed_on(self, model: nn.Module) -> dict[str, object]:
         """The fields of the output that hold what the model keeps."""

@@ -17,16 +17,18 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
-from accel.libraries.generation import ARGUMENTS, OUTPUTS
+from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
-from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
+from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit, beside, tokens_of
 from accel.llm.generation.graph_sizes import by_graph
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
 from accel.llm.recording.implementation import unpaged
+from accel.llm.recording.record import says_nothing
 from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
@@ -37,10 +39,6 @@ from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
 from accel.patching.ledger import Ledger
 from accel.patching.relied import changed_since
-
-
-class Unfit(Exception):
-    """Why this call runs stock."""
 
 
 class DecoderForward(FastForward):
@@ -72,7 +70,7 @@ class DecoderForward(FastForward):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("names", "cache_name", "stored", "seen", "reason", "lock")
+        own = ("names", "cache_name", "stored", "declined", "seen", "reason", "lock")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,6 +79,7 @@ class DecoderForward(FastForward):
         self.cache_name = cache_argument(type(self.module).forward) or NAMES[0]
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
+        self.declined: dict[frozenset[str], str] = {}  # why calls with these arguments stay stock
         self.apart = False  # while it is tried: no weights are moved beside others
         self.reason: str | None = None
         self.lock = threading.Lock()
@@ -109,22 +108,18 @@ class DecoderForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, cache = self.taken_apart(args, kwargs)
         given = kwargs.get
-        ids, embeds = given("input_ids"), given("inputs_embeds")
         use_cache, as_dict = self._wanted(kwargs)
-        tokens = ids if embeds is None else embeds
-        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
-            raise Unfit("inputs of another form")
-        if embeds is not None and (ids is not None or embeds.shape[-1] != self.embeddings().shape[1]):
-            raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
-        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
-            raise Unfit("embeddings of another dtype than the model's")
+        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
         if cache is None:
             if not use_cache:
                 raise Unfit("no cache")
             cache = DynamicCache(config=self.module.config)
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        self._refuse(kwargs, rows, cache.get_seq_length() if type(cache) is DynamicCache else 0, new)
+        start = cache.get_seq_length() if type(cache) is DynamicCache else 0
+        unknown = self.convention.unknown(kwargs, rows, start, new)
+        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+            raise Unfit(reason)
         store = adopt(cache, self.shapes())
         if isinstance(store, str):
             raise Unfit(store)
@@ -134,8 +129,16 @@ class DecoderForward(FastForward):
         start = store.length
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
-        mask = self._mask(given("attention_mask"), rows, start, new)
-        positions = self._positions(given("position_ids"), mask, rows, start, new, tokens.device)
+        if unknown is not None:
+            return self.by_own_code(store, cache, tokens, kwargs)
+        try:
+            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
+            places = given("position_ids") if "position_ids" in self.names else NONE_TAKEN
+            positions = self.convention.read_positions(places, mask, rows, start, new, tokens.device)
+        except Unfit as unfit:
+            if self.stays_stock(kwargs, str(unfit)) is not None:
+                raise
+            return self.by_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
         kind, kept = self.convention.output, self.convention.handed_on(self.module)
         output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
@@ -151,65 +154,59 @@ class DecoderForward(FastForward):
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
-        """(Whether a cache is wanted, whether a dict is). Raises Unfit where the configuration wants more."""
+        """(Whether a cache is wanted, whether a dict is). Raises Unfit where more is."""
         config = self.module.config
+        more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
+        if more is not None:
+            raise Unfit(f"called with {more}")
         if any(getattr(config, name, False) for name in OUTPUTS):
             raise Unfit("the configuration asks for attentions, hidden states or router logits")
         use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
         use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
         return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
 
-    def _refuse(self, kwargs: dict, rows: int, start: int, new: int) -> None:
-        """Raises Unfit for arguments that are not understood, unless they say nothing."""
-        for name, value in kwargs.items():
-            if name in ARGUMENTS or value is None or value is False:
-                continue
-            if isinstance(value, dict | list | tuple) and not value:
-                continue
-            if type(value) is torch.Tensor and self.convention.says_nothing(name, value, rows, start, new):
-                continue
-            raise Unfit(f"called with {name}")
+    @property
+    def biased(self) -> bool:
+        """Whether scores are biased by distance."""
+        return self.layers[0].spec.attention.counts_distance
 
-    def _mask(self, mask: Any, rows: int, start: int, new: int) -> torch.Tensor | None:
-        if mask is None:
-            if new > 1 and not self.convention.bare:
-                raise Unfit("without a mask it reads a prompt in a way of its own")
-            return None
-        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
-            raise Unfit("an attention mask of another form than (rows, tokens)")
-        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
-        # constant, which the softmax does not see. Waits for the device.
-        biased = self.layers[0].spec.attention.counts_distance
-        if biased and not bool((mask.bool().int().diff() >= 0).all()):
-            raise Unfit("an attention mask with gaps, and biases by distance")
-        if new > 1 and not self.convention.bare and bool(mask.all()):
-            raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
-        return mask
+    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+        """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
+        if self.relied_model is None or self.biased:
+            return unknown
+        return self.declined.get(beside(kwargs))
 
-    def _positions(
-        self, positions: Any, mask: torch.Tensor | None, rows: int, start: int, new: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
-        if "position_ids" not in self.names:
-            return None
-        if positions is not None:
-            shape = positions.shape if type(positions) is torch.Tensor else ()
-            several = [(), *((parts,) for parts in self.convention.parts)]
-            if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
-                raise Unfit("position_ids of another form")
-            if positions.device != device:
-                raise Unfit("position_ids on another device")
-            return positions
-        if self.convention.kept:
-            raise Unfit("no position_ids, and the model goes on with what it counted before")
-        if mask is None and not self.convention.counts:
-            raise Unfit("neither a mask nor position_ids")
-        if mask is None or self.convention.positions == IN_ORDER:
-            return torch.arange(start, start + new, device=device).unsqueeze(0)
-        if self.convention.positions != BY_MASK:
-            raise Unfit("a mask without position_ids")
-        mask = mask.long()
-        return (mask.cumsum(1) * mask - 1)[:, start:]
+    def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
+        """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
+        fused. checked: where they are given what a text gives them, else all run stock. Raises Unfit.
+        """
+        self.ready()
+        (rows, new), start, mask = tokens.shape[:2], store.length, kwargs.get("attention_mask")
+        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
+            raise Unfit(OTHER_MASK)
+        if checked and mask is not None and bool(mask.all()):
+            mask = None
+        store.take()
+        store.reserve(rows, start + new)
+        store.set_padding_mask(mask)
+        places = sorted(layer.spec.attention.index for layer in self.layers)
+        kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
+        step = CheckedStep(kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.bare, checked)
+        try:
+            with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
+                output = self.stock(**kwargs, **{self.cache_name: cache})
+            if checked and step.reason is None and step.ran != self.layers:
+                raise Unfit("its layers do not run one after another")
+        except Unfit as unfit:
+            self.declined[beside(kwargs)] = str(unfit)
+            raise
+        if step.reason is None:
+            store.advance(new)
+            return output
+        if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
+            self.declined[beside(kwargs)] = step.reason
+        self.ledger.fell_back(self.path, step.reason)
+        return output
 
     def embeddings(self) -> torch.Tensor:
         """The weight of the input embeddings. Raises Unfit where somebody put something else in their place."""
@@ -283,12 +280,15 @@ class DecoderForward(FastForward):
         of it holds for any length.
         """
         self.ready()
-        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(self.layers))]
-        split_counters = split_counters_for(kvs, tokens.shape[0] * tokens.shape[1])
         last = keep if isinstance(keep, torch.Tensor) else None
-        fills = last is not None
-        kvs = [kv._replace(metadata=metadata, split_counters=split_counters, by_address=fills, last=last) for kv in kvs]
+        kvs = self._kvs(store, tokens.shape[0] * tokens.shape[1], is_prefill)
+        kvs = [kv._replace(metadata=metadata, by_address=last is not None, last=last) for kv in kvs]
         return self.over(kvs, tokens, positions, keep)
+
+    def _kvs(self, store: Store, tokens: int, is_prefill: bool) -> list[KV]:
+        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
+        split_counters = split_counters_for(kvs, tokens)
+        return [kv._replace(split_counters=split_counters) for kv in kvs]
 
     def over(
         self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor

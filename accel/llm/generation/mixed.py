@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
-from accel.libraries.generation import ARGUMENTS
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import CallingConvention, Unfit, tokens_of
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
@@ -31,49 +30,30 @@ from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
-from accel.llm.runtime.step import Step
 from accel.quantization.module import unrounded
 
 
 class MixedForward(DecoderForward):
     """Runs calls with a cache; `layers` by their `LayerForward`, all others as they are."""
 
+    convention = CallingConvention(dict, False, None)  # what else there is to one is stock's
+
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, cache = self.taken_apart(args, kwargs)
         use_cache, _ = self._wanted(kwargs)
-        for name, value in kwargs.items():
-            if name not in ARGUMENTS and value is not None and value is not False and not _empty(value):
-                raise Unfit(f"called with {name}")
-        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        tokens = ids if embeds is None else embeds
-        if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
-            raise Unfit("inputs of another form")
-        if embeds is not None and embeds.dtype is not self.shapes()[0].dtype:
-            raise Unfit("embeddings of another dtype than the model's")
+        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
         if not use_cache:
             raise Unfit("no cache")
         if cache is None:
             cache = DynamicCache(config=self.module.config)
         rows, new = tokens.shape[:2]
-        self.ready()
+        unknown = self.convention.unknown(kwargs, rows, 0, new)
+        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+            raise Unfit(reason)
         store = self.adopt(cache)
-        start, mask = store.length, kwargs.get("attention_mask")
-        if tokens.device != store.shapes[0].device or (start and rows != store.rows):
+        if tokens.device != store.shapes[0].device or (store.length and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
-        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
-            raise Unfit("an attention mask of another form than (rows, tokens)")
-        store.reserve(rows, start + new)
-        store.set_padding_mask(mask)
-        with self.steps.taken(Step(self.kvs(store, rows * new, start == 0))):
-            output = self.stock(**kwargs, **{self.cache_name: cache})
-        store.advance(new)
-        return output
-
-    def kvs(self, store: Store, tokens: int, is_prefill: bool) -> dict:
-        """What each fused layer reads and writes, by its place in the cache."""
-        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
-        counters = split_counters_for(kvs, tokens)
-        return {place: kv._replace(split_counters=counters) for place, kv in zip(self.places(), kvs, strict=True)}
+        return self.by_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
 
     def places(self) -> list[int]:
         """Of the fused layers in the cache, in its order."""
@@ -116,10 +96,6 @@ class MixedForward(DecoderForward):
     def _stack(self) -> list[nn.Module]:
         mine = {id(layer.module) for layer in self.layers}
         return [module for module in self.module.get_submodule(self.stack) if id(module) in mine]
-
-
-def _empty(value: object) -> bool:
-    return isinstance(value, dict | list | tuple) and not value
 
 
 def try_mixed(forward: MixedForward) -> None:

@@ -9,8 +9,8 @@ import torch
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.arguments import find_arguments
-from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import noting, repeating, routed_modules
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (

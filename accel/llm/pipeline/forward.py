@@ -12,7 +12,8 @@ import torch
 from accel_kernels import KV
 from accel_kernels.attention.paged.kv import split_counters_for
 
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
 from accel.llm.pipeline.placement import Placement
@@ -44,6 +45,9 @@ class SpreadForward(DecoderForward):
         for forward in (self, *self.layers):
             forward.around = wrapper_of(forward.module)
         self.chained = True  # its code hands each layer what the one before gave
+
+    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+        return unknown
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         assert isinstance(layer, StretchLayer)

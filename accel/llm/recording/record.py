@@ -11,6 +11,11 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.window import window
 
 
+def says_nothing(value: object) -> bool:
+    """Whether an argument of a call is as good as none."""
+    return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
+
+
 class Value:
     """A tensor seen on its way: itself, by which it is known again, and what it held then."""
 

@@ -49,7 +49,9 @@ class LayerForward(FastForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
-        return self.stock(*args, **kwargs) if step is None else self.fast(step, *args, **kwargs)
+        if step is None or step.leaves(self, args, kwargs):
+            return self.stock(*args, **kwargs)
+        return self.fast(step, *args, **kwargs)
 
     def bind(self, stack: bool) -> str | None:
         """Takes the weights as they lie now, or says why the layer is no longer what was understood.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accel_kernels import KV
@@ -17,6 +18,10 @@ class Step:
     def __init__(self, kvs: Sequence[KV] | Mapping[int, KV]):
         self.kvs = kvs
         self._angles: dict[tuple, tuple] = {}
+
+    def leaves(self, layer: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether a layer that is called with these arguments runs stock."""
+        return False
 
     def angles(self, source: object, form: object, make: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """make(), or what it gave for the same source (an object alive until the forward ends) and form."""

@@ -115,6 +115,27 @@ def idefics(name: str):
     return model, {}, {"input_ids": words(True), "pixel_values": random(2, 1, 3, 16, 16)}
 
 
+def mllama():
+    text = TEXT | {"model_type": "mllama_text_model", "num_hidden_layers": 4, "cross_attention_layers": [1]}
+    vision = {"hidden_size": 32, "attention_heads": 2, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"intermediate_size": 48, "intermediate_layers_indices": [0], "vision_output_dim": 64, "image_size": 16}
+    vision |= {"patch_size": 8, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    model = build("Mllama", text_config=text | {"pad_token_id": 0}, vision_config=vision, image_token_index=IMAGE)
+    ratios = {"aspect_ratio_ids": torch.ones(2, 1).long(), "aspect_ratio_mask": torch.ones(2, 1, 1).long()}
+    seen = {"cross_attention_mask": torch.ones(2, words(False).shape[1], 1, 1).long()}
+    return model, {}, {"input_ids": words(False), "pixel_values": random(2, 1, 1, 3, 16, 16)} | ratios | seen
+
+
+def lfm2():
+    text = TEXT | {"model_type": "lfm2", "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+    vision = VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
+    model = build("Lfm2Vl", text_config=text | {"block_auto_adjust_ff_dim": False}, vision_config=vision,
+                  image_token_id=IMAGE, projector_hidden_size=32)  # fmt: skip
+    image = {"pixel_values": random(2, 16, 3 * 8 * 8), "spatial_shapes": torch.tensor([[4, 4]] * 2)}
+    mask = torch.ones(2, 16, dtype=torch.long)
+    return model, {}, {"input_ids": words(True), "pixel_attention_mask": mask} | image
+
+
 def grown(kind: str, grid: bool = False):
     """Of the configuration that the compatibility table makes; grid: given patches, with frames, rows and columns."""
     from support.compatibility.tiny_language_models import build as tiny
@@ -149,6 +170,8 @@ MODELS: dict[str, Callable] = {
     "internvl": internvl,
     "smolvlm": functools.partial(idefics, "SmolVLM"),
     "idefics3": functools.partial(idefics, "Idefics3"),
+    "lfm2-vl": lfm2,
+    "mllama": mllama,
     "glm4v": functools.partial(grown, "glm4v", grid=True),
     "paddleocr-vl": functools.partial(grown, "paddleocr_vl", grid=True),
     "aya-vision": functools.partial(grown, "aya_vision"),

@@ -12,7 +12,8 @@ from accel.fusion.per_thread import PerThread
 from accel.libraries import generation
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, followed
 from accel.llm.generation.loop.lookahead import Lookahead

@@ -25,7 +25,8 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import FILLER, next_inputs
-from accel.llm.generation.decoder import DecoderForward, Unfit
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
 from accel.llm.generation.loop.next_step import fingerprint_of, next_logits

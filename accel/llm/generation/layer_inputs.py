@@ -1,0 +1,110 @@
+"""What stock code around fused layers hands them, looked at before they compute by it.
+
+So a call may run fused whose arguments are not understood, such as images: the model's own code makes hidden states,
+masks and angles of them, and a layer is the function of these that it is in a text. Only its mask is not read by a
+fused one, and so must hide the future, the padding, and what a window has passed, and nothing else.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accel_kernels import KV
+
+from accel.libraries.cache import Cache
+from accel.llm.analysis.layer import LayerSpec, form
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.recording.record import says_nothing
+from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.step import Step
+
+HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
+NOT_CAUSAL = "its attention mask is not causal"
+PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where nobody reads them
+
+
+class CheckedStep(Step):
+    """One forward of `tokens`, (rows, new) numbers or (rows, new, C) embeddings, behind `start`, by the model's code.
+
+    cache: the caller's, over the store that `kvs` are of. dtype: of hidden states. mask: (rows, start + new), of the
+    padding; None where it hides nothing. bare: layers are causal without a mask. checked: what layers are given is
+    looked at. reason: why the first of them was given what no text gives it; then all run stock, within the same
+    forward. ran: those that do not.
+    """
+
+    __slots__ = ("bare", "cache", "checked", "given", "mask", "ran", "reason", "seen", "start")
+
+    def __init__(
+        self,
+        kvs: Mapping[int, KV],
+        cache: Cache,
+        tokens: torch.Tensor,
+        dtype: torch.dtype,
+        start: int,
+        mask: torch.Tensor | None,
+        bare: bool,
+        checked: bool,
+    ):
+        super().__init__(kvs)
+        self.cache, self.start, self.mask, self.bare, self.checked = cache, start, mask, bare, checked
+        self.given = (*tokens.shape[:2], dtype)
+        self.reason: str | None = None
+        self.ran: list[LayerForward] = []
+        self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
+
+    def leaves(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
+        """Raises Unfit where layers before it have computed already."""
+        if self.checked and self.reason is None:
+            self.reason = self._unlike(layer.spec, args, kwargs)
+            if self.reason is not None and self.ran:
+                raise Unfit(self.reason)
+            self.ran.append(layer)
+        return self.reason is not None
+
+    def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
+        """What a layer is given that no text gives it."""
+        x = args[0] if args else kwargs[HIDDEN_STATES]
+        if (*x.shape[:2], x.dtype) != self.given or not all(map(says_nothing, args[1:])):
+            return "its layers are given other tokens than the model, or more than these by place"
+        if not any(value is self.cache for value in kwargs.values()):
+            return "its layers are given another cache than the model"
+        known = dict(spec.given)
+        read = spec.attention.reads
+        for name in {*read, *kwargs}:
+            value = kwargs.get(name)
+            unread = name not in read and (name in PLACES or says_nothing(value))
+            if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
+                continue
+            return f"its layers are given {name} as no text gives it"
+        mask, window = kwargs.get(MASK), spec.attention.sees
+        key = id(mask), window
+        if key not in self.seen:
+            self.seen[key] = mask, self._causal(mask, window)
+        return None if self.seen[key][1] else NOT_CAUSAL
+
+    def _causal(self, mask: Any, window: int | None) -> bool:
+        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed. What a
+        query sees that is padding itself is nobody's concern. Waits for the device.
+        """
+        new = self.given[1]
+        end = self.start + new
+        if mask is None:
+            return self.bare and self.mask is None
+        if type(mask) is not torch.Tensor:
+            return False
+        if mask.dim() == 2:  # of an attention that is causal by itself
+            return self.bare and self.mask is not None and torch.equal(mask.bool(), self.mask.bool())
+        if mask.dim() != 4 or mask.shape[2] != new or mask.shape[3] > end:
+            return False
+        shown = mask if mask.dtype is torch.bool else mask == 0
+        if shown is not mask and not bool((shown | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return False
+        keys = torch.arange(end, device=mask.device)
+        queries = keys[self.start :, None]
+        visible = (keys <= queries)[None, None]
+        if window is not None:
+            visible = visible & (queries - keys < window)
+        real = torch.ones(1, end, dtype=torch.bool, device=mask.device) if self.mask is None else self.mask.bool()
+        visible = visible & real[:, None, None]
+        shown = torch.nn.functional.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
+        return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())

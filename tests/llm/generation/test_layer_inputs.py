@@ -1,0 +1,141 @@
+"""What layers are given in a call that is not understood: whether they compute of it what they compute in a text."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.layer_inputs import CheckedStep
+
+START, NEW = 3, 4
+END = START + NEW
+NOT_CAUSAL = "its attention mask is not causal"
+PADDED = torch.ones(2, END, dtype=torch.long)
+PADDED[1, :2] = 0
+
+
+def shown(window: int | None = None, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """(2, 1, NEW, END): what is seen, written down query by query and key by key."""
+    found = torch.zeros(2, 1, NEW, END, dtype=torch.bool)
+    for row in range(2):
+        for query in range(START, END):
+            for key in range(query + 1):
+                hidden = padding is not None and not padding[row, key]
+                found[row, 0, query - START, key] = not hidden and (window is None or query - key < window)
+    return found
+
+
+def changed(query: int, key: int, **more) -> torch.Tensor:
+    found = shown(**more)
+    found[1, 0, query, key] ^= True
+    return found
+
+
+def added(mask: torch.Tensor, hidden: float = torch.finfo(torch.float32).min, seen: float = 0.0) -> torch.Tensor:
+    return torch.where(mask, seen, hidden)
+
+
+MASKS = {
+    "causal": (shown(), {}, True),
+    "of one row": (shown()[:1], {}, True),
+    "added": (added(shown()), {}, True),
+    "added infinities": (added(shown(), -torch.inf), {}, True),
+    "a bias": (added(shown(), seen=0.5), {}, False),
+    "hidden but for a little": (added(shown(), -1e4), {}, False),
+    "sees the next token": (changed(1, START + 2), {}, False),
+    "hides a token": (changed(1, 2), {}, False),
+    "padding": (shown(padding=PADDED), {"mask": PADDED}, True),
+    "padding seen": (shown(), {"mask": PADDED}, False),
+    "padding that no mask hides": (shown(padding=PADDED), {}, False),
+    "window": (shown(window=2), {"window": 2}, True),
+    "no window": (shown(), {"window": 2}, False),
+    "another window": (shown(window=3), {"window": 2}, False),
+    "keys that its window has passed are dropped": (shown(window=2)[..., 2:], {"window": 2}, True),
+    "keys that it sees are dropped": (shown(window=2)[..., 3:], {"window": 2}, False),
+    "keys are dropped": (shown()[..., 2:], {}, False),
+    "more keys": (torch.nn.functional.pad(shown(), (0, 1)), {}, False),
+    "none": (None, {}, True),
+    "none, and padding": (None, {"mask": PADDED}, False),
+    "none, which is not causal": (None, {"bare": False}, False),
+    "flat": (PADDED.bool(), {"mask": PADDED}, True),
+    "another flat one": (PADDED, {"mask": PADDED.flip(1)}, False),
+    "flat, of an attention that is not causal": (PADDED, {"mask": PADDED, "bare": False}, False),
+    "of its own kind": ("blocks", {}, False),
+}
+
+
+CACHE = DynamicCache()
+
+
+def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
+    return CheckedStep({}, CACHE, torch.zeros(2, NEW, dtype=torch.long), torch.float32, START, mask, bare, True)
+
+
+def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
+    known = dict(given or {})
+    attention = SimpleNamespace(sees=window, reads=tuple(known.pop("reads", ())))
+    return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention))
+
+
+X = torch.zeros(2, NEW, 8)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.share(1)
+def test_a_mask_is_causal_or_all_layers_run_stock(name):
+    mask, more, causal = MASKS[name]
+    checked, one = step(more.get("mask"), more.get("bare", True)), layer(window=more.get("window"))
+    given = {"cache": CACHE, "attention_mask": mask}
+    assert checked.leaves(one, (X,), given) is not causal and checked.reason == (None if causal else NOT_CAUSAL)
+    assert causal or checked.leaves(layer(), (X,), {})  # all of them
+
+
+def test_what_padding_itself_sees_is_nobodys_concern():
+    before = PADDED.flip(1)  # the last two tokens of the second row
+    mask = shown(padding=before)
+    mask[1, 0, -2:] = True
+    assert not step(before).leaves(layer(), (X,), {"cache": CACHE, "attention_mask": mask})
+
+
+TABLE = torch.zeros(2, NEW, 6)
+TABLES = {"position_embeddings": ((3, True), (3, True)), "reads": ["position_embeddings"]}
+TABLE_OF_ITS_OWN = {"position_ids": (2, False), "reads": ["position_ids"]}
+INPUTS = {
+    "tables": (TABLES, {"position_embeddings": (TABLE, TABLE)}, True),
+    "tables of several parts": (TABLES, {"position_embeddings": (TABLE[None], TABLE[None])}, False),
+    "one table": (TABLES, {"position_embeddings": (TABLE,)}, False),
+    "places": ({}, {"position_ids": torch.zeros(3, 2, NEW, dtype=torch.long)}, True),
+    "places of another form": (TABLE_OF_ITS_OWN, {"position_ids": torch.zeros(3, 2, NEW).long()}, False),
+    "tables that are missing": (TABLES, {"position_embeddings": None}, False),
+    "another cache besides": ({}, {"any_name": DynamicCache()}, False),
+    "nothing": ({}, {"visual": None, "more": False, "others": ()}, True),
+    "something": ({}, {"visual": TABLE}, False),
+    "a number": ({"use_cache": bool}, {"use_cache": True}, True),
+    "a name": ({}, {"kind": "sliding"}, False),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.share(1)
+def test_other_inputs_are_of_the_form_that_they_have_in_a_text(name):
+    known, given, as_known = INPUTS[name]
+    checked = step()
+    assert checked.leaves(layer(known), (), {"hidden_states": X, "cache": CACHE} | given) is not as_known
+    assert as_known or next(iter(given)) in checked.reason
+
+
+@pytest.mark.parametrize("args", [(X[:, :2],), (X.double(),), (X, shown())], ids=["fewer", "another dtype", "by place"])
+def test_hidden_states_are_those_of_the_tokens(args):
+    assert step().leaves(layer(), args, {"cache": CACHE})
+    assert not step().leaves(layer(), (X, None), {"cache": CACHE})
+    assert step().leaves(layer(), (X,), {}) and step().leaves(layer(), (X,), {"cache": DynamicCache()})
+
+
+def test_a_later_layer_that_is_given_something_else_ends_the_forward():
+    """Layers before it have stored nothing in the caller's cache yet, so that stock can begin anew."""
+    checked, given = step(), {"cache": CACHE, "attention_mask": shown()}
+    assert not checked.leaves(layer(), (X,), given)
+    with pytest.raises(Unfit, match=NOT_CAUSAL):
+        checked.leaves(layer(window=2), (X,), given)
