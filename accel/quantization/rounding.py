@@ -43,8 +43,8 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme, ranks: Ranks | None =
 
 def _all_rounded(
     weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, limits: torch.Tensor | None
-) -> tuple[list[tuple], "Checks"]:
-    checks = Checks([], [])
+) -> tuple[list[tuple], "GridChecks"]:
+    checks = GridChecks([], [])
     return [_rounded(rows, scheme, dtype, checks, ends) for rows, ends in _with_limits(weight, limits)], checks
 
 
@@ -90,7 +90,7 @@ def _with_limits(
 
 
 def _rounded(
-    rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: "Checks", limits: torch.Tensor | None = None
+    rows: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: "GridChecks", limits: torch.Tensor | None = None
 ) -> tuple:
     """Numbers, scales in dtype and zeros of some rows.
 
@@ -103,7 +103,7 @@ def _rounded(
     return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
 
 
-class Checks(NamedTuple):
+class GridChecks(NamedTuple):
     """What grids found of their groups, on the device: read once for many, so that the GPU is not waited for."""
 
     finite: list[torch.Tensor]
@@ -119,17 +119,17 @@ class Checks(NamedTuple):
 
 def grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid | None:
     """Scales in dtype and zeros of groups (..., columns) in float32; None where a scale is too small for float16."""
-    checks = Checks([], [])
+    checks = GridChecks([], [])
     found = _grid(groups, scheme, dtype, checks)
     return found if checks.fit() else None
 
 
 def wide_grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid:
     """As `grid`, with scales in float32 where one is too small for float16."""
-    return grid(groups, scheme, dtype) or _grid(groups, scheme, torch.float32, Checks([], []))
+    return grid(groups, scheme, dtype) or _grid(groups, scheme, torch.float32, GridChecks([], []))
 
 
-def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: Checks) -> Grid:
+def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: GridChecks) -> Grid:
     low, high = scheme.range
     least = groups.new_zeros(())
     if scheme.symmetric:

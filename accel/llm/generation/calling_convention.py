@@ -20,7 +20,7 @@ class Unfit(Exception):
     """Why this call runs stock."""
 
 
-def beside(kwargs: dict) -> frozenset[str]:
+def extras(kwargs: dict) -> frozenset[str]:
     """The names of arguments of a model's own that say something."""
     return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
 
@@ -86,7 +86,7 @@ class CallingConvention:
 
     def unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
         """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
-        for name in filter(beside(kwargs).__contains__, kwargs):
+        for name in filter(extras(kwargs).__contains__, kwargs):
             value = kwargs[name]
             if type(value) is not torch.Tensor or not self.says_nothing(name, value, rows, start, new):
                 return f"called with {name}"

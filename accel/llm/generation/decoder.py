@@ -19,7 +19,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
 from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
-from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit, beside, tokens_of
+from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit, extras, tokens_of
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.prefill import Prompts
@@ -174,7 +174,7 @@ class DecoderForward(FastForward):
         """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
         if self.relied_model is None or self.biased:
             return unknown
-        return self.declined.get(beside(kwargs))
+        return self.declined.get(extras(kwargs))
 
     def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
         """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
@@ -198,13 +198,13 @@ class DecoderForward(FastForward):
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")
         except Unfit as unfit:
-            self.declined[beside(kwargs)] = str(unfit)
+            self.declined[extras(kwargs)] = str(unfit)
             raise
         if step.reason is None:
             store.advance(new)
             return output
         if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
-            self.declined[beside(kwargs)] = step.reason
+            self.declined[extras(kwargs)] = step.reason
         self.ledger.fell_back(self.path, step.reason)
         return output
 
