@@ -17,7 +17,7 @@ from accel.bench.runner import WrongResult
 from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
-from accel.bench.timing import Clock, seconds, within
+from accel.bench.timing import Clock, seconds, take_turns, within
 from accel.errors import out_of_memory, told
 from accel.report import Report
 from accel.verification.call import seeded
