@@ -1,6 +1,6 @@
 """Diffusion on several cards of one host: SDXL with its guidance divided among ranks, Flux along its sequence.
 
-    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion flux [--ring] [--compiled]
+    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion [--cases flux --ring] [--compiled]
 
 Real sizes, random weights, one process a card; on a CPU tiny ones. Every result is compared before it is timed: with
 stock on one card, and between the ranks, to the bit. Of SDXL, 30 steps, whole calls and the loop alone; of Flux-dev at

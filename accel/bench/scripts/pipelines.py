@@ -15,25 +15,14 @@ PROMPT = "a photograph of an astronaut riding a horse"
 TINY_VAE = dict(configs.SD_VAE, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
 TINY = dict(configs.TINY_UNET, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=2)
 TINY_XL = TINY | dict(
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    attention_head_dim=(2, 4),
-    use_linear_projection=True,
-    transformer_layers_per_block=(1, 2),
-    cross_attention_dim=64,
-    addition_embed_type="text_time",
-    addition_time_embed_dim=4,
-    projection_class_embeddings_input_dim=56,
-)
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    attention_head_dim=(2, 4), use_linear_projection=True, transformer_layers_per_block=(1, 2), cross_attention_dim=64,
+    addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=56,
+)  # fmt: skip
 TINY_FLUX = dit_configs.FLUX_DEV | dict(
-    num_layers=2,
-    num_single_layers=2,
-    attention_head_dim=16,
-    num_attention_heads=2,
-    joint_attention_dim=32,
-    pooled_projection_dim=32,
-    axes_dims_rope=(4, 4, 8),
-)
+    num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+    pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+)  # fmt: skip
 TINY_Z_IMAGE = dit_configs.Z_IMAGE_TURBO | dict(
     dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[4, 4, 8],
     axes_lens=[1024, 16, 16],
