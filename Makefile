@@ -104,7 +104,7 @@ bench:  ## stock, accel and torch.compile side by side, in the Python that has a
 	PYTHONPATH=.:kernels $(PYTHON) -m accel bench $(ARGS)
 
 plots: $(READY)  ## draw docs/images from benchmarks/results
-	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python -m benchmarks plots
 
 clean:  ## remove what was built and cached; environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis accel-demo.png

@@ -1,7 +1,10 @@
 """Peak GPU memory of a piece of work."""
 
 import gc
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,3 +36,32 @@ def peak_mb(device: torch.device, first: Callable[[], object], steady: Callable[
     torch.cuda.synchronize(device)
     reserved = torch.cuda.max_memory_reserved(device)
     return {"allocated": round(allocated / 2**20, 1), "reserved": round(reserved / 2**20, 1)}
+
+
+def device_bytes(device: torch.device) -> int:
+    """In use on the whole device, what is mapped beside torch's allocator too; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+@contextmanager
+def device_peak(device: torch.device) -> Iterator[list[int]]:
+    """Inside, the largest of what the device has in use, looked at every two milliseconds."""
+    found, done = [device_bytes(device)], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            found[0] = max(found[0], device_bytes(device))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look)
+    if device.type == "cuda":
+        thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        if device.type == "cuda":
+            thread.join()

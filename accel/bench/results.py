@@ -1,11 +1,60 @@
-"""Results as files and as a table."""
+"""Results as they grow, as files and as a table."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table
 
+from accel.bench.timing import Clock
+from accel.errors import told
+
 VARIANTS = ("stock", "compile", "accel")
+REASON = 300  # letters of an error that are kept
+
+
+class BenchRecord:
+    """A result as it grows: `keep` is given all of it whenever there is more, so an interrupted run leaves what it had.
+
+    about: what it is of, and where it comes from. body: what is measured, in parts that rows are added to. failed,
+    skipped: lines of what went wrong, and of what there was no time for.
+    """
+
+    def __init__(
+        self, about: dict, body: dict, seconds: float = math.inf, keep: Callable[[dict], object] = lambda result: None
+    ) -> None:
+        self.about, self.body, self.clock, self.keep = about, body, Clock(seconds), keep
+        self.failed: list[dict] = []
+        self.skipped: list[dict] = []
+
+    @property
+    def result(self) -> dict:
+        told_apart = {"failed": self.failed, "skipped": self.skipped, "took_s": round(self.clock.taken(), 1)}
+        return self.about | self.body | told_apart
+
+    def save(self) -> None:
+        self.keep(self.result)
+
+    def add(self, part: str, row: dict) -> None:
+        """A row of this part, which stays the same one: it may grow."""
+        rows = self.body.setdefault(part, [])
+        if all(row is not one for one in rows):
+            rows.append(row)
+        self.save()
+
+    def in_time(self, **where: object) -> bool:
+        """Whether something may still be begun; what may not is noted."""
+        if self.clock.left() > 0:
+            return True
+        self.skipped.append({**where, "reason": f"{self.clock.total:g} seconds were over"})
+        return False
+
+    def fail(self, error: Exception, **where: object) -> None:
+        """Of another process's traceback the last line is told."""
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[-1]}" if lines and "Error" in lines[-1] else told(error)
+        self.failed.append({**where, "reason": reason[:REASON]})
 
 
 def save(result: dict, folder: Path, device_slug: str, usual: str = "float16") -> Path:

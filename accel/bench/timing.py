@@ -1,15 +1,23 @@
 """Timing: medians of CUDA events, or of the wall clock on a CPU; variants take turns so that drift hits all alike."""
 
+import math
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
-LEAST_ROUNDS = 2
+T = TypeVar("T")
+Fail = Callable[[str, Exception], object]
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 7
 PATIENCE = 1.0  # seconds: what takes less to warm up and to time is not cut short
 
 
@@ -34,13 +42,35 @@ class Timing:
 
 
 class Clock:
-    """Seconds until a deadline."""
+    """Seconds until a deadline; of none, seconds that went by."""
 
-    def __init__(self, total: float) -> None:
+    def __init__(self, total: float = math.inf) -> None:
         self.total, self.start = total, time.perf_counter()
 
+    def taken(self) -> float:
+        return time.perf_counter() - self.start
+
     def left(self) -> float:
-        return self.total - (time.perf_counter() - self.start)
+        return self.total - self.taken()
+
+
+@contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError inside after so many seconds; in a thread that gets no signals never."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"not done within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def synchronize(device: torch.device) -> None:
@@ -81,6 +111,34 @@ def _warm_up(step: Callable[[int], object], device: torch.device, calls: int, pa
     return max(each, 1e-6)
 
 
+def take_turns(
+    samples: Mapping[str, Callable[[], T]],
+    *,
+    least: int = LEAST_ROUNDS,
+    most: int = MOST_ROUNDS,
+    clock: Clock | None = None,
+    fail: Fail | None = None,
+) -> dict[str, list[T]]:
+    """What the samples give, round by round, forwards and backwards, so that drift hits all alike.
+
+    At least and at most so many rounds; between them until the clock is over. fail(name, error): is told of one that
+    fails, which takes no further part and is left out; None lets it raise.
+    """
+    found: dict[str, list[T]] = {name: [] for name in samples}
+    for number in range(most):
+        if number >= least and clock is not None and clock.left() <= 0:
+            break
+        for name in list(found)[:: -1 if number % 2 else 1]:
+            try:
+                found[name].append(samples[name]())
+            except Exception as error:
+                if fail is None:
+                    raise
+                del found[name]
+                fail(name, error)
+    return found
+
+
 def compare_times(
     variants: Mapping[str, Callable[[int], object]],
     device: torch.device,
@@ -89,29 +147,18 @@ def compare_times(
     budget_s: float = 2.0,
     warmup: int = 3,
     most: int = 40,
-    fail: Callable[[str, Exception], None] | None = None,
+    fail: Fail | None = None,
 ) -> dict[str, Timing]:
-    """Times the variants in turns, forwards and backwards: `step(i)` runs call number i.
+    """Times the variants in turns: `step(i)` runs call number i.
 
     Each variant is warmed up apart, then gets about `budget_s` seconds over all rounds, at most `most` calls a round.
     Where one takes seconds a call, there are fewer rounds, and calls to warm up: two at least.
-    fail(name, error): is told which variant failed as it was warmed up, and the others are timed; None lets it raise.
     """
     patience = max(budget_s, PATIENCE)
-    took = {}
-    for name, step in variants.items():
-        try:
-            took[name] = _warm_up(step, device, warmup, patience)
-        except Exception as error:
-            if fail is None:
-                raise
-            fail(name, error)
+    warm = {name: partial(_warm_up, step, device, warmup, patience) for name, step in variants.items()}
+    took = {name: each for name, [each] in take_turns(warm, least=1, most=1, fail=fail).items()}
     rounds = min(rounds, max(LEAST_ROUNDS, int(2 * patience / max(took.values(), default=1.0))))
     calls = {name: max(1, min(most, int(budget_s / rounds / each))) for name, each in took.items()}
-    samples: dict[str, list[float]] = {name: [] for name in took}
-    order = list(took)
-    for _ in range(rounds):
-        for name in order:
-            samples[name] += burst(variants[name], calls[name], device)
-        order.reverse()
-    return {name: Timing.of(values) for name, values in samples.items()}
+    bursts = {name: partial(burst, variants[name], calls[name], device) for name in took}
+    found = take_turns(bursts, least=rounds, most=rounds)
+    return {name: Timing.of([one for some in lists for one in some]) for name, lists in found.items()}

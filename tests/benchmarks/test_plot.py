@@ -1,8 +1,6 @@
-"""benchmarks/plot.py: the images it draws of results."""
+"""`python -m benchmarks plots`: the images it draws of results."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def draw(tmp_path, monkeypatch):
-    """Runs the script over the results in tmp_path, in this process, which has loaded most of what it imports."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    given = ["plot.py", "--results", str(tmp_path), "--out", str(tmp_path / "images" / "speed.png")]
+def draw(tmp_path):
+    """Draws from the results in tmp_path."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots.draw import main
 
-    def drawn():
-        monkeypatch.setattr(sys, "argv", given)
-        runpy.run_path(str(ROOT / "benchmarks" / "plot.py"), run_name="__main__")
-        pyplot.close("all")
-
-    return drawn
+    return lambda: main(tmp_path, tmp_path / "images")
 
 
 def test_the_plot(tmp_path, draw):
@@ -76,11 +68,16 @@ def test_the_plot_of_quantized_models(tmp_path, draw):
     assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000
 
 
-def test_the_results_of_this_project_are_told_apart(draw):
-    """Other scripts keep their files beside those of `accel bench`, and have what stock did in another form."""
-    del draw  # has matplotlib, and the folder of scripts
-    import plot
+def test_the_results_of_this_project_are_told_apart():
+    """Other studies keep their files beside those of `accel bench`, and have what stock did in another form."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots.images import passes
 
-    found = plot.load(ROOT / "benchmarks" / "results")
+    found = passes(ROOT / "benchmarks" / "results")
     assert len(found) > 8 and {"sd15", "flux"} <= {one["case"] for one in found}
     assert all({"about", "dtype"} <= one.keys() for one in found)
+
+
+def test_where_nothing_was_measured_it_is_told(draw):
+    with pytest.raises(SystemExit, match="run `make bench`"):
+        draw()

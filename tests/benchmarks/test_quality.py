@@ -1,4 +1,4 @@
-"""benchmarks/quality*.py: a model is trained and measured, at toy size; a way that fails costs no other."""
+"""Studies of quality: a model is trained and measured, at toy size; a way that fails costs no other."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.quality import measure, text, training, ways
 from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
@@ -14,17 +15,15 @@ TINY = ROOT / "examples" / "models" / "tiny-lm"
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_a_toy_is_trained_and_measured(script, tmp_path, capsys):
-    training, quality = script("quality_model"), script("quality")
+def test_a_toy_is_trained_and_measured(tmp_path, capsys):
     folder, out = tmp_path / "toy", tmp_path / "toy.json"
-    training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
+    training.main(folder, toy=True, batch=2, runs="0:1,0.3:1")
     told = json.loads((folder / "training.json").read_text())
     assert [run["dropout"] for run in told["runs"]] == [0.0, 0.3] and told["runs"][0]["steps"] == 4
     assert told["runs"][0]["chapter_9"] != told["runs"][1]["chapter_9"]
     assert told["held_out"] < 2048, "worse than guessing"
-    wrong = ["--options", '{"weights": "int8", "method": "gptq"}']
-    given = [str(folder), str(out), "--windows", "1", "--texts", "2", "--only", "int8", *wrong]
-    result = quality.main(quality.arguments(given))
+    wrong = '[{"weights": "int8", "method": "gptq"}]'
+    result = measure.main(folder, out, windows_of=1, texts=2, only="int8", options=wrong)
     assert [row["reason"].partition(":")[0] for row in result["failed"]] == ["TypeError"]
     assert json.loads(out.read_text())["case"] == "quality-toy"
     ways = [row["way"] for row in result["rows"] if row["model"] == "as trained"]
@@ -35,8 +34,8 @@ def test_a_toy_is_trained_and_measured(script, tmp_path, capsys):
     assert "quality-toy: perplexity" in capsys.readouterr().out
 
 
-def test_interrupted_runs_leave_what_they_have(script, monkeypatch, tmp_path):
-    training, quality, folder = script("quality_model"), script("quality"), tmp_path / "toy"
+def test_interrupted_runs_leave_what_they_have(monkeypatch, tmp_path):
+    folder = tmp_path / "toy"
     fit, fitted = training.fit, []
 
     def once(*args):
@@ -47,24 +46,22 @@ def test_interrupted_runs_leave_what_they_have(script, monkeypatch, tmp_path):
 
     monkeypatch.setattr(training, "fit", once)
     with pytest.raises(KeyboardInterrupt):
-        training.main(training.arguments([str(folder), "--toy", "--batch", "2", "--runs", "0:1", "0.3:1"]))
+        training.main(folder, toy=True, batch=2, runs="0:1,0.3:1")
     assert [run["dropout"] for run in json.loads((folder / "training.json").read_text())["runs"]] == [0.0]
 
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quality, "as_run", stop)
-    given = [str(folder), str(tmp_path / "toy.json"), "--windows", "1", "--texts", "1", "--only", "kv", "int8"]
+    monkeypatch.setattr(measure, "as_run", stop)
     with pytest.raises(KeyboardInterrupt):
-        quality.main(quality.arguments(given))
+        measure.main(folder, tmp_path / "toy.json", windows_of=1, texts=1, only="kv,int8")
     left = json.loads((tmp_path / "toy.json").read_text())
     assert "kv int8" in [row["way"] for row in left["rows"]] and left["as_run"] == [] and left["took_s"] > 0
 
 
-def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(script):
+def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text, ways = script("quality_text"), script("quality_ways")
     stock, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     rows, batches = text.windows(tokenizer, text.chapters(text.HELD_OUT))[:2], text.calibration(tokenizer, 1)
     own = text.perplexity(stock, rows)
@@ -78,19 +75,17 @@ def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs(script):
     assert abs(changes[0]) < 1e-5 and changes[1] > 0.03 and abs(changes[2]) < 0.015
 
 
-def test_all_tokens_of_the_held_out_text_are_measured(script):
+def test_all_tokens_of_the_held_out_text_are_measured():
     """As tiny-lm's card says: 27,879 tokens."""
     from transformers import AutoTokenizer
 
-    text = script("quality_text")
     rows = text.windows(AutoTokenizer.from_pretrained(TINY), text.chapters(text.HELD_OUT))
     assert int((rows[:, 1:] != text.LEFT_OUT).sum()) == 27879 and rows.shape[1] == text.WINDOW + 1
 
 
-def test_a_cache_is_rounded_inside_only(script):
+def test_a_cache_is_rounded_inside_only():
     from transformers import DynamicCache
 
-    ways = script("quality_ways")
     keys, before = torch.randn(1, 2, 3, 16), DynamicCache.update
     with ways.rounding_cache("int8"):
         rounded, _ = DynamicCache().update(keys, keys, 0)

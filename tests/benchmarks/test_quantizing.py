@@ -1,29 +1,27 @@
-"""benchmarks/calibrating.py and crossover.py: at toy size, and what they make of what was measured."""
+"""Studies of calibration and of products, at toy size, and what they make of what was measured."""
 
 import json
 
 import pytest
+from accel_kernels import fused_linear
+
+from benchmarks.quality import calibrating
 
 
-def test_calibration_is_timed_by_layer_and_what_fails_is_told(script, tmp_path):
-    calibrating = script("calibrating")
-    sizes = ["--model", "tiny", "--layers", "1", "--windows", "2", "--tokens", "16"]
-    ways = ["--ways", "int4:rtn", "int8:gptq", "int8"]  # 32 inputs are no multiple of 128
-    result = calibrating.main(calibrating.arguments([str(tmp_path / "out.json"), *sizes, *ways]))
-    assert json.loads((tmp_path / "out.json").read_text()) == result
-    assert [row["way"] for row in result["failed"]] == ["int4:rtn"] and "multiple of 128" in result["failed"][0][
-        "reason"
-    ]
+def test_calibration_is_timed_by_layer_and_what_fails_is_told(tmp_path):
+    ways = "int4:rtn,int8:gptq,int8"  # 32 inputs are no multiple of 128
+    result = calibrating.main(tmp_path / "out.json", model="tiny", layers=1, ways=ways, windows=2, tokens=16)
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == result["rows"]
+    (failed,) = result["failed"]
+    assert (failed["scheme"], failed["method"]) == ("int4", "rtn") and "multiple of 128" in failed["reason"]
     assert [row["method"] for row in result["rows"]] == ["gptq", "rtn"]
     for row in result["rows"]:  # of two layers one was measured
         assert row["layers"] == len(row["layer_s"]) == 1 and row["whole_s"] >= row["took_s"] - 0.1
 
 
-def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(script, tmp_path):
-    calibrating = script("calibrating")
-    sizes = ["--model", "tiny", "--windows", "2", "--tokens", "16", "--folder", str(tmp_path / "models")]
-    ways = ["--ways", "int8:rtn", "int8:gptq"]
-    result = calibrating.main(calibrating.arguments([str(tmp_path / "out.json"), *sizes, *ways]))
+def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(tmp_path):
+    sizes = {"model": "tiny", "windows": 2, "tokens": 16, "folder": tmp_path / "models"}
+    result = calibrating.main(tmp_path / "out.json", ways="int8:rtn,int8:gptq", **sizes)
     assert result["failed"] == [] and [row["method"] for row in result["rows"]] == ["rtn", "gptq"]
     stock = sum(path.stat().st_size for path in (tmp_path / "models" / "stock").glob("*.safetensors")) / 2**20
     for row in result["rows"]:
@@ -33,17 +31,41 @@ def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(script, tmp_path)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["stock"]  # what came of it is gone again
 
 
-def test_no_time_left_is_told(script, tmp_path):
-    calibrating = script("calibrating")
-    given = [str(tmp_path / "out.json"), "--model", "tiny", "--ways", "int8", "--seconds", "-1"]
-    result = calibrating.main(calibrating.arguments(given))
-    assert result["rows"] == [] and "seconds were over" in result["failed"][0]["reason"]
+def test_no_time_left_is_told(tmp_path):
+    result = calibrating.main(tmp_path / "out.json", model="tiny", ways="int8", seconds=-1)
+    assert result["rows"] == [] and "seconds were over" in result["skipped"][0]["reason"]
 
 
 @pytest.mark.parametrize(
     ("rounded", "least"), [((9, 9, 9), None), ((9, 4, 4), 16), ((1, 9, 4), 32), ((1, 1, 1), 8), ((1, 1, 5), None)]
 )
-def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least, script):
+def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least):
     pytest.importorskip("triton")
-    us = {str(rows): {"kept": 5, "rounded": time} for rows, time in zip((8, 16, 32), rounded, strict=True)}
-    assert script("crossover").least(us) == least
+    from benchmarks.kernels import products
+
+    us = {str(rows): {"chosen": 5, "rounded": time} for rows, time in zip((8, 16, 32), rounded, strict=True)}
+    assert products.least(us) == least
+
+
+def test_products_are_timed_where_they_are_right(tmp_path, monkeypatch):
+    """Toy sizes; that of two ways which is wrong has no time, and no sum."""
+    pytest.importorskip("triton")
+    from benchmarks.kernels import products
+
+    monkeypatch.setitem(products.SHAPES, "narrow", products.Shape(1024, 1024, 1536, 8192, 2))
+    monkeypatch.setattr(products, "full_in_passes", lambda *args, **more: fused_linear.reference(*args, **more))
+    wrong = lambda *args, **more: 1.5 * fused_linear.reference(*args, **more)  # noqa: E731
+    monkeypatch.setattr(
+        type(fused_linear), "triton", property(lambda op: lambda *args, shape, **more: wrong(*args, **more))
+    )
+    products.main(tmp_path / "out.json", "one-row", formats="bf16")
+    found = json.loads((tmp_path / "out.json").read_text())
+    rows = {(row["product"], row["way"]): row for row in found["rows"]}
+    assert {way for _, way in rows} == {"torch", "chosen"} and {name for name, _ in rows} == {*PRODUCTS}
+    assert all("us" in rows[name, "torch"] and "wrong by" in rows[name, "chosen"]["failed"] for name in PRODUCTS)
+    times = [rows[name, "torch"]["us"] for name in PRODUCTS]
+    assert found["sums"]["narrow, 1 rows, bf16, torch"] == pytest.approx(2 * sum(times) / 1e3, abs=1e-3)
+    assert "narrow, 1 rows, bf16, chosen" not in found["sums"]
+
+
+PRODUCTS = ("qkv", "out", "gate-up", "down")

@@ -1,14 +1,15 @@
-"""benchmarks/sensitive_layers.py: which kinds it tells apart, and that it quantizes one at a time and puts all back."""
+"""`python -m benchmarks sensitive-layers`: kinds told apart, quantized one at a time and put back."""
 
 import copy
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from accel.quantization.module import QuantizedLinear
+from benchmarks.quality import sensitive
 from support.diffusion.denoisers import given, transformer
 
 ROOT = Path(__file__).parents[2]
@@ -22,12 +23,7 @@ FLUX = {
 }
 
 
-@pytest.fixture
-def sensitive(script):
-    return script("sensitive_layers")
-
-
-def test_kinds_of_linears(sensitive):
+def test_kinds_of_linears():
     model = transformer("flux")
     kinds = sensitive.kinds_of(model, ((), given("flux")))
     assert {kind: len(members) for kind, members in kinds.items()} == dict(zip(FLUX, (9, 2, 3, 3, 3, 8), strict=True))
@@ -36,7 +32,7 @@ def test_kinds_of_linears(sensitive):
     assert set(pixart) == set(FLUX) - {"modulation"} and all(".attn" in path for path in pixart["attention out"])
 
 
-def test_one_kind_at_a_time(sensitive, monkeypatch):
+def test_one_kind_at_a_time(monkeypatch):
     model, calls = transformer("flux"), [((), given("flux", times=6))]
     stock, kinds = copy.deepcopy(model), sensitive.kinds_of(model, calls[0])
     run, seen, kept = sensitive.run, [], []
@@ -60,15 +56,11 @@ def test_one_kind_at_a_time(sensitive, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_saved_pipeline(sensitive, monkeypatch, tmp_path, capsys):
+def test_a_saved_pipeline(tmp_path, capsys):
     folder, out = ROOT / "examples" / "models" / "tiny-dit-digits", tmp_path / "out.json"
-    call = ["--prompts", "two", "--steps", "3", "--calls", "2", "--schemes", "int8", "--weights-only"]
-    monkeypatch.setattr(sys, "argv", ["sensitive_layers.py", str(folder), str(out), *call])
-    sensitive.main()
+    sensitive.main(str(folder), out, "int8", weights_only=True, prompts="two", steps=3, calls=2)
     result = json.loads(out.read_text())
     assert result["model"] == "SD3Transformer2DModel" and not result["rows_rounded"] and "2 calls" in result["about"]
     assert result["schemes"]["int8"]["modulation"]["linears"] == 10 and "feed-forward out" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["sensitive_layers.py", "nothing-here", str(out)])
-    with pytest.raises(SystemExit):
-        sensitive.main()
-    assert "neither a folder nor one of" in capsys.readouterr().err
+    with pytest.raises(typer.BadParameter, match="neither a folder nor one of"):
+        sensitive.main("nothing-here", out)

@@ -3,7 +3,9 @@
 Every function takes the configuration, the sizes and a `Draw`, and gives the keyword arguments of a few calls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -54,13 +56,29 @@ class Draw:
         return (positions < torch.tensor(valid, device=self.device)[:, None]).to(dtype)
 
 
-def _times(sizes: Sizes) -> tuple[int, ...]:
-    return TIMES[: sizes.steps]
+def _calls(sizes: Sizes, kept: dict, new: Callable[[int], dict]) -> list[dict]:
+    """kept: what is the same in every call. new(time): what is not."""
+    return [kept | new(time) for time in TIMES[: sizes.steps]]
 
 
 def _packed(config: dict, sizes: Sizes, draw: Draw) -> torch.Tensor:
     """Latents as rows, each a patch of 2 x 2."""
     return draw(sizes.batch, sizes.height // 2 * (sizes.width // 2), config["in_channels"])
+
+
+def _packed_calls(config: dict, sizes: Sizes, draw: Draw, kept: dict) -> list[dict]:
+    def new(time: int) -> dict:
+        return {"hidden_states": _packed(config, sizes, draw), "timestep": draw.full(sizes.batch, time / 1000)}
+
+    return _calls(sizes, kept, new)
+
+
+def _frames(config: dict, sizes: Sizes, draw: Draw) -> torch.Tensor:
+    return draw(sizes.batch, config["in_channels"], sizes.frames, sizes.height, sizes.width)
+
+
+def _image(config: dict, sizes: Sizes, draw: Draw) -> torch.Tensor:
+    return draw(sizes.batch, config["in_channels"], sizes.height, sizes.width)
 
 
 def flux_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -72,10 +90,7 @@ def flux_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "txt_ids": torch.zeros(sizes.tokens, 3, device=draw.device, dtype=draw.dtype),
         "guidance": draw.full(sizes.batch, GUIDANCE, torch.float32) if config["guidance_embeds"] else None,
     }
-    return [
-        kept | {"hidden_states": _packed(config, sizes, draw), "timestep": draw.full(sizes.batch, time / 1000)}
-        for time in _times(sizes)
-    ]
+    return _packed_calls(config, sizes, draw, kept)
 
 
 def flux2_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -85,10 +100,7 @@ def flux2_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "txt_ids": draw.grid(1, 1, 1, sizes.tokens).expand(sizes.batch, -1, -1),
         "guidance": draw.full(sizes.batch, GUIDANCE, torch.float32),
     }
-    return [
-        kept | {"hidden_states": _packed(config, sizes, draw), "timestep": draw.full(sizes.batch, time / 1000)}
-        for time in _times(sizes)
-    ]
+    return _packed_calls(config, sizes, draw, kept)
 
 
 def sd3_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -96,14 +108,8 @@ def sd3_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["joint_attention_dim"]),
         "pooled_projections": draw(sizes.batch, config["pooled_projection_dim"]),
     }
-    return [
-        kept
-        | {
-            "hidden_states": draw(sizes.batch, config["in_channels"], sizes.height, sizes.width),
-            "timestep": draw.full(sizes.batch, time, torch.float32),
-        }
-        for time in _times(sizes)
-    ]
+    full = partial(draw.full, sizes.batch, dtype=torch.float32)
+    return _calls(sizes, kept, lambda time: {"hidden_states": _image(config, sizes, draw), "timestep": full(time)})
 
 
 def z_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -113,14 +119,13 @@ def z_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
     def image() -> torch.Tensor:
         return draw(config["in_channels"], 1, sizes.height, sizes.width)
 
-    return [
-        {
+    def new(time: int) -> dict:
+        return {
             "x": [image() for _ in range(sizes.batch)],
             "t": draw.full(sizes.batch, 1 - time / 1000, torch.float32),
-            "cap_feats": prompts,
         }
-        for time in _times(sizes)
-    ]
+
+    return _calls(sizes, {"cap_feats": prompts}, new)
 
 
 def qwen_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -131,10 +136,7 @@ def qwen_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "img_shapes": [[(1, sizes.height // 2, sizes.width // 2)]] * sizes.batch,
         "guidance": None,
     }
-    return [
-        kept | {"hidden_states": _packed(config, sizes, draw), "timestep": draw.full(sizes.batch, time / 1000)}
-        for time in _times(sizes)
-    ]
+    return _packed_calls(config, sizes, draw, kept)
 
 
 def masked_qwen_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -148,14 +150,8 @@ def wan_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
     """The prompt's tokens behind its end are zeros, without a mask."""
     prompt = draw(sizes.batch, sizes.tokens, config["text_dim"])
     prompt *= draw.mask(sizes, draw.dtype)[..., None]
-    return [
-        {
-            "hidden_states": draw(sizes.batch, config["in_channels"], sizes.frames, sizes.height, sizes.width),
-            "timestep": draw.full(sizes.batch, time, torch.int64),
-            "encoder_hidden_states": prompt,
-        }
-        for time in _times(sizes)
-    ]
+    full, kept = partial(draw.full, sizes.batch, dtype=torch.int64), {"encoder_hidden_states": prompt}
+    return _calls(sizes, kept, lambda time: {"hidden_states": _frames(config, sizes, draw), "timestep": full(time)})
 
 
 def ltx_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -168,14 +164,12 @@ def ltx_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "width": sizes.width,
         "rope_interpolation_scale": (8 / 25, 32, 32),
     }
-    return [
-        kept
-        | {
-            "hidden_states": draw(sizes.batch, sizes.frames * sizes.height * sizes.width, config["in_channels"]),
-            "timestep": draw.full(sizes.batch, time, torch.float32),
-        }
-        for time in _times(sizes)
-    ]
+    rows, full = sizes.frames * sizes.height * sizes.width, partial(draw.full, sizes.batch, dtype=torch.float32)
+
+    def new(time: int) -> dict:
+        return {"hidden_states": draw(sizes.batch, rows, config["in_channels"]), "timestep": full(time)}
+
+    return _calls(sizes, kept, new)
 
 
 def pixart_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -184,14 +178,8 @@ def pixart_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "encoder_attention_mask": draw.mask(sizes, torch.int64),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
-    return [
-        kept
-        | {
-            "hidden_states": draw(sizes.batch, config["in_channels"], sizes.height, sizes.width),
-            "timestep": draw.full(sizes.batch, time - 1, torch.int64),  # its table of times has 1000 entries
-        }
-        for time in _times(sizes)
-    ]
+    full = partial(draw.full, sizes.batch, dtype=torch.int64)  # its table of times has 1000 entries
+    return _calls(sizes, kept, lambda time: {"hidden_states": _image(config, sizes, draw), "timestep": full(time - 1)})
 
 
 def hunyuan_video_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
@@ -201,18 +189,12 @@ def hunyuan_video_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         "pooled_projections": draw(sizes.batch, config["pooled_projection_dim"]),
         "guidance": draw.full(sizes.batch, 1000 * GUIDANCE),
     }
-    return [
-        kept
-        | {
-            "hidden_states": draw(sizes.batch, config["in_channels"], sizes.frames, sizes.height, sizes.width),
-            "timestep": draw.full(sizes.batch, time, torch.float32),
-        }
-        for time in _times(sizes)
-    ]
+    full = partial(draw.full, sizes.batch, dtype=torch.float32)
+    return _calls(sizes, kept, lambda time: {"hidden_states": _frames(config, sizes, draw), "timestep": full(time)})
 
 
 def video_latents(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
     """What a decoder of video gets."""
     channels = config["latent_channels"] if "latent_channels" in config else config["z_dim"]
     shape = (sizes.batch, channels, sizes.frames, sizes.height, sizes.width)
-    return [{"z": draw(*shape)} for _ in _times(sizes)]
+    return _calls(sizes, {}, lambda time: {"z": draw(*shape)})

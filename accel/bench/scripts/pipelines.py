@@ -15,25 +15,18 @@ PROMPT = "a photograph of an astronaut riding a horse"
 TINY_VAE = dict(configs.SD_VAE, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
 TINY = dict(configs.TINY_UNET, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=2)
 TINY_XL = TINY | dict(
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    attention_head_dim=(2, 4),
-    use_linear_projection=True,
-    transformer_layers_per_block=(1, 2),
-    cross_attention_dim=64,
-    addition_embed_type="text_time",
-    addition_time_embed_dim=4,
-    projection_class_embeddings_input_dim=56,
-)
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    attention_head_dim=(2, 4), use_linear_projection=True, transformer_layers_per_block=(1, 2), cross_attention_dim=64,
+    addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=56,
+)  # fmt: skip
 TINY_FLUX = dit_configs.FLUX_DEV | dict(
-    num_layers=2,
-    num_single_layers=2,
-    attention_head_dim=16,
-    num_attention_heads=2,
-    joint_attention_dim=32,
-    pooled_projection_dim=32,
-    axes_dims_rope=(4, 4, 8),
-)
+    num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+    pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+)  # fmt: skip
+TINY_Z_IMAGE = dit_configs.Z_IMAGE_TURBO | dict(
+    dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[4, 4, 8],
+    axes_lens=[1024, 16, 16],
+)  # fmt: skip
 
 
 def tokenizer() -> Any:
@@ -96,11 +89,11 @@ def sd15(size: Size, kind: str = "StableDiffusionPipeline", unet_changes: dict |
     return _quiet(getattr(diffusers, kind)(**given | parts))
 
 
-def sdxl(size: Size, kind: str = "StableDiffusionXLPipeline", **parts: Any) -> Any:
-    """SDXL as a pipeline of this class. Its decoder may run in half precision, as that of fp16-fix may."""
+def sdxl(size: Size, kind: str = "StableDiffusionXLPipeline", force_upcast: bool = False, **parts: Any) -> Any:
+    """SDXL as a pipeline of this class. force_upcast: whether its decoder runs in float32; of fp16-fix it need not."""
     import diffusers
 
-    given = dict(vae=vae(size, force_upcast=False, sample_size=size(1024, 64)), text_encoder=clip_text(size))
+    given = dict(vae=vae(size, force_upcast=force_upcast, sample_size=size(1024, 64)), text_encoder=clip_text(size))
     given |= dict(text_encoder_2=clip_text(size, large=True), tokenizer=tokenizer(), tokenizer_2=tokenizer())
     given |= dict(unet=unet(size, large=True), scheduler=scheduler("EulerDiscreteScheduler"))
     return _quiet(getattr(diffusers, kind)(**given | parts))
@@ -110,18 +103,29 @@ def flux(size: Size, transformer: nn.Module | None = None) -> Any:
     """Flux.1-dev without text encoders: a call is given the prompt's embeddings, of `flux_prompt`."""
     import diffusers
 
-    config = size(configs.SD_VAE, TINY_VAE) | dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
-    decoder = random_model(
-        "AutoencoderKL", config | dict(scaling_factor=0.36, shift_factor=0.12), size.device, size.bf16
-    )
     if transformer is None:
         transformer = flux_transformer(size)
-    return _quiet(
-        diffusers.FluxPipeline(
-            diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            decoder, None, None, None, None, transformer,
-        )
-    )  # fmt: skip
+    shifts = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return _quiet(diffusers.FluxPipeline(shifts, flux_vae(size), None, None, None, None, transformer))
+
+
+def flux_vae(size: Size) -> nn.Module:
+    """Of Flux.1 and Z-Image."""
+    changes = dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    changes |= dict(scaling_factor=0.3611, shift_factor=0.1159)
+    return random_model("AutoencoderKL", size(configs.SD_VAE, TINY_VAE) | changes, size.device, size.bf16)
+
+
+def z_image(size: Size) -> tuple[Any, dict]:
+    """Z-Image-Turbo without a text encoder, and what a call of it is given."""
+    import diffusers
+
+    config = size(dit_configs.Z_IMAGE_TURBO, TINY_Z_IMAGE)
+    transformer = random_model("ZImageTransformer2DModel", config, size.device, size.bf16)
+    shifts = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    embeds = [size.randn(size(100, 8), config["cap_feat_dim"], dtype=size.bf16)]
+    pipe = _quiet(diffusers.ZImagePipeline(shifts, flux_vae(size), None, None, transformer))
+    return pipe, dict(prompt_embeds=embeds, guidance_scale=0.0, height=size(1024, 64), width=size(1024, 64))
 
 
 def flux_transformer(size: Size, **changes: Any) -> nn.Module:

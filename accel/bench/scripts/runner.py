@@ -1,11 +1,8 @@
 """Runs scripts one after the other: correctness first, then stock and accel in turns; one that fails is a row too."""
 
-import signal
 import statistics
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -15,12 +12,12 @@ import torch
 import accel
 from accel.bench.case import SEED
 from accel.bench.machine import commit, now, provenance
-from accel.bench.memory import release
+from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.runner import WrongResult
 from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
-from accel.bench.timing import Clock, seconds
+from accel.bench.timing import Clock, seconds, take_turns, within
 from accel.errors import out_of_memory, told
 from accel.report import Report
 from accel.verification.call import seeded
@@ -42,6 +39,7 @@ class Side:
     times: list[float] = field(default_factory=list)
     first_s: float = 0.0
     peak_mb: float | None = None
+    device_mb: float | None = None
 
     @classmethod
     def build(cls, script: Script, size: Size) -> "Side":
@@ -52,26 +50,35 @@ class Side:
         with seeded(SEED):
             return self.call()
 
-    def first(self, before: float, optimize: bool = False) -> tuple[Any, float]:
-        """The output of the calls that warm it up, and the seconds of accel.optimize; peak_mb: beyond `before`."""
+    def first(self, before: tuple[float, float], optimize: bool = False) -> tuple[Any, float]:
+        """The output of the calls that warm it up, and the seconds of accel.optimize.
+
+        peak_mb, device_mb: beyond `before`, by torch's allocator in all calls, and on the whole device in the last.
+        """
         device, output = self.size.device, []
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         took = seconds(lambda: accel.optimize(self.obj), device) if optimize else 0.0
         self.first_s = seconds(lambda: output.append(self.run()), device)
-        for _ in range(WARM_UP - 1):
-            output[:] = [self.run()]
+        with device_peak(device) as found:
+            for _ in range(WARM_UP - 1):
+                output[:] = [self.run()]
         if device.type == "cuda":
-            self.peak_mb = round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)
+            self.peak_mb = round((torch.cuda.max_memory_allocated(device) - before[0]) / 2**20, 1)
+            self.device_mb = round((found[0] - before[1]) / 2**20, 1)
         return output[0], took
 
-    def turn(self) -> None:
-        self.times.append(seconds(self.run, self.size.device) * 1e3)
+    def turn(self) -> float:
+        """Milliseconds."""
+        return seconds(self.run, self.size.device) * 1e3
 
     def figures(self) -> dict:
         least, median = min(self.times), statistics.median(self.times)
         figures = {"least_ms": least, "median_ms": median, "first_s": self.first_s}
-        return {name: round(value, 4) for name, value in figures.items()} | {"peak_mb": self.peak_mb}
+        return {name: round(value, 4) for name, value in figures.items()} | {
+            "peak_mb": self.peak_mb,
+            "device_mb": self.device_mb,
+        }
 
 
 def run_scripts(
@@ -110,7 +117,7 @@ def run_row(script: Script, size: Size, budget_s: float) -> dict:
     """Figures of one script; of one that fails, what was known before and `failed`."""
     row: dict[str, Any] = {}
     try:
-        with _within(PATIENCE * max(budget_s, LEAST_BUDGET)):
+        with within(PATIENCE * max(budget_s, LEAST_BUDGET)):
             _measure(script, size, Clock(budget_s), row)
     except Exception as error:  # whatever it raises, the next script has figures of its own
         name = "wrong result" if isinstance(error, WrongResult) else row.get("at", "building")
@@ -127,13 +134,12 @@ def run_row(script: Script, size: Size, budget_s: float) -> dict:
 def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
     """Fills the row; `at` says how far it came."""
     device = size.device
-    release(device)
     row["at"] = "stock"
-    before = _allocated(device)
+    before = _taken(device)
     stock = Side.build(script, size)
     wanted, _ = stock.first(before)
     row["at"] = "building"
-    before = _allocated(device)
+    before = _taken(device)
     ours = Side.build(script, size)
     row["at"] = "accel"
     got, optimize_s = ours.first(before, optimize=True)
@@ -147,11 +153,9 @@ def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
     row["error"] = judge_outputs(wanted, got, dtype_of(stock.obj), stock.obj, again)
     del wanted, got
     row["at"] = "timing"
-    sides = [stock, ours]
-    while len(stock.times) < MOST_ROUNDS and (len(stock.times) < LEAST_ROUNDS or clock.left() > 0):
-        for side in sides:
-            side.turn()
-        sides.reverse()
+    turns = {"stock": stock.turn, "accel": ours.turn}
+    times = take_turns(turns, least=LEAST_ROUNDS, most=MOST_ROUNDS, clock=clock)
+    stock.times, ours.times = times["stock"], times["accel"]
     row |= {"stock": stock.figures(), "accel": ours.figures() | {"optimize_s": round(optimize_s, 3)}}
     row["ratio"] = round(row["stock"]["least_ms"] / row["accel"]["least_ms"], 3)
     row["ratio_of_medians"] = round(row["stock"]["median_ms"] / row["accel"]["median_ms"], 3)
@@ -183,24 +187,7 @@ def path(report: Report) -> dict:
     }
 
 
-def _allocated(device: torch.device) -> float:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-@contextmanager
-def _within(limit_s: float) -> Iterator[None]:
-    """Raises TimeoutError inside after so many seconds; in a thread that gets no signals never."""
-    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def over(*_: object) -> None:
-        raise TimeoutError(f"not done within {limit_s:g} s")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _taken(device: torch.device) -> tuple[float, float]:
+    """Bytes by torch's allocator, and on the whole device."""
+    release(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0, device_bytes(device)

@@ -235,7 +235,7 @@ def specialized(rows: int, n: int, depth: int, gate: bool, processors: int) -> b
 
 def chosen(rows: int, n: int, depth: int, gate: bool, device: torch.device) -> Shape:
     """The tile for a product of these sizes, measured on an H200 with the shapes of Llama-3.1-8B, 128 to 8192 rows, see
-    benchmarks/int8_linear.py.
+    `python -m benchmarks products --study eight-bits`.
     """
     if interpreted():
         return Shape(32, 32, 128, 4, 2)

@@ -14,7 +14,7 @@ from accel_kernels.op import Case, Op, capability, dtype_reason
 from accel_kernels.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
 
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
-# of the Llama-3.1-8B shape take about as long either way on an H200, see benchmarks/outliers.py.
+# of the Llama-3.1-8B shape take about as long either way on an H200, see `benchmarks products --study outliers`.
 SHARE = 16
 SINGLE = torch.float32  # rows of it are rounded, and multiplied, bit for bit as by compressed-tensors
 

@@ -34,7 +34,7 @@ from accel_kernels.launch import power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
-# than cuDNN's (benchmarks/prompt_attention.py), which takes the host 30 to 70 ms a length.
+# than cuDNN's (python -m benchmarks prompt-attention), which takes the host 30 to 70 ms a length.
 SHORT = 256
 
 

@@ -31,7 +31,7 @@ from accel_kernels.warmup import launch
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
-SMALL = 5_000_000  # numbers of one weight; measured at one to four million (benchmarks/one_row.py)
+SMALL = 5_000_000  # numbers of one weight; measured at one to four million (`benchmarks products --study one-row`)
 SHORT = 1024  # columns of a gated product, up to which 8 rows were faster by warpgroups (896 and 1024; 2048 were not)
 FORMATS = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
 

@@ -1,4 +1,4 @@
-"""Inputs emulated in 8 bits, as benchmarks/quality.py does: what accel.optimize(model, activations=...) computes."""
+"""Inputs emulated in 8 bits, as `benchmarks quality` does: what accel.optimize(model, activations=...) computes."""
 
 import copy
 import importlib

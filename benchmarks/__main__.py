@@ -1,0 +1,60 @@
+"""Runs one of this project's own measurements by its name; without a name it lists them."""
+
+import os
+import sys
+from importlib import import_module
+
+import torch
+import typer
+
+STUDIES = {  # name: module, and a line of what it measures
+    "ops": ("kernels.ops", "every op's kernel beside torch's, attention by each backend"),
+    "beside-stock": ("kernels.beside_stock", "routers and drawing tokens beside what transformers runs"),
+    "experts": ("kernels.experts", "experts of one layer, every way to multiply them"),
+    "products": ("kernels.products", "products by kernel, format, tile and rows; --study names what is multiplied"),
+    "chain": ("kernels.chain", "all products of a token, and attention, in one CUDA graph"),
+    "kv-cache": ("kernels.stored_attention:decode", "attention of a decode step over a store in 16 and 8 bits"),
+    "prompt-attention": ("kernels.stored_attention:prompts", "attention of a prompt by each way, by length"),
+    "cpu-rows": ("kernels.cpu_rows", "one row times a matrix in 8 bits on one thread of a CPU"),
+    "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
+    "quality-model": ("quality.training", "trains the model of 98 million weights that `quality` measures"),
+    "key-constants": ("quality.keys", "keys in 8 bits where channels are constants"),
+    "calibrating": ("quality.calibrating", "time and memory of accel.quantize with calibration"),
+    "sensitive-layers": ("quality.sensitive", "which layers of a denoiser lose most in 8 bits"),
+    "peers": ("models.peers", "torchao's and bitsandbytes' quantized models beside accel's"),
+    "plots": ("plots.draw", "docs/images from benchmarks/results"),
+    "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
+    "engine-steps": ("models.engine", "Python of one step of the batching engine"),
+    "new-sizes": ("models.sizes", "first calls of new sizes, caches cold"),
+    "before-after": ("models.trees", "two source trees in turns, a process each"),
+    "calls": ("models.calls", "whole pipeline calls: stock, accel, torch.compile, the step cache"),
+    "kernels-of": ("models.launches", "where the GPU's time of one forward goes, kernel by kernel"),
+    "collectives": ("cards.collectives", "torchrun: sums and exchanges over the cards of one host"),
+    "cards-text": ("cards.text", "torchrun: a language model divided over cards"),
+    "cards-diffusion": ("cards.diffusion", "torchrun: SDXL and Flux on several cards"),
+    "loading-shards": ("cards.loading", "torchrun: a model loaded from whole files and from each rank's own"),
+    "spread-steps": ("cards.spread:steps", "a token of a model spread over cards by accelerate"),
+    "spread-batches": ("cards.spread:batches", "generate_batch of a model spread over cards"),
+    "scaling": ("cards.scaling", "how a step shrinks with cards, calculated beside what was measured"),
+    "read-patterns": ("kernels.read_patterns_triton", "how fast a GPU reads by bytes of a row at once"),
+}
+
+
+def main() -> None:
+    name, *words = sys.argv[1:] or [""]
+    if name not in STUDIES:
+        listed = "\n".join(f"  {one:18} {about}" for one, (_, about) in STUDIES.items())
+        raise SystemExit(f"usage: python -m benchmarks NAME [OUT.json] ... (NAME --help tells more)\n{listed}")
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    place, _, function = STUDIES[name][0].partition(":")
+    module = import_module(f"benchmarks.{place}")
+    run = getattr(module, function or "main")
+    run.__doc__ = f"{module.__doc__}\n\n{run.__doc__ or ''}"
+    sys.argv = [f"python -m benchmarks {name}", *words]
+    with torch.no_grad():
+        typer.run(run)
+
+
+if __name__ == "__main__":
+    main()

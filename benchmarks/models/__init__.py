@@ -1,0 +1,1 @@
+"""Models at published sizes in this project's settings; what a user runs on his own model is `accel bench`."""

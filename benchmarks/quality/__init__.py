@@ -1,0 +1,1 @@
+"""What fewer bits lose, and what it takes to make a model of them."""
