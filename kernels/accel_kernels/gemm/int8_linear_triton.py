@@ -11,7 +11,6 @@ rows, takes 57 us; cuBLAS's integer product and the pass after it take 98, bf16 
 nvidia-h200-int8-linear.json).
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -19,12 +18,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import interpreted, multiprocessors, programmatic, shared_memory
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
-from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch
 
 
@@ -216,11 +214,6 @@ def after_product(x, weight, epilogue, sums):
 def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:
     """With how many columns there is room for."""
     return OutlierArguments(x.outliers, x.columns, x.count), 0 if x.columns is None else x.columns.numel()
-
-
-def interpreted() -> bool:
-    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def stage_bytes(shape: Shape, gate: bool) -> int:

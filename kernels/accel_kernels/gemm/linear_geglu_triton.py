@@ -9,17 +9,15 @@ takes its place. SD1.5's widest takes 37.9 us, the product by cuBLAS and a pass 
 nvidia-h200-kernels.json).
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from accel_kernels.device import multiprocessors, upcast
 from accel_kernels.elementwise.activations_triton import gelu
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.linear_geglu import BLOCK_M, BLOCK_N
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 BLOCK_K, GROUP, WARPS, STAGES = 64, 8, 8, 3
@@ -63,15 +61,13 @@ def linear_geglu(x, weight, bias=None):
     rows = x.numel() // depth
     y = torch.empty((*x.shape[:-1], inner), device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(inner, BLOCK_N)
-    # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
-    upcast = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype == torch.bfloat16
     launch(
         linear_geglu_kernel, (min(tiles, multiprocessors(x.device)),),
         TensorDescriptor.from_tensor(x.view(rows, depth), [BLOCK_M, BLOCK_K]),
         TensorDescriptor.from_tensor(weight.detach(), [BLOCK_N, BLOCK_K]),
         x if bias is None else bias,
         TensorDescriptor.from_tensor(y.view(rows, inner), [BLOCK_M, BLOCK_N]),
-        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast,
+        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast(x.dtype),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return y

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.row_numbers import LEAST, MOST, REACH
 from accel_kernels.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 AT_ONCE = tl.constexpr(32)  # outliers of a row

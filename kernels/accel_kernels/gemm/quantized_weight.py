@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.op import capability
+from accel_kernels.device import float8_reason
 
 PER_WORD = 8  # 4-bit numbers to an int32
 MIDDLE = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
@@ -105,12 +105,9 @@ def weight_reason(weight: Quantized) -> str | None:
             return f"{name} of the weight not contiguous"
     if weight.data.data_ptr() % 4:
         return "a weight not at a multiple of 4 bytes"
-    if weight.data.dtype == torch.float8_e4m3fn:
-        if weight.zeros is not None:
-            return "float8 with zeros"
-        if weight.data.is_cuda and capability(weight.data.device) < (8, 9):
-            return "float8 below compute capability 8.9"
-    return None
+    if weight.data.dtype == torch.float8_e4m3fn and weight.zeros is not None:
+        return "float8 with zeros"
+    return float8_reason(weight.data.device, weight.data.dtype)
 
 
 def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, group: int = 0, zeros: bool = False) -> Quantized:

@@ -7,10 +7,10 @@ import torch
 
 from accel_kernels.autotune import Choices, Place, race
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS, experts
 from accel_kernels.moe.tiles import GEMV, MAY_WRITE, TILES, WRITES, WRITTEN, likely_tile, mean_pairs
 from accel_kernels.moe.weights import ExpertWeights
+from accel_kernels.sizes import power_of_two
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.trials import collecting
 from accel_kernels.warmup import warming_up

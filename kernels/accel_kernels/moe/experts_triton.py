@@ -19,11 +19,9 @@ Measured in bf16 (`nvidia-h200-experts.json`), microseconds a layer beside what 
 import torch
 import triton
 
-from accel_kernels.attention.paged.split_kv import upcast
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.launch import power_of_two
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import (
     expert_columns_down_kernel,
@@ -35,7 +33,7 @@ from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, 
 from accel_kernels.moe.quantized_gemv_triton import quantized_rows_down_kernel, quantized_rows_up_kernel
 from accel_kernels.moe.quantized_grouped_triton import quantized_grouped_down_kernel, quantized_grouped_up_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
-from accel_kernels.op import multiprocessors, shared_memory
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV

@@ -6,25 +6,18 @@ from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_
 from accel_kernels.attention.paged.kv_quantization import rounded
 from accel_kernels.attention.paged.ragged import Ragged
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case
+from accel_kernels.op import Case, Random
 
 
-class Numbers:
-    """Random tensors of one device and dtype, always the same ones."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
-        self.generator = torch.Generator("cpu").manual_seed(0)
-
-    def rand(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator).to(self.device, self.dtype)
+class Numbers(Random):
+    """Random stores and arguments of calls."""
 
     def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, codes) -> KV:
         """Full of keys and values; codes: the 8-bit dtype they are rounded to, or None."""
         blocks = rows * columns
         order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
         table = order.view(rows, columns).to(self.device, torch.int32)
-        keys, values = (self.rand(blocks, block, heads, dim) for _ in range(2))
+        keys, values = (self(blocks, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
         if codes is not None:
             (keys, key_scales), (values, value_scales) = (rounded(t, codes) for t in (keys, values))
@@ -37,13 +30,13 @@ class Numbers:
         """The keywords of a call. rotary: channels that turn, or None."""
         given = dict(more)
         if rotary:
-            angles = torch.rand(rows, new, rotary // 2, generator=self.generator) * 6.28
-            given["cos"], given["sin"] = (t.to(self.device, self.dtype) for t in (angles.cos(), angles.sin()))
+            angles = self.uniform(rows, new, rotary // 2) * 6.28
+            given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         if qk_norm:
-            given["q_norm"], given["k_norm"] = Norm(self.rand(dim), None, 1e-6), Norm(self.rand(dim), None, 1e-6)
+            given["q_norm"], given["k_norm"] = Norm(self(dim), None, 1e-6), Norm(self(dim), None, 1e-6)
         for one in ("sinks", "slopes"):
             if given.get(one):
-                given[one] = (torch.rand(heads, generator=self.generator) - 0.5).to(self.device, self.dtype)
+                given[one] = (self.uniform(heads) - 0.5).to(self.dtype)
         return given
 
 
@@ -65,7 +58,7 @@ def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None
         kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
         if last is not None:
             kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
-        both = numbers.rand(rows, new, (heads + 2 * kv_heads) * dim)
+        both = numbers(rows, new, (heads + 2 * kv_heads) * dim)
         if last is not None:
             both[:, last + 1 :] = float("inf")
         q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
@@ -88,7 +81,7 @@ def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, 
         columns = -(-max((sum(one) for one in sequences), default=1) // block)
         kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, codes)
         tokens = sum(news) + fill
-        both = numbers.rand(1, tokens, heads + 2 * kv_heads, dim)
+        both = numbers(1, tokens, heads + 2 * kv_heads, dim)
         both[:, sum(news) :] = float("inf")
         q, k, v = both.split([heads, kv_heads, kv_heads], dim=2)
         prefills = len(news) - first + idle if idle or first < len(news) else 0

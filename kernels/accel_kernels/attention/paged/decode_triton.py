@@ -28,11 +28,10 @@ from accel_kernels.attention.paged.split_kv import (
     scratch,
     split_count,
     tile_of,
-    upcast,
 )
 from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic, upcast
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 

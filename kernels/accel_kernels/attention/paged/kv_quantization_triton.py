@@ -1,12 +1,11 @@
 """`accel_kernels.attention.paged.kv_quantization` in registers."""
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization import LEAST, TOPS
+from accel_kernels.device import interpreted
 
 CODES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 AT_LEAST = tl.constexpr(LEAST)
@@ -25,7 +24,7 @@ def packing(scales: torch.Tensor | None, kept: torch.Tensor, dtype: torch.dtype)
     dim = kept.shape[-1]
     if scales is None or dtype == torch.float32 or dim % 2 or dim < 32:
         return None
-    return (BY_ARITHMETIC if os.environ.get("TRITON_INTERPRET") == "1" else BY_BITS).value
+    return (BY_ARITHMETIC if interpreted() else BY_BITS).value
 
 
 def code_of(scales: torch.Tensor | None, kept: torch.Tensor):

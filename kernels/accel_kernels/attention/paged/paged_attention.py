@@ -7,10 +7,9 @@ import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
 from accel_kernels.attention.paged.kv import LENGTH
+from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
-from accel_kernels.op import Op, capability, dtype_reason
-
-FLOAT8 = (8, 9)  # the compute capability from which on GPUs convert to and from float8_e4m3fn
+from accel_kernels.op import dtype_reason, make_op
 
 
 def reference(
@@ -135,8 +134,8 @@ def supports(
             return f"{name}: channels not next to each other"
     if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
         return "queries and stored keys of different dtypes"
-    if kv.keys.dtype == torch.float8_e4m3fn and q.is_cuda and capability(q.device) < FLOAT8:
-        return "8-bit floats below compute capability 8.9"
+    if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
+        return reason
     if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
         return "sequences of different lengths in several rows, or with a padding mask"
     if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
@@ -190,20 +189,8 @@ CASES = (
     attention_case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
     attention_case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
     attention_case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
-    attention_case(
-        "int8-decode-valid",
-        2,
-        317,
-        1,
-        8,
-        2,
-        128,
-        rotary=128,
-        block=64,
-        padding_mask=True,
-        shuffled=True,
-        codes=torch.int8,
-    ),
+    attention_case("int8-decode-valid", 2, 317, 1, 8, 2, 128, rotary=128, block=64, padding_mask=True, shuffled=True,
+                   codes=torch.int8),
     attention_case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, codes=torch.int8),
     attention_case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True, codes=torch.int8),
     attention_case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
@@ -244,10 +231,4 @@ CASES = (
     ragged_case("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32, block=64),
 )  # fmt: skip
 
-paged_attention = Op(
-    "paged_attention",
-    reference,
-    "accel_kernels.attention.paged.paged_attention_triton:paged_attention",
-    supports,
-    CASES,
-)
+paged_attention = make_op("paged_attention", reference, supports, CASES)

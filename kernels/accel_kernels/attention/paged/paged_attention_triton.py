@@ -19,18 +19,11 @@ from accel_kernels.attention.paged.online_softmax_triton import (
     load_block,
 )
 from accel_kernels.attention.paged.rotary_store_triton import rotary_store
-from accel_kernels.attention.paged.split_kv import (
-    MOST_SPLITS,
-    combined_rows,
-    scratch,
-    split_count,
-    tile_of,
-    upcast,
-)
+from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, scratch, split_count, tile_of
 from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic, upcast
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program

@@ -1,12 +1,11 @@
 """Block sizes of the attention kernels over a store, and in how many shares the keys are cut."""
 
-import os
 from typing import NamedTuple
 
 import torch
 
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.device import multiprocessors
+from accel_kernels.sizes import power_of_two
 
 MOST_SPLITS = 32
 # Codes of 8 bits are turned into numbers while the next are on their way: more programs to a multiprocessor, if their
@@ -58,8 +57,3 @@ def scratch(units: int, splits: int, tile: Tile, device: torch.device, split_cou
     if split_counters is None or split_counters.numel() < units:
         split_counters = torch.zeros(units, device=device, dtype=torch.int32)
     return parts, stats, split_counters
-
-
-def upcast(dtype: torch.dtype) -> bool:
-    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.bfloat16

@@ -24,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.gluon_names_triton import RENAMED, all_threads, start_load, start_store
 from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces, placed
 from accel_kernels.gemm.quantize_rows import QuantizedRows
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 HEIGHT, COLUMNS = 128, 128  # of a tile; with a gate half of the columns are the other weight's

@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.fused_linear_triton import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
@@ -40,7 +40,6 @@ from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 

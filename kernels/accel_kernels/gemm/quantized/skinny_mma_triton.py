@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.gemm.fused_linear_triton import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
@@ -32,8 +32,8 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
 from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.gluon_names_triton import all_threads, start_load
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
@@ -50,8 +50,7 @@ from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, un
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 WORDS = 32  # of a row in a box

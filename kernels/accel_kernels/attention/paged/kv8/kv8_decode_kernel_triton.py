@@ -34,7 +34,7 @@ from accel_kernels.attention.paged.kv_quantization_triton import fitted
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2, capped, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
 from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_VALID, OF_EACH, row_of, share_of
-from accel_kernels.launch import power_of_two
+from accel_kernels.sizes import power_of_two
 
 TOP = gl.constexpr(14.0)  # the largest weight, in base 2
 power_of_two_up = gluon.constexpr_function(power_of_two)

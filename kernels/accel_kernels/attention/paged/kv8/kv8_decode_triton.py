@@ -6,9 +6,7 @@ from accel_kernels.attention.paged.decode_arguments import decode_arguments
 from accel_kernels.attention.paged.kv8.kv8_decode_kernel_triton import kv8_decode_kernel
 from accel_kernels.attention.paged.kv_quantization_triton import code_of
 from accel_kernels.attention.paged.split_kv import CODES_FILL, CODES_REGISTERS, FILL, KV8_BLOCKS
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import interpreted
-from accel_kernels.op import capability, multiprocessors
+from accel_kernels.device import AMPERE, interpreted, multiprocessors, programmatic, reaches
 from accel_kernels.warmup import launch
 
 BLOCK, WARPS, HEADS = 64, 4, 8  # tokens of a block of the store; 16 to a warp; columns of a product
@@ -18,7 +16,7 @@ COMBINED = 16  # shares that are put together at once
 
 def decodes_codes(q, kv) -> bool:
     """Whether this kernel takes a call that `decode` takes."""
-    if kv.key_scales is None or interpreted() or capability(q.device) < (8, 0):
+    if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS

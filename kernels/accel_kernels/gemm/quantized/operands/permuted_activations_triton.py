@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.gemm.fused_linear_triton import apply_norm
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # columns of a program without a norm

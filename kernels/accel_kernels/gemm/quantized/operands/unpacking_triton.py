@@ -11,7 +11,6 @@ Pairs share a register (see `mma_operands`): numbers 16 bits apart in the word, 
 instructions.
 """
 
-import os
 import re
 
 import torch
@@ -20,6 +19,8 @@ import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from accel_kernels.device import interpreted
 
 # Places 0 and 4, 1 and 5 ... of a word in p0, p1 ...: BASE + 8 + n; the word is $8.
 _NIBBLES = """.reg .b32 w1, w2, w3;
@@ -221,7 +222,7 @@ def excess(place: tl.constexpr, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr)
 
 def unpack_mode(dtype: torch.dtype) -> str:
     """How kernels unpack that multiply with an x of this dtype."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted():
         return "plain"
     return "rough" if dtype == torch.bfloat16 else "exact"
 
