@@ -21,6 +21,7 @@ import triton
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import (
@@ -28,10 +29,9 @@ from accel_kernels.moe.gemv_triton import (
     expert_columns_up_kernel,
     expert_rows_down_kernel,
     expert_rows_up_kernel,
+    quantized_rows_down_kernel,
 )
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
-from accel_kernels.moe.quantized_gemv_triton import quantized_rows_down_kernel, quantized_rows_up_kernel
-from accel_kernels.moe.quantized_grouped_triton import quantized_grouped_down_kernel, quantized_grouped_up_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
@@ -83,25 +83,11 @@ def _one_by_one(x, index, shares, weights, columns=None):
     pairs, pdl = tokens * chosen, _dependent(x)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up = (weights.gate_up_bias, h, chosen, many, inner)
-    up_rows, gating = triton.cdiv(inner, ROWS), _gating(weights)
-    if isinstance(weights.down, Quantized):
-        given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-        down = (weights.down_bias, given, many, hidden)
-        for kernel, grid, stack, operand, rest, how in (
-            (quantized_rows_up_kernel, up_rows, weights.gate_up, x, up, gating),
-            (quantized_rows_down_kernel, triton.cdiv(hidden, ROWS), weights.down, h, down, {}),
-        ):
-            numbers = _numbers(stack)
-            launch(
-                kernel, (grid, pairs), operand, index, *stack, *rest, **numbers, **how, BLOCK_N=ROWS,
-                BLOCK_K=min(COLUMNS, power_of_two(numbers["K"] // numbers["UNIT"])), num_warps=WARPS, **pdl,
-            )  # fmt: skip
-        return _summed(given, x, index, shares, many)
-    by_rows = weights.by_rows
+    gating, by_rows = _gating(weights), weights.by_rows
     if by_rows[0]:
         launch(
-            expert_rows_up_kernel, (up_rows, pairs), x, index, weights.gate_up, *up, K=hidden, **gating,
-            BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(hidden)), num_warps=WARPS, **pdl,
+            expert_rows_up_kernel, (triton.cdiv(inner, ROWS), pairs), x, index, packed(weights.gate_up), *up,
+            **_numbers(weights.gate_up), **gating, **_rows_shape(weights.gate_up), **pdl,
         )  # fmt: skip
     else:
         across = columns or _across(inner, pairs, x.device)
@@ -110,7 +96,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
             K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
             **pdl,
         )  # fmt: skip
-    if by_rows[1]:
+    if by_rows[1] and not isinstance(weights.down, Quantized):
         y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
             expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
@@ -118,11 +104,18 @@ def _one_by_one(x, index, shares, weights, columns=None):
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-    across = columns or _across(hidden, pairs, x.device)
-    launch(
-        expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, weights.down_bias,
-        given, many, hidden, K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
-    )  # fmt: skip
+    down = (weights.down_bias, given, many, hidden)
+    if by_rows[1]:
+        launch(
+            quantized_rows_down_kernel, (triton.cdiv(hidden, ROWS), pairs), h, index, packed(weights.down), *down,
+            **_numbers(weights.down), **_rows_shape(weights.down), **pdl,
+        )  # fmt: skip
+    else:
+        across = columns or _across(hidden, pairs, x.device)
+        launch(
+            expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, *down,
+            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
+        )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -172,27 +165,17 @@ def _grouped(x, index, shares, weights, tile: Tile):
     more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
     last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps", *pdl)}
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
-    depth = tile.depth * 2 // x.itemsize
+    depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
-        depth = max(depth, LEAST * _numbers(weights.down)["UNIT"])
-        launch(
-            quantized_grouped_up_kernel, grids[0], x, *weights.gate_up, *up, **_numbers(weights.gate_up), **more,
-            COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
-        )  # fmt: skip
-        launch(
-            quantized_grouped_down_kernel, grids[1], h, *weights.down, *down, **_numbers(weights.down), **last,
-            COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
-        )  # fmt: skip
-    else:
-        by_rows = weights.by_rows
-        launch(
-            grouped_up_kernel, grids[0], x, weights.gate_up, *up, K=hidden, **more,
-            TRANSPOSED=not by_rows[0], TAIL=tile.tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
-        )  # fmt: skip
-        launch(
-            grouped_down_kernel, grids[1], h, weights.down, *down, K=inner, **last,
-            TRANSPOSED=not by_rows[1], TAIL=tile.tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
-        )  # fmt: skip
+        depth, tail = max(depth, LEAST * _numbers(weights.down)["UNIT"]), 0
+    launch(
+        grouped_up_kernel, grids[0], x, packed(weights.gate_up), *up, **_numbers(weights.gate_up), **more,
+        TRANSPOSED=not by_rows[0], TAIL=tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+    )  # fmt: skip
+    launch(
+        grouped_down_kernel, grids[1], h, packed(weights.down), *down, **_numbers(weights.down), **last,
+        TRANSPOSED=not by_rows[1], TAIL=tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+    )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -216,9 +199,24 @@ def _gating(weights) -> dict:
     }  # fmt: skip
 
 
-def _numbers(stack: Quantized) -> dict:
-    """How the numbers of a quantized stack lie in memory."""
-    return {"K": stack.shape[1], "UNIT": stack.shape[1] // stack.data.shape[1], "SCALES": stack.scales.shape[1]}
+def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
+    """A stack as kernels take it; numbers of 8 bits stay such."""
+    return PackedWeight(*stack) if isinstance(stack, Quantized) else PackedWeight(stack)
+
+
+def _numbers(stack: torch.Tensor | Quantized) -> dict:
+    """How the numbers of a stack lie in memory."""
+    inputs = stack.shape[-1]
+    if not isinstance(stack, Quantized):
+        return {"K": inputs, "UNIT": 1, "GROUPS": 0}
+    return {"K": inputs, "UNIT": inputs // stack.data.shape[1], "GROUPS": stack.scales.shape[1]}
+
+
+def _rows_shape(stack: torch.Tensor | Quantized) -> dict:
+    """Of a GEMV by rows: a few rows, and words of them, to a step."""
+    numbers = _numbers(stack)
+    words = power_of_two(numbers["K"] // numbers["UNIT"])
+    return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "num_warps": WARPS}
 
 
 def _stages(tile: Tile, columns: int, device: torch.device) -> int:
