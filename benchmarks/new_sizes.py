@@ -77,6 +77,7 @@ class Phases:
 def watched() -> Phases:
     """What can take long in a first call; measuring is told as a whole and by what was measured."""
     import triton
+    from accel_kernels import autotune
     from accel_kernels.attention import backends as attention_backends
     from accel_kernels.gemm import linear
     from accel_kernels.trials import Trials
@@ -86,9 +87,8 @@ def watched() -> Phases:
     phases = Phases()
     phases.watch(Trials, "work", "measuring")
     phases.watch(attention_backends, "_agrees", "attention, first runs")
-    phases.watch(attention_backends, "race", "attention, races")
     phases.watch(linear.LinearChooser, "_agrees", "products, first runs")
-    phases.watch(linear, "race", "products, races")
+    phases.watch(autotune, "race", "races")
     phases.watch(GraphRunner, "_capture", "capture")
     phases.watch(GraphRunner, "_warm_up", "warmup")
     phases.watch(triton.runtime.jit.JITFunction, "_do_compile", "compile")
