@@ -12,15 +12,15 @@ from accel_kernels.op import Case, Random
 class Numbers(Random):
     """Random stores and arguments of calls."""
 
-    def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, codes) -> KV:
-        """Full of keys and values; codes: the 8-bit dtype they are rounded to, or None."""
+    def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, kv_dtype) -> KV:
+        """Full of keys and values; kv_dtype: the 8-bit dtype they are rounded to, or None."""
         blocks = rows * columns
         order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
         table = order.view(rows, columns).to(self.device, torch.int32)
         keys, values = (self(blocks, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
-        if codes is not None:
-            (keys, key_scales), (values, value_scales) = (rounded(t, codes) for t in (keys, values))
+        if kv_dtype is not None:
+            (keys, key_scales), (values, value_scales) = (rounded(t, kv_dtype) for t in (keys, values))
             key_scales, value_scales = (t.mT.contiguous().mT for t in (key_scales, value_scales))
         kept = [t for t in (table, keys, values, key_scales, value_scales) if t is not None]
         metadata = metadata_of(columns, [kept], table.device)
@@ -41,14 +41,14 @@ class Numbers(Random):
 
 
 def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
-                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, codes=None, last=None,
+                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, kv_dtype=None, last=None,
                    **more):  # fmt: skip
     """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
 
     def make(device, dtype):
         numbers = Numbers(device, dtype)
         columns = -(-(room or stored + new) // block)
-        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, codes)
+        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
         mask = None
         if padding_mask:  # left padding of row r by r tokens
             mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
@@ -68,7 +68,7 @@ def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None
 
 
 def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, fill=0, rotary=None, block=16,
-                qk_norm=False, small=False, codes=None, **more):  # fmt: skip
+                qk_norm=False, small=False, kv_dtype=None, **more):  # fmt: skip
     """Sequences (tokens stored, new tokens). decodes: how many of the first are called so, None for all that can be.
 
     idle: more of both kinds that the launch has room for. fill: tokens that fill the call up, of infinities.
@@ -79,7 +79,7 @@ def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, 
         news = [new for _, new in sequences]
         first = next((i for i, new in enumerate(news) if new > 1), len(news)) if decodes is None else decodes
         columns = -(-max((sum(one) for one in sequences), default=1) // block)
-        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, codes)
+        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, kv_dtype)
         tokens = sum(news) + fill
         both = numbers(1, tokens, heads + 2 * kv_heads, dim)
         both[:, sum(news) :] = float("inf")
