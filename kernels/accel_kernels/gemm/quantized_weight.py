@@ -14,7 +14,7 @@ import torch
 from accel_kernels.device import float8_reason
 
 PER_WORD = 8  # 4-bit numbers to an int32
-MIDDLE = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
+ZERO_POINT = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 QUAD = 16  # bytes of the weight that a thread reads at a time; a scale covers whole ones
 # Rows of x up to which a product reads the numbers as they lie. To write a weight of 8 bits out for cuBLAS, and read it
 # there, moves five times its bytes; of more rows, multiplying takes longer than that.
@@ -82,7 +82,7 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
     words = torch.zeros(numbers.shape[0], numbers.shape[1] // PER_WORD, dtype=torch.int32, device=numbers.device)
     for place in range(PER_WORD):
-        words |= (numbers[:, place::PER_WORD].to(torch.int32) + MIDDLE) << 4 * place
+        words |= (numbers[:, place::PER_WORD].to(torch.int32) + ZERO_POINT) << 4 * place
     return words
 
 
@@ -92,7 +92,7 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
     numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # each written where it stays
     torch.bitwise_and(pairs, 15, out=numbers[..., 0])
     torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
-    return numbers.view(torch.int8).sub_(MIDDLE).flatten(1)
+    return numbers.view(torch.int8).sub_(ZERO_POINT).flatten(1)
 
 
 def weight_reason(weight: Quantized) -> str | None:

@@ -26,8 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.gluon_names_triton import RENAMED, all_threads, start_load, start_store
-from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces, placed
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load, start_store
+from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, placed
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.warmup import launch
 
@@ -135,7 +135,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free[0].index(last))
         m, n = _place(tile, tiles_m, tiles_n)
-        pieces = in_pieces(acc, PIECES)
+        pieces = column_blocks(acc, PIECES)
         for piece in gl.static_range(WRITTEN):
             buffer, column = out[MINE].index(piece % BUFFERS), (n * WRITTEN + piece) * WIDTH
             y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])

@@ -37,7 +37,7 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
+from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
@@ -117,12 +117,12 @@ def _scales(weight, up, row, column, block, blocks, n, K: gl.constexpr, GROUPS: 
 
 
 @gluon.jit
-def _scaled(products, s, z, sums, MIDDLE: gl.constexpr, ZEROS: gl.constexpr):
-    """Products of raw numbers times their scales; sums: of x, what is above the numbers times them."""
+def _scaled(products, s, z, sums, ZERO_POINT: gl.constexpr, ZEROS: gl.constexpr):
+    """Products of raw numbers, less the zero point times the sums of x, times their scales."""
     if ZEROS:
-        products -= (z.to(gl.float32) + MIDDLE) * sums
+        products -= (z.to(gl.float32) + ZERO_POINT) * sums
     else:
-        products -= sums * MIDDLE
+        products -= sums * ZERO_POINT
     return products * s.to(gl.float32)
 
 
@@ -137,7 +137,7 @@ def gemv_mma_kernel(
     gl.static_assert(STEPS * PARTS <= 8)
     TILE: gl.constexpr = 8 if GATE else 16
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    MIDDLE: gl.constexpr = middle("int4", DTYPE)
+    ZERO_POINT: gl.constexpr = zero_point("int4", DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -185,7 +185,7 @@ def gemv_mma_kernel(
                 _words(weight, up, row, at, block + (step + DEPTH) // STEPS * stride, blocks, (step + DEPTH) % STEPS,
                        share, n, K, GATE, num_warps),
             )  # fmt: skip
-        total = _scaled(products, s, z, sums, MIDDLE, weight.zeros is not None)
+        total = _scaled(products, s, z, sums, ZERO_POINT, weight.zeros is not None)
         s, z = _scales(weight, up, s_row, s_column, block + stride, blocks, n, K, GROUPS, GATE)
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
         if GATE:

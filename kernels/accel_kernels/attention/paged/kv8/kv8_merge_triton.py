@@ -7,9 +7,7 @@ from accel_kernels.attention.paged.kv_quantization_triton import rounded
 from accel_kernels.attention.paged.online_softmax_triton import add_token, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import apply_rope
 from accel_kernels.attention.paged.store_triton import stored_at
-
-# Names until Triton 3.6, and since.
-all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
+from accel_kernels.gemm.gluon_triton import all_threads
 
 
 @gluon.jit

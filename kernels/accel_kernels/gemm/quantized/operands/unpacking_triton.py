@@ -241,11 +241,11 @@ def _operands(results, words):
 @gluon.jit
 def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
           RAW: gl.constexpr):  # fmt: skip
-    """Words of int32 as a tuple of the bits of bf16 or fp16, DTYPE, in int16: two and two what shares a register.
+    """Words of int32 as a tuple of the bits of bf16 or fp16, DTYPE, in int16: each two neighbors share a register.
 
     Every one is (number + zero) * scale, rounded once, or the number itself where not SCALED. scales: int32 like the
-    words, the scale's bits twice. zeros: likewise, what is to be added, less `middle` for 4 bits. RAW: 4-bit numbers
-    with `middle` still in them.
+    words, the scale's bits twice. zeros: likewise, to be added; of 4 bits `zero_point` is taken off them before. RAW:
+    `zero_point` is still in 4-bit numbers.
     """
     gl.static_assert(SCALED or not ZEROS)
     gl.static_assert(not (RAW and SCALED))
@@ -263,6 +263,6 @@ def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALE
 
 
 @constexpr_function
-def middle(format, dtype):
-    """What `pairs` gives RAW beyond the numbers."""
+def zero_point(format, dtype):
+    """What `pairs` adds to the numbers where RAW: the 8 by which 4-bit numbers are stored, and its float's base."""
     return 0 if format != "int4" else 136 if dtype == gl.bfloat16 else 1032
