@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accel_kernels.device import interpreted, multiprocessors, programmatic, shared_memory
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.warmup import launch
@@ -109,10 +109,8 @@ def int8_linear_kernel(
     if outliers.taken is not None:
         count = tl.load(outliers.found)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = tl.minimum(tiles_m - first, GROUP)
-        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
-        n_first = tile % (GROUP * tiles_n) // height * BLOCK_N
+        row, column = tile_place(tile, tiles_m, tiles_n, GROUP)
+        m, n_first = row * BLOCK_M, column * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         if GATE:
             acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, upcast
 from accel_kernels.elementwise.activations_triton import gelu
+from accel_kernels.gemm.epilogue_triton import tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.linear_geglu import BLOCK_M, BLOCK_N
 from accel_kernels.warmup import launch
@@ -30,10 +31,8 @@ def linear_geglu_kernel(
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(inner, BLOCK_N)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = tl.minimum(tiles_m - first, GROUP)
-        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
-        n = tile % (GROUP * tiles_n) // height * BLOCK_N
+        row, column = tile_place(tile, tiles_m, tiles_n, GROUP)
+        m, n = row * BLOCK_M, column * BLOCK_N
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, depth, BLOCK_K):

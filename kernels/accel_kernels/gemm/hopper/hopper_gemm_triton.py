@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.epilogue_triton import tile_place
 from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load, start_store
 from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, placed
 from accel_kernels.gemm.quantize_rows import QuantizedRows
@@ -44,14 +45,6 @@ WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([MULTIPLY, L
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n):
-    """Row and column of a tile; rows are grouped, so that neighbors share weights in the L2 cache."""
-    first = tile // (GROUP * tiles_n) * GROUP
-    height = gl.minimum(tiles_m - first, GROUP)
-    return first + tile % (GROUP * tiles_n) % height, tile % (GROUP * tiles_n) // height
-
-
-@gluon.jit
 def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
     """The warp that loads, step by step of all tiles of this program.
 
@@ -66,7 +59,7 @@ def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
     tiles_m, tiles_n, depth = sizes
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)  # the phase before the first: every slot is free
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n)
+        m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
         for k in range(0, depth, BLOCK_K):
             mbarrier.wait(free[0].index(slot), phase)
             bar = ready.index(slot)
@@ -134,7 +127,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         mbarrier.arrive(free[1].index(1 - MINE))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free[0].index(last))
-        m, n = _place(tile, tiles_m, tiles_n)
+        m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
         pieces = column_blocks(acc, PIECES)
         for piece in gl.static_range(WRITTEN):
             buffer, column = out[MINE].index(piece % BUFFERS), (n * WRITTEN + piece) * WIDTH
