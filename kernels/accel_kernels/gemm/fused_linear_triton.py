@@ -14,6 +14,7 @@ import triton.language as tl
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -172,16 +173,6 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         EARLY=shape.early, UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
-
-
-def apply_norm(x, norm):
-    """The norm in a pass of its own, by its kernel where it has one."""
-    from accel_kernels.gemm.fused_linear import apply_norm as by_op
-    from accel_kernels.norm.rms_norm_triton import rms_norm
-
-    if not norm.centred and norm.bias is None and x.shape[-1] <= 16384:
-        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
-    return by_op(x, norm)
 
 
 def gemv_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:

@@ -101,11 +101,8 @@ def _reason(x: QuantizedRows, weight: Quantized, epilogue: Epilogue) -> str | No
     tensors |= {"scales": weight.scales} | ({} if up is None else {"up": up.data, "scales of up": up.scales})
     if (reason := contiguous_reason(**tensors)) is not None:
         return reason
-    n = weight.data.shape[0]
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.data.shape[:-1], n)):
-        return "residual of another shape or dtype than the result"
-    if any(shift is not None and shift.shape != (n,) for shift in (epilogue.bias, epilogue.up_bias)):
-        return f"a bias that is not of {n} outputs"
+    if (reason := epilogue.shape_reason(x.data.shape[:-1], weight.data.shape[0], x.dtype)) is not None:
+        return reason
     return dtype_reason(x.scales, weight.scales, x.outliers, epilogue.bias, epilogue.up_bias, residual)
 
 

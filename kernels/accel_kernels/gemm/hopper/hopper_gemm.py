@@ -103,11 +103,8 @@ def _scales_reason(x: QuantizedRows, weights: list[Quantized]) -> str | None:
 
 def _epilogue_reason(x: torch.Tensor, dtype: torch.dtype, n: int, epilogue: Epilogue) -> str | None:
     residual, modulation = epilogue.residual, epilogue.modulation
-    for name, shift in (("bias", epilogue.bias), ("bias of up", epilogue.up_bias)):
-        if shift is not None and (shift.shape != (n,) or not shift.is_contiguous()):
-            return f"{name}: not {n} numbers in a row"
-    if residual is not None and (residual.dtype != dtype or residual.shape != (*x.shape[:-1], n)):
-        return "residual of another shape or dtype than the result"
+    if (reason := epilogue.shape_reason(x.shape[:-1], n, dtype)) is not None:
+        return reason
     if residual is not None and not _mapped(residual):
         return f"residual: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if modulation is not None:

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from accel_kernels.device import AMPERE, HOPPER, is_hopper, multiprocessors, programmatic, reaches, upcast
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.fused_linear_triton import Shape, apply_norm
+from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
+from accel_kernels.gemm.fused_linear_triton import Shape
 from accel_kernels.gemm.quantized.gemv_mma_triton import (
     GemvTile,
     gemv_mma,

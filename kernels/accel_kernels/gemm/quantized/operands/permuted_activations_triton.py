@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
-from accel_kernels.gemm.fused_linear_triton import apply_norm
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
