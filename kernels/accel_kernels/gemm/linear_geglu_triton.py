@@ -5,8 +5,7 @@ that the next one's first loads overlap the end of the one before; rows of tiles
 their weights in the L2 cache.
 
 Serves rows in 16 bits, features in multiples of 8, compute capability 9.0 and later; on 9.0 `hopper_gemm` is faster and
-takes its place. SD1.5's widest takes 37.9 us, the product by cuBLAS and a pass for GEGLU 92.1 (H200,
-nvidia-h200-kernels.json).
+takes its place.
 """
 
 import torch

@@ -1,19 +1,13 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, for Qwen3-30B-A3B on an H200 at 4.2 TB/s and 700 TFLOP/s: 48 layers of 1.2 GB of experts each.
-Measured in bf16 (`nvidia-h200-experts.json`), microseconds a layer beside what bounds it:
+What bounds them, see docs/measurements/batches.md for the figures:
 
-- One token reads its 8 experts, 75 MB: 27 for 18. Every token more reads its own; no weight is read for two.
-- Grouped, an expert's weights are read once however many tokens chose it: 32 tokens hit 109 of 128 experts, 243 for
-  245; from 64 tokens on nearly all are hit, 282 for 283, and 292 for 288 at 128 tokens. Up to there memory bounds, and
-  what counts is how many loads are under way: small tiles, several programs to a multiprocessor.
-- 2,048 tokens: 16,384 pairs, 128 to an expert, 155 GFLOP a layer: 578 for 288. The programs of one expert that need the
-  same weights follow each other (tiles are the first dimension of the grid), so that the second finds them in the L2
-  cache. An expert's last few pairs cost a tile of their own, every second expert's here: 190 tiles of 128 rows where
-  128 would do. 3 GB come from the L2 cache, which bounds more than the tensor cores do.
-- In int8 (`nvidia-h200-experts-int8.json`) half the bytes are read, and what is computed for them bounds sooner: 18 for
-  9, 152 for 125, 182 for 144 and 682 for 221 at 1, 32, 128 and 2,048 tokens.
-- Beside the products: 2 x T k (I + H) numbers between kernels, 3 launches.
+- Each choice by itself reads its expert's weights, also where two tokens chose the same.
+- Grouped, an expert's weights are read once. For few tokens memory bounds, and what counts is how many loads are under
+  way: small tiles, several programs to a multiprocessor.
+- For many tokens the L2 cache bounds more than the tensor cores do. Programs of one expert that need the same weights
+  follow each other (tiles are the first dimension of the grid), so that the second finds them there. An expert's last
+  few pairs cost a tile of their own.
 """
 
 import torch

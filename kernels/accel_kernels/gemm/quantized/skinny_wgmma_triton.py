@@ -6,17 +6,14 @@ weight in 8 bits. More than 64 rows of x come in blocks of 128, each for program
 steps side by side: memory gives a weight to the first of them, the L2 cache to the others. Words of the weight come in
 boxes of 128 bytes of a row through a ring, x through a shorter one, in the order of columns of `permute_activations`.
 While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a row, it multiplies the products
-rather than the numbers; what 4-bit numbers have more than they stand for is taken off there, by sums of x.
+rather than the numbers, and the zero point is taken off the products, by sums of x.
 
 A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
 it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
 tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
-Serves 2 to 512 rows in 16 bits on compute capability 9.0. The products of a Llama-3.1-8B token take 2.76 ms in int8 and
-2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton` 3.11, 2.42, 7.23 and 8.13; with 128 rows 4.60
-and 4.46, with 256 7.39 and 7.34, written out for cuBLAS 10.5, 9.8, 11.7 and 11.0 (H200, results
-nvidia-h200-quantized-chain.json, nvidia-h200-quantized-wgmma.json and nvidia-h200-many-rows.json).
+Serves 2 to 512 rows in 16 bits on compute capability 9.0; docs/measurements/quantization.md has its times.
 """
 
 import torch
