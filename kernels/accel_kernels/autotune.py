@@ -17,6 +17,7 @@ from accel_kernels.trials import put_off
 
 ROUNDS, MOST_REPEATS = 3, 3
 ROUND = 2e-3  # seconds of one round of a race, about
+LEAST_GAIN = 0.03  # of the time of what runs otherwise; closer ones are noise
 CYCLES = 2e9  # a second, of the fastest clock
 LARGEST = 2**63 - 1  # size of a tensor
 
@@ -167,6 +168,35 @@ def race(runs: Sequence[Callable[[], object]]) -> list[float]:
         times = [a.elapsed_time(b) / repeats for a, b in pairwise(marks)]
         least = list(map(min, least, times))
     return least
+
+
+def contest(
+    names: Sequence[str],
+    agrees: Callable[[str], bool],
+    runs: Callable[[Sequence[str]], Sequence[Callable[[], object]]],
+    device: torch.device,
+    otherwise: str | None = None,
+) -> Iterator[str | None]:
+    """A trial of `Choices.decide`: each step runs one of the names for the first time, the last one lets them race.
+
+    agrees: whether a name computes what it should; those that do not drop out. runs: calls to race, for these names,
+    made for that step alone, so that none leaves tensors behind. otherwise: a name that is not tried, and that another
+    must beat by LEAST_GAIN; or None.
+    """
+    found = [] if otherwise is None else [otherwise]
+    for name in names:
+        yield None
+        with torch.cuda.device(device):
+            if agrees(name):
+                found.append(name)
+    if len(found) > 1:
+        yield None
+        with torch.cuda.device(device):
+            times = race(runs(found))
+        best = min(times)
+        if otherwise is None or best < (1 - LEAST_GAIN) * times[0]:
+            found = [found[times.index(best)]]
+    yield from found[:1]
 
 
 class Form(NamedTuple):

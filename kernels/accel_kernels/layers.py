@@ -14,42 +14,37 @@ from accel_kernels.elementwise.gated import gated
 from accel_kernels.norm.rms_norm import Gate, rms_norm
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; rounded once. hidden_states: (..., C); weight: (C,)."""
+class _Layer(nn.Module):
+    """What `kernels` asks of each class."""
 
     can_torch_compile = False
     has_backward = False
+
+
+class RMSNorm(_Layer):
+    """x / rms(x) * weight over the last dimension; rounded once. hidden_states: (..., C); weight: (C,)."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         y = rms_norm(hidden_states.contiguous(), self.weight, _eps(self))
         return y.to(torch.promote_types(y.dtype, self.weight.dtype))  # as weight * x is
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(_Layer):
     """x / rms(x) * (1 + weight), as Gemma and Qwen3-Next store weights; otherwise as `RMSNorm`, in the dtype of x."""
-
-    can_torch_compile = False
-    has_backward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x.contiguous(), self.weight, _eps(self), offset=1.0)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Layer):
     """x / rms(x) * weight * silu(gate), in the dtype of x. hidden_states, gate: (..., C); weight: (C,)."""
-
-    can_torch_compile = False
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states.contiguous(), self.weight, _eps(self), gate=Gate(gate, "silu", False))
 
 
-class SiluAndMul(nn.Module):
+class SiluAndMul(_Layer):
     """silu(a) * b of the halves a and b of the last dimension. input: (..., 2 C). Returns (..., C)."""
-
-    can_torch_compile = False
-    has_backward = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return gated(*input.chunk(2, dim=-1), "silu")

@@ -3,11 +3,12 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
+from accel_kernels.device import AMPERE, capability
 from accel_kernels.warmup import warming_up
 
 
@@ -25,6 +26,28 @@ class Case:
     name: str
     make: Callable[[torch.device, torch.dtype], tuple[tuple, dict]]
     small: bool = False  # few enough programs for Triton's interpreter
+
+
+class Random:
+    """Random tensors on one device, of one dtype where no other is named: the same ones in the same order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *size: int, spread: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None):
+        """Normally distributed."""
+        x = torch.randn(*size, generator=self.generator)
+        return (x * spread + mean).to(self.device, dtype or self.dtype)
+
+    def uniform(self, *size: int) -> torch.Tensor:
+        """Of 0 to 1, in float32."""
+        return torch.rand(*size, generator=self.generator).to(self.device)
+
+
+def random_case(name: str, make: Callable[[Random], tuple[tuple, dict]], small: bool = False) -> Case:
+    """The case whose arguments `make` makes of random tensors."""
+    return Case(name, lambda device, dtype: make(Random(device, dtype)), small)
 
 
 def _by_name(name: str) -> "Op":
@@ -80,8 +103,12 @@ class Op:
         return (self.triton if pays else other)(x, *args, **kwargs)
 
 
-# Triton's interpreter runs on CPU tensors; any count gives the same results there.
-INTERPRETER_SMS = 4
+def make_op(
+    name: str, reference: Callable[..., Any], supports: Callable[..., str | None], cases: tuple[Case, ...], **more: Any
+) -> Op:
+    """The operation whose launcher has its name, in the file of its reference with `_triton` behind its name."""
+    return Op(name, reference, f"{reference.__module__}_triton:{name}", supports, cases, **more)
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -95,9 +122,17 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
         if tensor.device != given[0].device:
             return f"tensors on {given[0].device} and {tensor.device}"
     if given[0].is_cuda:
-        least = (8, 0) if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
+        least = AMPERE if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
         if capability(given[0].device) < least:
             return f"compute capability below {least[0]}.{least[1]}"
+    return None
+
+
+def contiguous_reason(**tensors: torch.Tensor | None) -> str | None:
+    """Which of these, that are there, is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} not contiguous"
     return None
 
 
@@ -114,25 +149,3 @@ def rows_reason(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
     if residual is not None and not residual.is_contiguous():
         return "residual not contiguous"
     return None
-
-
-@lru_cache(maxsize=16)
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    if device.type != "cuda":
-        return INTERPRETER_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    if device.type != "cuda":
-        return 160 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

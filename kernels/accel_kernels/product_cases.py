@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case
+from accel_kernels.op import Case, Random, random_case
 
 
 def product_case(
@@ -21,24 +21,16 @@ def product_case(
     residual, modulation: whether there is one, the last for each of shape[0] parts.
     """
 
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+    def make(rand):
         k = shape[-1]
-
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
 
         def wide():
             full = rand(n, k, spread=k**-0.5)
             return full if weight is None else weight(full)
 
         given = {"activation": activation, "scale": scale}
-        if norm == "rms":
-            given["norm"] = Norm(rand(k), None, 1e-5)
-        elif norm == "gemma":
-            given["norm"] = Norm(rand(k), None, 1e-6, offset=1.0)
-        elif norm == "layer":
-            given["norm"] = Norm(rand(k), rand(k), 1e-5, centred=True)
+        if norm is not None:
+            given["norm"] = case_norm(norm, rand, k)
         if gate:
             given |= {"up": wide(), "up_bias": rand(n) if bias else None}
         if residual:
@@ -48,4 +40,13 @@ def product_case(
         x = rand(*shape)
         return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
+
+
+def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:
+    """kind: "rms", "gemma", "layer" or None."""
+    if kind is None:
+        return None
+    if kind == "layer":
+        return Norm(rand(channels), rand(channels), 1e-5, centred=True)
+    return Norm(rand(channels), None, 1e-5) if kind == "rms" else Norm(rand(channels), None, 1e-6, offset=1.0)

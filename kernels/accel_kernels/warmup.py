@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accel_kernels.compiling.kernel_hash import hash_callees_first
-from accel_kernels.launch import interpreted
+from accel_kernels.device import interpreted
 
 COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
 
@@ -50,7 +50,7 @@ def prepare() -> None:
     """
     from triton.runtime import cache
 
-    if _compiles_beside():
+    if not interpreted():
         import_module(COMPILERS).compilers_of(os.getpid()).start()
     key = getattr(cache, "triton_key", None)  # no documented name; without it the first kernel waits for the hash
     if key is not None:
@@ -63,7 +63,7 @@ class Warmup:
     They do on the device that is current in `launches`. Launches for another one compile for this one too: Triton would
     give both one kernel, and what is loaded into one device's context must not be launched on another. There it is read
     from Triton's cache at its first launch.
-    Without Triton's asynchronous compilation (3.5 and later) it does nothing, and kernels compile when first launched.
+    In Triton's interpreter it does nothing.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Warmup:
     @contextmanager
     def launches(self) -> Iterator[None]:
         """Inside, once, Triton launches of this context compile instead of running."""
-        if not _compiles_beside():
+        if interpreted():
             yield
             return
         compiling = import_module(COMPILERS)
@@ -116,13 +116,6 @@ def _load_all(now: Warmup, threads: ThreadPoolExecutor) -> None:
         list(threads.map(_build_launcher, kernels))
         for kernel in kernels:
             kernel._init_handles()
-
-
-def _compiles_beside() -> bool:
-    """Whether Triton compiles, and has a way to do so asynchronously."""
-    import triton
-
-    return hasattr(triton, "AsyncCompileMode") and not interpreted()
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:

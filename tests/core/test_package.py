@@ -262,8 +262,8 @@ SHARED = {
     KERNELS: {
         **dict.fromkeys(("reference", "supports"), "of each op, which holds them"),
         **dict.fromkeys(("pays", "instead"), "whether an op gains here, and what takes its place"),
-        **dict.fromkeys(("in_passes", "interpreted", "refusal"), "the same question of each kind of product"),
-        **dict.fromkeys(("Shape", "Tile", "apply_norm", "factor", "rounded"), "in a kernel and its reference"),
+        **dict.fromkeys(("in_passes", "refusal"), "the same question of each kind of product"),
+        **dict.fromkeys(("Shape", "Tile", "factor", "rounded"), "in a kernel and its reference"),
     },
 }
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
+from accel_kernels import autotune
 from accel_kernels import trials as module
-from accel_kernels.gemm import linear
 from accel_kernels.gemm.linear import LinearChooser
 from accel_kernels.trials import Trials, put_off
 
@@ -102,7 +102,7 @@ def test_a_residual_is_part_of_the_product(monkeypatch, tmp_path):
     monkeypatch.setattr(chooser, "_refuses", lambda *args: False)
     monkeypatch.setattr(chooser, "_product", lambda key, *args: chooser.products.setdefault(key, Product()))
     monkeypatch.setattr(chooser, "_agrees", lambda product, rank, *args: ran.append(args) or True)
-    monkeypatch.setattr(linear, "race", lambda runs: [9.0, 9.0, 8.0, 9.0])
+    monkeypatch.setattr(autotune, "race", lambda runs: [9.0, 9.0, 8.0, 9.0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     x, weight, bias, residual = torch.randn(2, 5, 8), torch.randn(16, 8), torch.randn(16), torch.randn(2, 5, 16)
@@ -122,7 +122,7 @@ def test_products_are_measured_later_and_the_fastest_algorithm_runs_in_graphs(mo
     monkeypatch.setattr(chooser, "_refuses", lambda *args: False)
     monkeypatch.setattr(chooser, "_product", lambda key, *args: chooser.products.setdefault(key, Product()))
     monkeypatch.setattr(chooser, "_agrees", lambda product, rank, *args: ran.append(rank) or rank != 1)
-    monkeypatch.setattr(linear, "race", lambda runs: [9.0, 9.0, 8.0][: len(runs)])
+    monkeypatch.setattr(autotune, "race", lambda runs: [9.0, 9.0, 8.0][: len(runs)])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])

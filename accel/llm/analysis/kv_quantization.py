@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
-from accel_kernels.attention.paged.paged_attention import FLOAT8
-from accel_kernels.op import capability
+from accel_kernels.device import FLOAT8, capability
 
 from accel.errors import Refused
 from accel.llm.analysis.softmax_attention import SoftmaxSpec

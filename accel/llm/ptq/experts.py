@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from accel_kernels.attention.paged.paged_attention import FLOAT8
-from accel_kernels.op import capability
+from accel_kernels.device import FLOAT8, capability
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -4,7 +4,7 @@ The best one differs from card to card and from shape to shape: docs/measurement
 measured, one runs that needs nothing made for the shape: cuDNN makes a plan for each, 45 to 70 ms on an H200.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.matmul_attention import matmul_attention
 from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
-from accel_kernels.autotune import Choices, Form, Place, filled, race
+from accel_kernels.autotune import Choices, Form, Place, contest, filled
 from accel_kernels.errors import out_of_memory, set_aside
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.warmup import alongside, warming_up
@@ -169,7 +169,7 @@ class AttentionChooser(Choices):
         return next((name for name in names if name in possible), "sdpa")
 
     def _trial(self, key: str, possible: list[str], otherwise: str, forms: list[Form]) -> Iterator[str | None]:
-        """A step runs a candidate for the first time, or lets all race; it leaves no tensors behind."""
+        """Takes over what an earlier process, or a shape near by, found; else races the candidates."""
         stored, near = self.stored(key), self.neighbor(key, REACH)
         if stored in possible and _agrees(stored, otherwise, forms):
             self.learn(key, stored)
@@ -177,18 +177,12 @@ class AttentionChooser(Choices):
         if near in possible and _agrees(near, otherwise, forms):
             self.adopt(key, near)
             return
-        names = []
-        for name in possible:
-            yield None
-            if _agrees(name, otherwise, forms):
-                names.append(name)
-        if len(names) > 1:
-            yield None
-            with torch.cuda.device(forms[0].device):
-                given = filled(forms)
-                times = race([partial(BACKENDS[name].run, *given, None) for name in names])
-            names = [min(zip(times, names, strict=True))[1]]
-        yield from names
+
+        def runs(names: Sequence[str]) -> list[Callable[[], object]]:
+            given = filled(forms)
+            return [partial(BACKENDS[name].run, *given, None) for name in names]
+
+        yield from contest(possible, lambda name: _agrees(name, otherwise, forms), runs, forms[0].device)
 
     def _warm_up(self, q, k, v) -> torch.Tensor:
         """Compiles and loads what is chosen from, for this size and others; nothing of shape q's."""

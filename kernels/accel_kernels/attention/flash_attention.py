@@ -7,7 +7,7 @@ dimension 512, the single-head attention in the middle of a VAE, for which no ve
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(q, k, v, scale=None):
@@ -32,14 +32,13 @@ def supports(q, k, v, scale=None) -> str | None:
 
 
 def _case(name, b, h, sq, sk, d, packed=False, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+    def make(rand):
         if packed:  # as views of one projection, the way a fused QKV gives them
-            qkv = torch.randn(b, sq, 3, h, d, generator=g).to(device, dtype)
+            qkv = rand(b, sq, 3, h, d)
             return tuple(qkv[:, :, i].transpose(1, 2) for i in range(3)), {}
-        return tuple(torch.randn(b, h, s, d, generator=g).to(device, dtype) for s in (sq, sk, sk)), {}
+        return tuple(rand(b, h, s, d) for s in (sq, sk, sk)), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -53,4 +52,4 @@ CASES = (
     _case("vae-odd", 2, 1, 1023, 1023, 512),
 )
 
-attention = Op("attention", reference, "accel_kernels.attention.flash_attention_triton:attention", supports, CASES)
+attention = make_op("attention", reference, supports, CASES)

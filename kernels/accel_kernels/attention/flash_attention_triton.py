@@ -1,14 +1,13 @@
 """Flash attention forward, no mask: one program a block of queries, online softmax in base 2, fp32 accumulators."""
 
-import os
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.device import multiprocessors, upcast
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 LOG2E = 1.4426950408889634
@@ -118,12 +117,10 @@ def attention(q, k, v, scale=None):
     scale = dim**-0.5 if scale is None else scale
     block_d = max(16, power_of_two(dim))
     tile = _tile(q, k.shape[2], block_d)
-    # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
-    upcast = os.environ.get("TRITON_INTERPRET") == "1" and q.dtype == torch.bfloat16
     launch(
         attention_kernel, (triton.cdiv(q_length, tile.queries), batch * heads),
         q, k, v, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, q_length, k.shape[2], scale * LOG2E, dim, block_d, tile.queries, tile.keys, upcast,
+        heads, q_length, k.shape[2], scale * LOG2E, dim, block_d, tile.queries, tile.keys, upcast(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from accel_kernels.collective.symmetric_memory import Shared
-from accel_kernels.op import FLOATS, launcher, multiprocessors
+from accel_kernels.device import multiprocessors
+from accel_kernels.op import FLOATS, launcher
 
 DIMS = 3  # of a piece, at the most
 PROGRAMS = 2  # to a multiprocessor

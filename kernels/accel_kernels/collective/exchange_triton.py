@@ -10,8 +10,8 @@ import triton.language as tl
 
 from accel_kernels.collective.exchange import DIMS
 from accel_kernels.collective.signals_triton import meet
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 BLOCK = 4096  # numbers to a step of a program, in rows of at most

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.collective.signals_triton import meet
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # numbers to a program

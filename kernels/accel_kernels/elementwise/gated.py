@@ -3,7 +3,7 @@
 import torch
 
 from accel_kernels.norm.norm import ACTIVATIONS
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(gate, up, activation):
@@ -30,13 +30,11 @@ def _rows_regular(t: torch.Tensor) -> bool:
 
 
 def _case(name, rows, width, activation="silu", halves=False, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-        both = torch.randn(rows, 2 * width, generator=g).to(device, dtype)
-        gate, up = both.chunk(2, dim=-1)
+    def make(rand):
+        gate, up = rand(rows, 2 * width).chunk(2, dim=-1)
         return (gate, up, activation) if halves else (gate.contiguous(), up.contiguous(), activation), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -48,4 +46,4 @@ CASES = (
     _case("phi3-halves", 512, 8192, halves=True),
 )
 
-gated = Op("gated", reference, "accel_kernels.elementwise.gated_triton:gated", supports, CASES)
+gated = make_op("gated", reference, supports, CASES)

@@ -1,9 +1,8 @@
 """GEGLU activation: the first half of the channels times the exact GELU of the second (Shazeer, 2020)."""
 
-import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(x):
@@ -23,10 +22,7 @@ def supports(x) -> str | None:
 
 
 def _case(name, *shape, small=False):
-    def make(device, dtype):
-        return (torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(0)).mul(3).to(device, dtype),), {}
-
-    return Case(name, make, small)
+    return random_case(name, lambda rand: ((rand(*shape, spread=3.0),), {}), small)
 
 
 CASES = (
@@ -38,4 +34,4 @@ CASES = (
     _case("sdxl-32", 2, 1024, 10240),
 )
 
-geglu = Op("geglu", reference, "accel_kernels.elementwise.geglu_triton:geglu", supports, CASES)
+geglu = make_op("geglu", reference, supports, CASES)

@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(x, scale, dtype):
@@ -19,11 +19,10 @@ def supports(x, scale, dtype) -> str | None:
 
 
 def _case(name, rows, columns, small=False):
-    def make(device, dtype):
-        x = torch.randn(rows, columns, generator=torch.Generator("cpu").manual_seed(0)).mul(8)
-        return (x.to(device), 0.5, dtype), {}
+    def make(rand):
+        return (rand(rows, columns, spread=8.0, dtype=torch.float32), 0.5, rand.dtype), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -35,4 +34,4 @@ CASES = (
     _case("vae-1024", 2048, 16384),
 )
 
-softmax = Op("softmax", reference, "accel_kernels.elementwise.softmax_triton:softmax", supports, CASES)
+softmax = make_op("softmax", reference, supports, CASES)

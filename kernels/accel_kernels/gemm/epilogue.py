@@ -1,6 +1,6 @@
 """What follows a product before anything is written: one value that every product takes, plain or quantized."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,15 @@ class Epilogue(NamedTuple):
         up = None if self.up is None else getattr(self.up, "data", self.up)
         if up is not None and (self.activation is None or up.shape != weight.shape or up.dtype != weight.dtype):
             return "a gate without activation, or of another shape or dtype"
+        return None
+
+    def shape_reason(self, rows: Sequence[int], n: int, dtype: torch.dtype) -> str | None:
+        """Why its tensors do not belong to a result (*rows, n) of this dtype."""
+        if self.residual is not None and (self.residual.dtype != dtype or self.residual.shape != (*rows, n)):
+            return "residual of another shape or dtype than the result"
+        shifts = [shift for shift in (self.bias, self.up_bias) if shift is not None]
+        if any(shift.shape != (n,) or not shift.is_contiguous() for shift in shifts):
+            return f"a bias that is not {n} numbers in a row"
         return None
 
     @property

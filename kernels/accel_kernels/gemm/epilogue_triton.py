@@ -1,9 +1,17 @@
-"""The `Epilogue` of a product inside kernels: what follows its sums, in fp32, before anything is written."""
+"""Parts of products inside kernels: the order of tiles, and the `Epilogue`, what follows the sums in fp32."""
 
 import triton
 import triton.language as tl
 
 from accel_kernels.elementwise.activations_triton import activate
+
+
+@triton.jit
+def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile. GROUP rows of tiles go along the columns together, and share weights in L2."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + tile % (GROUP * tiles_n) % height, tile % (GROUP * tiles_n) // height
 
 
 @triton.jit

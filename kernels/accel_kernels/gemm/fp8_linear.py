@@ -9,11 +9,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.device import float8_reason
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE
 from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.op import Op, capability
+from accel_kernels.op import Op
 from accel_kernels.product_cases import product_case
 
 FP8 = torch.float8_e4m3fn
@@ -81,9 +82,7 @@ def supports(x, weight, bias=None, **after) -> str | None:
         return "not contiguous"
     if any(shift is not None and shift.dtype != x.dtype for shift in (bias, epilogue.up_bias, epilogue.residual)):
         return "bias or residual of another dtype than x"
-    if x.is_cuda and capability(x.data.device) < (8, 9):
-        return "compute capability below 8.9"
-    return None
+    return float8_reason(x.data.device, FP8)
 
 
 def _case(name, *shape, n, **more):

@@ -12,9 +12,9 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.layer_norm import layer_norm
-from accel_kernels.norm.norm import Norm
+from accel_kernels.norm.norm import Norm, norm_reason, norm_weights
 from accel_kernels.norm.rms_norm import rms_norm
-from accel_kernels.op import Op, dtype_reason
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 MOST_ROWS = 64
@@ -62,17 +62,15 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return "several rows of float32, which cuBLAS adds up with less error"
     if (reason := epilogue.refusal(weight)) is not None:
         return reason
-    if norm is not None and norm.bias is not None and not norm.centred:
-        return "a norm with a bias and no mean"
+    if (reason := norm_reason(norm)) is not None:
+        return reason
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
-    tensors = {"x": x, "weight": weight, "up": up, "residual": residual}
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            return f"{name} not contiguous"
+    if (reason := contiguous_reason(x=x, weight=weight, up=up, residual=residual)) is not None:
+        return reason
     if weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
         return "x, weight and residual of different dtypes"
-    return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *((norm.weight, norm.bias) if norm else ()))
+    return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *norm_weights(norm))
 
 
 def _case(name, rows, k, n, **more):
@@ -101,6 +99,4 @@ CASES = (
     _case("phi-mlp", 2, 2560, 10240, norm="layer", bias=True, activation="gelu_tanh"),
 )
 
-fused_linear = Op(
-    "fused_linear", reference, "accel_kernels.gemm.fused_linear_triton:fused_linear", supports, CASES, instead=in_passes
-)
+fused_linear = make_op("fused_linear", reference, supports, CASES, instead=in_passes)

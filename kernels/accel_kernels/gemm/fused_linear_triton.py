@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.split_kv import upcast
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
-from accel_kernels.launch import power_of_two
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.op import multiprocessors, shared_memory
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 
@@ -176,16 +175,6 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     return y
 
 
-def apply_norm(x, norm):
-    """The norm in a pass of its own, by its kernel where it has one."""
-    from accel_kernels.gemm.fused_linear import apply_norm as by_op
-    from accel_kernels.norm.rms_norm_triton import rms_norm
-
-    if not norm.centred and norm.bias is None and x.shape[-1] <= 16384:
-        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
-    return by_op(x, norm)
-
-
 def gemv_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
     """As measured on an H200. With a norm all columns in one step, so that x is read once."""
     columns = min(4096 if norm or k > 8192 or n > 32768 else 2048, power_of_two(k))
@@ -208,7 +197,3 @@ def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torc
     stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
     most = (3 if few and norm else 4) if gate else 5
     return Shape(block, 128, 4, max(2, min(most, shared_memory(device) // stage)), few and norm)
-
-
-def _types(dtype, names, **numbers):
-    return {f"{name}_ptr": f"*{dtype}" for name in names} | numbers

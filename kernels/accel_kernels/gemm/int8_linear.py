@@ -8,11 +8,12 @@ and residual follow in fp32 before anything is written.
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.device import tma_reason
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE, QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.op import Op, capability, dtype_reason, launcher
+from accel_kernels.op import contiguous_reason, dtype_reason, launcher, make_op
 from accel_kernels.product_cases import product_case
 
 AFTER_PRODUCT = "accel_kernels.gemm.int8_linear_triton:after_product"
@@ -77,9 +78,7 @@ def supports(x, weight, bias=None, **after) -> str | None:
         return f"{x.data.shape[-1]} inputs, not a multiple of 16, as the tensor memory accelerator needs"
     if any(t.data_ptr() % 16 for t in (x.data, *(one.data for one in epilogue.weights(weight)))):
         return "numbers not at a multiple of 16 bytes"
-    if x.is_cuda and capability(x.data.device) < (9, 0):
-        return "a GPU without a tensor memory accelerator (compute capability below 9.0)"
-    return _reason(x, weight, epilogue)
+    return tma_reason(x.data.device) or _reason(x, weight, epilogue)
 
 
 def _reason(x: QuantizedRows, weight: Quantized, epilogue: Epilogue) -> str | None:
@@ -100,14 +99,10 @@ def _reason(x: QuantizedRows, weight: Quantized, epilogue: Epilogue) -> str | No
         return "a gate whose scales have another dtype"
     tensors = {"x": x.data, "its scales": x.scales, "outliers": x.outliers, "weight": weight.data, "residual": residual}
     tensors |= {"scales": weight.scales} | ({} if up is None else {"up": up.data, "scales of up": up.scales})
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            return f"{name} not contiguous"
-    n = weight.data.shape[0]
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != (*x.data.shape[:-1], n)):
-        return "residual of another shape or dtype than the result"
-    if any(shift is not None and shift.shape != (n,) for shift in (epilogue.bias, epilogue.up_bias)):
-        return f"a bias that is not of {n} outputs"
+    if (reason := contiguous_reason(**tensors)) is not None:
+        return reason
+    if (reason := epilogue.shape_reason(x.data.shape[:-1], weight.data.shape[0], x.dtype)) is not None:
+        return reason
     return dtype_reason(x.scales, weight.scales, x.outliers, epilogue.bias, epilogue.up_bias, residual)
 
 
@@ -156,6 +151,4 @@ CASES = (
     _case("llama-qkv-130", 130, 4096, n=6144, bias=True, planted=(7,), outliers=6.0),
 )
 
-int8_linear = Op(
-    "int8_linear", reference, "accel_kernels.gemm.int8_linear_triton:int8_linear", supports, CASES, instead=in_passes
-)
+int8_linear = make_op("int8_linear", reference, supports, CASES, instead=in_passes)

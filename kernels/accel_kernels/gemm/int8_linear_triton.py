@@ -6,12 +6,9 @@ neighbors share their weights in the L2 cache. The sums become floats in place; 
 of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be; or, where that is all of
 them, read as they lie, and nothing is multiplied as integers.
 
-Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later. Attention's output of Llama-3.1-8B, 2048
-rows, takes 57 us; cuBLAS's integer product and the pass after it take 98, bf16 as much (H200,
-nvidia-h200-int8-linear.json).
+Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -19,12 +16,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import interpreted, multiprocessors, programmatic, shared_memory
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
-from accel_kernels.op import multiprocessors, shared_memory
 from accel_kernels.warmup import launch
 
 
@@ -111,10 +107,8 @@ def int8_linear_kernel(
     if outliers.taken is not None:
         count = tl.load(outliers.found)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = tl.minimum(tiles_m - first, GROUP)
-        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
-        n_first = tile % (GROUP * tiles_n) // height * BLOCK_N
+        row, column = tile_place(tile, tiles_m, tiles_n, GROUP)
+        m, n_first = row * BLOCK_M, column * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         if GATE:
             acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
@@ -216,11 +210,6 @@ def after_product(x, weight, epilogue, sums):
 def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:
     """With how many columns there is room for."""
     return OutlierArguments(x.outliers, x.columns, x.count), 0 if x.columns is None else x.columns.numel()
-
-
-def interpreted() -> bool:
-    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def stage_bytes(shape: Shape, gate: bool) -> int:

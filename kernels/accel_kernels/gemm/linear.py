@@ -4,20 +4,19 @@ In a CUDA graph only: there the choice costs nothing, while outside of one the d
 torch's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.autotune import Choices, Form, Lent, Place, race
+from accel_kernels.autotune import Choices, Form, Lent, Place, contest
 from accel_kernels.gemm.cublaslt import TYPES, CublasLt, Product
 from accel_kernels.tolerances import ALGORITHM, SMALLEST_OUTPUT
 from accel_kernels.warmup import warming_up
 
 TORCH = "torch"
-LEAST_GAIN = 0.03  # of the time; closer ones are noise
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 REACH = 2.0  # factor between two numbers of rows up to which torch's own being the best for one is taken for the other
 
@@ -174,8 +173,7 @@ class LinearChooser(Choices):
     def _trial(
         self, key: str, x: Form, weight: Lent, bias: Form | None, residual: Form | None, gelu: bool, apart: int
     ) -> Iterator[str | None]:
-        """A step runs one algorithm for the first time, or lets all race; it leaves no tensors behind."""
-
+        """Races the algorithms of this product."""
         outs = weight.form.shape[0]
 
         def given() -> Given:
@@ -191,22 +189,16 @@ class LinearChooser(Choices):
         if product is None:
             yield TORCH
             return
-        ranks = []
-        for rank in range(len(product.algorithms)):
-            yield None
-            with torch.cuda.device(x.device):
-                if self._agrees(product, rank, *given(), gelu, out()):
-                    ranks.append(rank)
-        if not ranks:
-            yield TORCH
-            return
-        yield None
-        with torch.cuda.device(x.device):
+
+        def runs(names: Sequence[str]) -> list[Callable[[], object]]:
             tensors, place = given(), out()
-            runs = [partial(self._run, product, rank, *tensors, place) for rank in ranks]
-            own, *times = race([partial(torch_linear, *tensors, gelu, place), *runs])
-        best = min(times)
-        yield str(ranks[times.index(best)]) if best < (1 - LEAST_GAIN) * own else TORCH
+            ranks = [partial(self._run, product, int(rank), *tensors, place) for rank in names[1:]]
+            return [partial(torch_linear, *tensors, gelu, place), *ranks]
+
+        ranks = list(map(str, range(len(product.algorithms))))
+        yield from contest(
+            ranks, lambda rank: self._agrees(product, int(rank), *given(), gelu, out()), runs, x.device, TORCH
+        )
 
     def _agrees(self, product: Product, rank: int, x, weight, bias, residual, gelu: bool, out) -> bool:
         """In place, since two outputs are what a call of the model itself holds; more would be its peak of memory."""

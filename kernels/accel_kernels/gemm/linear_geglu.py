@@ -6,8 +6,9 @@ y = (x Wv^T + bv) * gelu(x Wg^T + bg), exact GELU; Shazeer, "GLU Variants Improv
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.device import multiprocessors, tma_reason
 from accel_kernels.elementwise.geglu import geglu
-from accel_kernels.op import Case, Op, capability, dtype_reason, multiprocessors
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
 
 BLOCK_M, BLOCK_N = 128, 128
 LEAST_USE = 0.75  # of the multiprocessors over all rounds; below, cuBLAS and a pass for GEGLU are faster (H200)
@@ -27,8 +28,8 @@ def supports(x, weight, bias=None) -> str | None:
         return "empty"
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] % 2:
         return f"input {tuple(x.shape)} and weight {tuple(weight.shape)}"
-    if not (x.is_contiguous() and weight.is_contiguous()):
-        return "not contiguous"
+    if (reason := contiguous_reason(x=x, weight=weight)) is not None:
+        return reason
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} is not float16 or bfloat16"
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -37,9 +38,7 @@ def supports(x, weight, bias=None) -> str | None:
         return "features that are not a multiple of 8, as the tensor memory accelerator needs"
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return "not aligned to 16 bytes"
-    if x.is_cuda and capability(x.device) < (9, 0):
-        return "a GPU without a tensor memory accelerator (compute capability below 9.0)"
-    return dtype_reason(x, weight, bias)
+    return tma_reason(x.device) or dtype_reason(x, weight, bias)
 
 
 def pays(x, weight, bias=None) -> bool:
@@ -51,20 +50,11 @@ def pays(x, weight, bias=None) -> bool:
 
 
 def _case(name, *shape, inner, bias=True, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+    def make(rand):
+        weight = rand(2 * inner, shape[-1], spread=shape[-1] ** -0.5)
+        return (rand(*shape), weight, rand(2 * inner) if bias else None), {}
 
-        def rand(*size):
-            return torch.randn(*size, generator=g)
-
-        weight = rand(2 * inner, shape[-1]) * shape[-1] ** -0.5
-        return (
-            rand(*shape).to(device, dtype),
-            weight.to(device, dtype),
-            rand(2 * inner).to(device, dtype) if bias else None,
-        ), {}
-
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -77,12 +67,4 @@ CASES = (
     _case("sdxl-32", 2, 1024, 1280, inner=5120),
 )
 
-linear_geglu = Op(
-    "linear_geglu",
-    reference,
-    "accel_kernels.gemm.linear_geglu_triton:linear_geglu",
-    supports,
-    CASES,
-    pays,
-    instead,
-)
+linear_geglu = make_op("linear_geglu", reference, supports, CASES, pays=pays, instead=instead)

@@ -5,21 +5,19 @@ that the next one's first loads overlap the end of the one before; rows of tiles
 their weights in the L2 cache.
 
 Serves rows in 16 bits, features in multiples of 8, compute capability 9.0 and later; on 9.0 `hopper_gemm` is faster and
-takes its place. SD1.5's widest takes 37.9 us, the product by cuBLAS and a pass for GEGLU 92.1 (H200,
-nvidia-h200-kernels.json).
+takes its place.
 """
-
-import os
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from accel_kernels.device import multiprocessors, upcast
 from accel_kernels.elementwise.activations_triton import gelu
+from accel_kernels.gemm.epilogue_triton import tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.linear_geglu import BLOCK_M, BLOCK_N
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 BLOCK_K, GROUP, WARPS, STAGES = 64, 8, 8, 3
@@ -32,10 +30,8 @@ def linear_geglu_kernel(
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(inner, BLOCK_N)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = tl.minimum(tiles_m - first, GROUP)
-        m = (first + tile % (GROUP * tiles_n) % height) * BLOCK_M
-        n = tile % (GROUP * tiles_n) // height * BLOCK_N
+        row, column = tile_place(tile, tiles_m, tiles_n, GROUP)
+        m, n = row * BLOCK_M, column * BLOCK_N
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, depth, BLOCK_K):
@@ -63,15 +59,13 @@ def linear_geglu(x, weight, bias=None):
     rows = x.numel() // depth
     y = torch.empty((*x.shape[:-1], inner), device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(inner, BLOCK_N)
-    # Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there.
-    upcast = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype == torch.bfloat16
     launch(
         linear_geglu_kernel, (min(tiles, multiprocessors(x.device)),),
         TensorDescriptor.from_tensor(x.view(rows, depth), [BLOCK_M, BLOCK_K]),
         TensorDescriptor.from_tensor(weight.detach(), [BLOCK_N, BLOCK_K]),
         x if bias is None else bias,
         TensorDescriptor.from_tensor(y.view(rows, inner), [BLOCK_M, BLOCK_N]),
-        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast,
+        bias is not None, rows, inner, depth, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, upcast(x.dtype),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return y

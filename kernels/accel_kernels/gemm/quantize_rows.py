@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
-from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.norm.norm import norm_reason, norm_weights
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
+from accel_kernels.product_cases import case_norm
 from accel_kernels.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
 
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
@@ -146,34 +148,26 @@ def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> st
         return f"a threshold of {outliers}"
     if x.shape[-1] > 16384:
         return f"{x.shape[-1]} columns, more than 16384"
-    if not x.is_contiguous():
-        return "not contiguous"
-    if norm is not None and norm.bias is not None and not norm.centred:
-        return "a norm with a bias and no mean"
-    if dtype == torch.float8_e4m3fn and x.is_cuda and capability(x.device) < (8, 9):
-        return "float8 below compute capability 8.9"
-    return dtype_reason(x, *((norm.weight, norm.bias) if norm else ()))
+    return (
+        contiguous_reason(x=x)
+        or norm_reason(norm)
+        or float8_reason(x.device, dtype)
+        or dtype_reason(x, *norm_weights(norm))
+    )
 
 
 def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, scale=None, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-        k = shape[-1]
-        x = torch.randn(*shape, generator=g)
+    def make(rand):
+        x = rand(*shape)
         x[..., list(planted)] *= 20
-        given = {"dtype": to, "outliers": outliers}
-        if norm == "rms":
-            given["norm"] = Norm(torch.randn(k, generator=g).to(device, dtype), None, 1e-5)
-        elif norm == "layer":
-            weight, bias = (torch.randn(k, generator=g).to(device, dtype) for _ in range(2))
-            given["norm"] = Norm(weight, bias, 1e-5, centred=True)
+        given = {"dtype": to, "outliers": outliers, "norm": case_norm(norm, rand, shape[-1])}
         if scale is not None:
-            given["scale"] = torch.tensor([scale], device=device)
+            given["scale"] = torch.tensor([scale], device=rand.device)
         if isinstance(outliers, tuple):
-            given["outliers"] = torch.tensor(outliers, device=device)
-        return (x.to(device, dtype),), given
+            given["outliers"] = torch.tensor(outliers, device=rand.device)
+        return (x,), given
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -199,4 +193,4 @@ CASES = (
     _case("llama-fp8", 2048, 4096, norm="rms", to=torch.float8_e4m3fn),
 )
 
-quantize_rows = Op("quantize_rows", reference, "accel_kernels.gemm.quantize_rows_triton:quantize_rows", supports, CASES)
+quantize_rows = make_op("quantize_rows", reference, supports, CASES)

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.row_numbers import LEAST, MOST, REACH
 from accel_kernels.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 AT_ONCE = tl.constexpr(32)  # outliers of a row
@@ -48,12 +48,12 @@ def _affine(norm, k_idx, mask):
 
 @triton.jit(do_not_specialize=("rows",))
 def outlier_columns_kernel(
-    x_ptr, norm, mask_ptr, ticket_ptr, columns_ptr, count_ptr, rows, k, threshold, NORM: tl.constexpr,
+    x_ptr, norm, mask_ptr, counter_ptr, columns_ptr, count_ptr, rows, k, threshold, NORM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program some rows: sets the mask of columns in which one is above the threshold, all alike where several do.
 
-    mask and ticket are zeros before. The last program makes a list of the mask, and counts; of all columns, where the
+    mask and counter are zeros before. The last program makes a list of the mask, and counts; of all columns, where the
     mask has more than one in SHARE.
     """
     if PDL:
@@ -70,7 +70,7 @@ def outlier_columns_kernel(
     found = mask & (tl.max(tl.abs(h), axis=0) > threshold)
     tl.store(mask_ptr + k_idx, found.to(tl.int8), mask=found)
     tl.debug_barrier()
-    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         out = tl.load(mask_ptr + k_idx, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
         out = tl.where(mask & (tl.sum(out, axis=0) * SHARE > k), 1, out)
         tl.store(columns_ptr + tl.cumsum(out, axis=0) - 1, k_idx.to(tl.int64), mask=out != 0)

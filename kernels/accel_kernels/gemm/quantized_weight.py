@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.op import capability
+from accel_kernels.device import float8_reason
 
 PER_WORD = 8  # 4-bit numbers to an int32
-MIDDLE = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
+ZERO_POINT = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 QUAD = 16  # bytes of the weight that a thread reads at a time; a scale covers whole ones
 # Rows of x up to which a product reads the numbers as they lie. To write a weight of 8 bits out for cuBLAS, and read it
 # there, moves five times its bytes; of more rows, multiplying takes longer than that.
@@ -80,7 +80,7 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
     """(N, K) of -8..7 as int32 (N, K / 8). Raises ValueError where K is not a multiple of 8."""
     if numbers.shape[1] % PER_WORD:
         raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
-    pairs = numbers.add(MIDDLE).to(torch.uint8).unflatten(1, (-1, 2))
+    pairs = numbers.add(ZERO_POINT).to(torch.uint8).unflatten(1, (-1, 2))
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)  # the lowest first, as in `unpack`
 
 
@@ -90,7 +90,7 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
     numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # each written where it stays
     torch.bitwise_and(pairs, 15, out=numbers[..., 0])
     torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
-    return numbers.view(torch.int8).sub_(MIDDLE).flatten(1)
+    return numbers.view(torch.int8).sub_(ZERO_POINT).flatten(1)
 
 
 def weight_reason(weight: Quantized) -> str | None:
@@ -103,12 +103,9 @@ def weight_reason(weight: Quantized) -> str | None:
             return f"{name} of the weight not contiguous"
     if weight.data.data_ptr() % 4:
         return "a weight not at a multiple of 4 bytes"
-    if weight.data.dtype == torch.float8_e4m3fn:
-        if weight.zeros is not None:
-            return "float8 with zeros"
-        if weight.data.is_cuda and capability(weight.data.device) < (8, 9):
-            return "float8 below compute capability 8.9"
-    return None
+    if weight.data.dtype == torch.float8_e4m3fn and weight.zeros is not None:
+        return "float8 with zeros"
+    return float8_reason(weight.data.device, weight.data.dtype)
 
 
 def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, group: int = 0, zeros: bool = False) -> Quantized:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from accel_kernels.norm import group_norm as groups
 from accel_kernels.norm import norm as norms
-from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.norm.norm import Norm, norm_weights
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 MOST_CHANNELS = 8192  # of which a program holds all, where they are normed together
 
@@ -120,8 +120,7 @@ def supports(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previo
         reason = _groups_reason(x, norm)
         if reason is not None:
             return reason
-    weights = () if norm is None else (norm.weight, norm.bias)
-    return dtype_reason(x, shift, previous, *weights)
+    return dtype_reason(x, shift, previous, *norm_weights(norm))
 
 
 def _groups_reason(x, norm) -> str | None:
@@ -138,12 +137,7 @@ def as_images(x: torch.Tensor, per_frame: bool = False) -> torch.Tensor:
 def _case(name, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=True, earlier=0, small=False, **more):
     """norm: "rms", "layer", or a number of groups. earlier: frames. more: scale, per_frame."""
 
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def rand(*shape):
-            return torch.randn(*shape, generator=g).to(device, dtype)
-
+    def make(rand):
         def frames(count):
             more = 1 if n == 1 else 0  # a part of more frames, as the chunks of a video are
             return rand(n, count + more, h, w, c).permute(0, 4, 1, 2, 3)[:, :, more:]
@@ -157,7 +151,7 @@ def _case(name, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=
         given["previous"] = frames(earlier) if earlier else None
         return (frames(t), padding, made), given
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CAUSAL, AROUND = FramePadding(front=2), FramePadding(2, 0, 1, 1, True, True)
@@ -182,6 +176,4 @@ CASES = (
     _case("hunyuan-up", 1, 256, 17, 160, 256, AROUND, silu=False, scale=FrameScale(2, 2, 2, True)),
 )
 
-convolution_frames = Op(
-    "convolution_frames", reference, "accel_kernels.image.frames_triton:convolution_frames", supports, CASES
-)
+convolution_frames = make_op("convolution_frames", reference, supports, CASES)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from accel_kernels.image.frames import NO_PADDING, NO_SCALE, FrameGroups, as_images
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.channel_stats_triton import block_channels
 from accel_kernels.norm.group_norm_triton import group_table
 from accel_kernels.norm.norm import Norm
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 8

@@ -6,7 +6,8 @@ it again.
 
 import torch
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.image.upsample import channels_last, images_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0):
@@ -29,7 +30,7 @@ def sum_dtype(x, residual) -> torch.dtype:
 def supports(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0) -> str | None:
     if residual is not None and residual.shape != x.shape:
         return "residual of another shape"
-    return _images(x, residual) or dtype_reason(x, residual, bias)
+    return images_reason(x, residual) or dtype_reason(x, residual, bias)
 
 
 def reference_concat(x, other):
@@ -40,41 +41,19 @@ def reference_concat(x, other):
 def supports_concat(x, other) -> str | None:
     if other.dim() != 4 or (x.shape[0], *x.shape[2:]) != (other.shape[0], *other.shape[2:]) or x.dtype != other.dtype:
         return "images of several sizes or dtypes"
-    return _images(x, other) or dtype_reason(x, other)
-
-
-def _images(*images) -> str | None:
-    for image in images:
-        if image is None:
-            continue
-        if image.dim() != 4:
-            return f"{image.dim()} dimensions, not 4"
-        if image.numel() == 0:
-            return "empty"
-        if not image.is_contiguous(memory_format=torch.channels_last):
-            return "not channels-last"
-    return None
+    return images_reason(x, other) or dtype_reason(x, other)
 
 
 def _case(name, n, c, h, w, residual=True, bias=True, scale=1.0, small=False):
-    def make(device, dtype):
-        x, other = (_image(seed, n, c, h, w).to(device, dtype) for seed in (0, 1))
-        shift = torch.randn(c, generator=torch.Generator("cpu").manual_seed(2)).to(device, dtype)
-        return (x, other if residual else None, shift if bias else None, scale), {}
+    def make(rand):
+        x, other = (channels_last(rand(n, c, h, w)) for _ in range(2))
+        return (x, other if residual else None, rand(c) if bias else None, scale), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 def _concat(name, n, c, other, h, w, small=False):
-    def make(device, dtype):
-        return tuple(_image(seed, n, k, h, w).to(device, dtype) for seed, k in ((0, c), (1, other))), {}
-
-    return Case(name, make, small)
-
-
-def _image(seed, *shape):
-    x = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed))
-    return x.contiguous(memory_format=torch.channels_last)
+    return random_case(name, lambda rand: (tuple(channels_last(rand(n, k, h, w)) for k in (c, other)), {}), small)
 
 
 CASES = (
@@ -93,11 +72,5 @@ CONCAT_CASES = (
     _concat("sdxl-128", 2, 320, 320, 128, 128),
 )
 
-image_sum = Op("image_sum", reference, "accel_kernels.image.image_sum_triton:image_sum", supports, CASES)
-image_concat = Op(
-    "image_concat",
-    reference_concat,
-    "accel_kernels.image.image_sum_triton:image_concat",
-    supports_concat,
-    CONCAT_CASES,
-)
+image_sum = make_op("image_sum", reference, supports, CASES)
+image_concat = make_op("image_concat", reference_concat, supports_concat, CONCAT_CASES)

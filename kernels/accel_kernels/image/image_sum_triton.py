@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from accel_kernels.image.image_sum import sum_dtype
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4

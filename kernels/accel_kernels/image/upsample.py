@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 
 def reference(x):
@@ -12,21 +12,29 @@ def reference(x):
 
 
 def supports(x) -> str | None:
-    if x.dim() != 4:
-        return f"{x.dim()} dimensions, not 4"
-    if x.numel() == 0:
-        return "empty"
-    if not x.is_contiguous(memory_format=torch.channels_last):
-        return "not channels-last"
-    return dtype_reason(x)
+    return images_reason(x) or dtype_reason(x)
 
 
-def _case(name, n, c, h, w, small=False):
-    def make(device, dtype):
-        x = torch.randn(n, c, h, w, generator=torch.Generator("cpu").manual_seed(0)).to(device, dtype)
-        return (x.contiguous(memory_format=torch.channels_last),), {}
+def images_reason(*images) -> str | None:
+    """Why these, that are there, are no channels-last images (N, C, H, W)."""
+    for image in images:
+        if image is None:
+            continue
+        if image.dim() != 4:
+            return f"{image.dim()} dimensions, not 4"
+        if image.numel() == 0:
+            return "empty"
+        if not image.is_contiguous(memory_format=torch.channels_last):
+            return "not channels-last"
+    return None
 
-    return Case(name, make, small)
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _case(name, *shape, small=False):
+    return random_case(name, lambda rand: ((channels_last(rand(*shape)),), {}), small)
 
 
 CASES = (
@@ -37,4 +45,4 @@ CASES = (
     _case("vae-512", 1, 256, 512, 512),
 )
 
-upsample = Op("upsample", reference, "accel_kernels.image.upsample_triton:upsample", supports, CASES)
+upsample = make_op("upsample", reference, supports, CASES)

@@ -9,8 +9,8 @@ stale. Known from sub-pixel convolution, Shi et al., 2016.
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.image.upsample import upsample
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.image.upsample import channels_last, upsample
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 LEAST_PIXELS = 2048  # of the small images; below, summing the weights costs more than the arithmetic saved
 
@@ -45,17 +45,11 @@ def pays(x, weight, bias=None, half=False) -> bool:
 
 
 def _case(name, n, c, out, h, w, bias=True, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+    def make(rand):
+        x, weight = rand(n, c, h, w), rand(out, c, 3, 3, spread=(9 * c) ** -0.5)
+        return (channels_last(x), channels_last(weight), rand(out) if bias else None), {}
 
-        def rand(*shape):
-            return torch.randn(*shape, generator=g)
-
-        x, weight = rand(n, c, h, w), rand(out, c, 3, 3) / (9 * c) ** 0.5
-        x, weight = (t.to(device, dtype).contiguous(memory_format=torch.channels_last) for t in (x, weight))
-        return (x, weight, rand(out).to(device, dtype) if bias else None), {}
-
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -67,12 +61,4 @@ CASES = (
     _case("vae-512", 1, 256, 256, 512, 512),
 )
 
-upsample_convolve = Op(
-    "upsample_convolve",
-    reference,
-    "accel_kernels.image.upsample_convolve_triton:upsample_convolve",
-    supports,
-    CASES,
-    pays,
-    instead,
-)
+upsample_convolve = make_op("upsample_convolve", reference, supports, CASES, pays=pays, instead=instead)

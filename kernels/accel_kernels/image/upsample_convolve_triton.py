@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.image.half_operands import GAIN, halved
-from accel_kernels.launch import power_of_two
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 4

@@ -5,17 +5,16 @@ from functools import partial
 
 import torch
 
-from accel_kernels.autotune import Choices, Place, race
+from accel_kernels.autotune import Choices, Place, contest
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.launch import power_of_two
 from accel_kernels.moe.experts import MOST_TOKENS, experts
 from accel_kernels.moe.tiles import GEMV, MAY_WRITE, TILES, WRITES, WRITTEN, likely_tile, mean_pairs
 from accel_kernels.moe.weights import ExpertWeights
+from accel_kernels.sizes import power_of_two
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.trials import collecting
 from accel_kernels.warmup import warming_up
 
-LEAST_GAIN = 0.03  # of the time; closer ones are noise
 MOST_TIMED = 16  # tokens that are also timed one by one; no expert has more pairs than the smallest tile
 
 
@@ -84,7 +83,7 @@ class ExpertsChooser(Choices):
     def _trial(
         self, key: str, dtype: torch.dtype, tokens: int, chosen: int, weights: ExpertWeights
     ) -> Iterator[str | None]:
-        """A step runs one way for the first time, or lets all race."""
+        """Races the ways that are worth timing, on the caller's own weights."""
         device, stored = weights.down.data.device, self.stored(key)
         names = possible_ways(tokens, chosen, weights.experts, itemsize_of(dtype, weights))
         if stored in names:
@@ -98,14 +97,9 @@ class ExpertsChooser(Choices):
         runs = {name: partial(experts.triton, x, index, shares, weights, tile=name) for name in names}
         with torch.cuda.device(device):
             wanted = runs[names[0]]()
-        for name in names[1:]:
-            yield None
-            with torch.cuda.device(device):
-                off = (runs[name]() - wanted).abs().max()
-                if not bool(off <= BACKEND * wanted.abs().max().clamp_min(SMALLEST_OUTPUT)):
-                    del runs[name]
-        yield None
-        with torch.cuda.device(device):
-            own, *times = race(list(runs.values()))
-        best = min(times, default=own)
-        yield list(runs)[1 + times.index(best)] if best < (1 - LEAST_GAIN) * own else names[0]
+
+        def agrees(name: str) -> bool:
+            off = (runs[name]() - wanted).abs().max()
+            return bool(off <= BACKEND * wanted.abs().max().clamp_min(SMALLEST_OUTPUT))
+
+        yield from contest(names[1:], agrees, lambda found: [runs[name] for name in found], device, names[0])

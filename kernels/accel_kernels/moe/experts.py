@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.moe.weights import ExpertWeights, Gating
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
 
 # That are multiplied one by one where nothing was measured; more are grouped by their experts. Of Qwen3-30B-A3B three
 # tokens read 24 experts one by one and 22.5 grouped, eight 64 and 52, for two launches more.
@@ -46,9 +46,8 @@ def supports(x, index, shares, weights) -> str | None:
         return f"{x.shape[1]} channels, experts of {weights.hidden}"
     if (reason := weights.reason(x.dtype)) is not None:
         return reason
-    for name, tensor in {"x": x, "index": index, "shares": shares}.items():
-        if not tensor.is_contiguous():
-            return f"{name} not contiguous"
+    if (reason := contiguous_reason(x=x, index=index, shares=shares)) is not None:
+        return reason
     if index.dtype != torch.int64:
         return "an index that is not int64"
     stacks = [one.data if isinstance(one, Quantized) else one for one in (weights.gate_up, weights.down)]
@@ -62,38 +61,30 @@ def supports(x, index, shares, weights) -> str | None:
 CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
 
 
-def _case(name, tokens, experts, chosen, hidden, inner, gating=None, transposed=False, small=False, **more):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
+def _case(name, tokens, experts, chosen, hidden, inner, gating=None, *, transposed=False, interleaved=False, bias=False,
+          quantized=None, small=False):  # fmt: skip
+    """quantized: what `quantize_weight` takes besides a weight, or None."""
 
-        def rand(*size, spread=1.0):
-            return (torch.randn(*size, generator=g) * spread).to(device, dtype)
-
+    def make(rand):
         def stack(outputs, inputs):
-            if "number" in more:
-                number, *how = more["number"]
-                return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), number, *how)
+            if quantized is not None:
+                return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), *quantized)
             if transposed:
                 return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
             return rand(experts, outputs, inputs, spread=inputs**-0.5)
 
-        index = torch.rand(tokens, experts, generator=g).topk(chosen).indices.to(device)
-        shares = torch.rand(tokens, chosen, generator=g).to(device, dtype)
-        biases = (rand(experts, 2 * inner), rand(experts, hidden)) if more.get("bias") else (None, None)
-        weights = (
-            stack(2 * inner, hidden),
-            stack(hidden, inner),
-            gating or Gating(),
-            more.get("interleaved", False),
-            *biases,
-        )
-        return (rand(tokens, hidden), index, shares, ExpertWeights(*weights)), {}
+        index = rand.uniform(tokens, experts).topk(chosen).indices
+        shares = rand.uniform(tokens, chosen).to(rand.dtype)
+        biases = (rand(experts, 2 * inner), rand(experts, hidden)) if bias else (None, None)
+        stacks = stack(2 * inner, hidden), stack(hidden, inner)
+        weights = ExpertWeights(*stacks, gating or Gating(), interleaved, *biases)
+        return (rand(tokens, hidden), index, shares, weights), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
-INT8, INT4, FP8 = {"number": (torch.int8,)}, {"number": (torch.int32, 32)}, {"number": (torch.float8_e4m3fn,)}
-INT8_ZEROS = {"number": (torch.int8, 0, True)}
+INT8, INT4, FP8 = {"quantized": (torch.int8,)}, {"quantized": (torch.int32, 32)}, {"quantized": (torch.float8_e4m3fn,)}
+INT8_ZEROS = {"quantized": (torch.int8, 0, True)}
 GPT_OSS = {"gating": CLAMPED, "transposed": True, "interleaved": True, "bias": True}
 CASES = (
     _case("tiny", 1, 4, 2, 64, 48, small=True),
@@ -110,14 +101,14 @@ CASES = (
     _case("int8", 2, 4, 2, 72, 40, small=True, **INT8),
     _case("int8-zeros", 2, 3, 2, 72, 40, CLAMPED, interleaved=True, bias=True, small=True, **INT8_ZEROS),
     _case("int4", 2, 3, 2, 96, 64, small=True, **INT4),
-    _case("int4-zeros", 2, 3, 2, 96, 64, CLAMPED, bias=True, small=True, number=(torch.int32, 32, True)),
-    _case("int4-rows", 1, 3, 2, 72, 40, small=True, number=(torch.int32,)),
+    _case("int4-zeros", 2, 3, 2, 96, 64, CLAMPED, bias=True, small=True, quantized=(torch.int32, 32, True)),
+    _case("int4-rows", 1, 3, 2, 72, 40, small=True, quantized=(torch.int32,)),
     _case("fp8", 2, 4, 2, 72, 40, small=True, **FP8),
     _case("grouped-int8", 19, 4, 2, 72, 40, small=True, **INT8),
     _case("grouped-int8-zeros", 17, 3, 2, 72, 40, CLAMPED, interleaved=True, bias=True, small=True, **INT8_ZEROS),
     _case("grouped-int4", 18, 3, 2, 96, 64, small=True, **INT4),
-    _case("grouped-int4-zeros", 17, 3, 1, 160, 32, CLAMPED, bias=True, small=True, number=(torch.int32, 32, True)),
-    _case("grouped-int4-rows", 17, 3, 1, 72, 40, interleaved=True, small=True, number=(torch.int32,)),
+    _case("grouped-int4-zeros", 17, 3, 1, 160, 32, CLAMPED, bias=True, small=True, quantized=(torch.int32, 32, True)),
+    _case("grouped-int4-rows", 17, 3, 1, 72, 40, interleaved=True, small=True, quantized=(torch.int32,)),
     _case("grouped-fp8", 17, 4, 2, 72, 40, small=True, **FP8),
     _case("grouped-64", 300, 8, 2, 512, 384),
     _case("grouped-128", 1000, 8, 2, 384, 520),
@@ -131,14 +122,14 @@ CASES = (
     _case("qwen3-moe-2048", 2048, 128, 8, 2048, 768),
     _case("mixtral-512", 512, 8, 2, 4096, 14336),
     _case("qwen3-moe-int8", 1, 128, 8, 2048, 768, **INT8),
-    _case("qwen3-moe-int4", 1, 128, 8, 2048, 768, number=(torch.int32, 128)),
+    _case("qwen3-moe-int4", 1, 128, 8, 2048, 768, quantized=(torch.int32, 128)),
     _case("qwen3-moe-2048-int8", 2048, 128, 8, 2048, 768, **INT8),
-    _case("qwen3-moe-2048-int4", 2048, 128, 8, 2048, 768, number=(torch.int32, 128)),
+    _case("qwen3-moe-2048-int4", 2048, 128, 8, 2048, 768, quantized=(torch.int32, 128)),
     _case("qwen3-moe-32-int8", 32, 128, 8, 2048, 768, **INT8),
     _case("qwen3-moe-32-fp8", 32, 128, 8, 2048, 768, **FP8),
-    _case("qwen3-moe-32-int4", 32, 128, 8, 2048, 768, number=(torch.int32, 128)),
+    _case("qwen3-moe-32-int4", 32, 128, 8, 2048, 768, quantized=(torch.int32, 128)),
     _case("gpt-oss-20b-64", 64, 32, 4, 2880, 2880, **GPT_OSS),
     _case("gpt-oss-20b-512", 512, 32, 4, 2880, 2880, **GPT_OSS),
 )  # fmt: skip
 
-experts = Op("experts", reference, "accel_kernels.moe.experts_triton:experts", supports, CASES)
+experts = make_op("experts", reference, supports, CASES)

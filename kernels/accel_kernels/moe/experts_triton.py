@@ -1,41 +1,33 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, for Qwen3-30B-A3B on an H200 at 4.2 TB/s and 700 TFLOP/s: 48 layers of 1.2 GB of experts each.
-Measured in bf16 (`nvidia-h200-experts.json`), microseconds a layer beside what bounds it:
+What bounds them, see docs/measurements/batches.md for the figures:
 
-- One token reads its 8 experts, 75 MB: 27 for 18. Every token more reads its own; no weight is read for two.
-- Grouped, an expert's weights are read once however many tokens chose it: 32 tokens hit 109 of 128 experts, 243 for
-  245; from 64 tokens on nearly all are hit, 282 for 283, and 292 for 288 at 128 tokens. Up to there memory bounds, and
-  what counts is how many loads are under way: small tiles, several programs to a multiprocessor.
-- 2,048 tokens: 16,384 pairs, 128 to an expert, 155 GFLOP a layer: 578 for 288. The programs of one expert that need the
-  same weights follow each other (tiles are the first dimension of the grid), so that the second finds them in the L2
-  cache. An expert's last few pairs cost a tile of their own, every second expert's here: 190 tiles of 128 rows where
-  128 would do. 3 GB come from the L2 cache, which bounds more than the tensor cores do.
-- In int8 (`nvidia-h200-experts-int8.json`) half the bytes are read, and what is computed for them bounds sooner: 18 for
-  9, 152 for 125, 182 for 144 and 682 for 221 at 1, 32, 128 and 2,048 tokens.
-- Beside the products: 2 x T k (I + H) numbers between kernels, 3 launches.
+- Each choice by itself reads its expert's weights, also where two tokens chose the same.
+- Grouped, an expert's weights are read once. For few tokens memory bounds, and what counts is how many loads are under
+  way: small tiles, several programs to a multiprocessor.
+- For many tokens the L2 cache bounds more than the tensor cores do. Programs of one expert that need the same weights
+  follow each other (tiles are the first dimension of the grid), so that the second finds them there. An expert's last
+  few pairs cost a tile of their own.
 """
 
 import torch
 import triton
 
-from accel_kernels.attention.paged.split_kv import upcast
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
+from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.launch import power_of_two
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import (
     expert_columns_down_kernel,
     expert_columns_up_kernel,
     expert_rows_down_kernel,
     expert_rows_up_kernel,
+    quantized_rows_down_kernel,
 )
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
-from accel_kernels.moe.quantized_gemv_triton import quantized_rows_down_kernel, quantized_rows_up_kernel
-from accel_kernels.moe.quantized_grouped_triton import quantized_grouped_down_kernel, quantized_grouped_up_kernel
 from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
-from accel_kernels.op import multiprocessors, shared_memory
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
@@ -85,25 +77,11 @@ def _one_by_one(x, index, shares, weights, columns=None):
     pairs, pdl = tokens * chosen, _dependent(x)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up = (weights.gate_up_bias, h, chosen, many, inner)
-    up_rows, gating = triton.cdiv(inner, ROWS), _gating(weights)
-    if isinstance(weights.down, Quantized):
-        given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-        down = (weights.down_bias, given, many, hidden)
-        for kernel, grid, stack, operand, rest, how in (
-            (quantized_rows_up_kernel, up_rows, weights.gate_up, x, up, gating),
-            (quantized_rows_down_kernel, triton.cdiv(hidden, ROWS), weights.down, h, down, {}),
-        ):
-            numbers = _numbers(stack)
-            launch(
-                kernel, (grid, pairs), operand, index, *stack, *rest, **numbers, **how, BLOCK_N=ROWS,
-                BLOCK_K=min(COLUMNS, power_of_two(numbers["K"] // numbers["UNIT"])), num_warps=WARPS, **pdl,
-            )  # fmt: skip
-        return _summed(given, x, index, shares, many)
-    by_rows = weights.by_rows
+    gating, by_rows = _gating(weights), weights.by_rows
     if by_rows[0]:
         launch(
-            expert_rows_up_kernel, (up_rows, pairs), x, index, weights.gate_up, *up, K=hidden, **gating,
-            BLOCK_N=ROWS, BLOCK_K=min(COLUMNS, power_of_two(hidden)), num_warps=WARPS, **pdl,
+            expert_rows_up_kernel, (triton.cdiv(inner, ROWS), pairs), x, index, packed(weights.gate_up), *up,
+            **_numbers(weights.gate_up), **gating, **_rows_shape(weights.gate_up), **pdl,
         )  # fmt: skip
     else:
         across = columns or _across(inner, pairs, x.device)
@@ -112,7 +90,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
             K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
             **pdl,
         )  # fmt: skip
-    if by_rows[1]:
+    if by_rows[1] and not isinstance(weights.down, Quantized):
         y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
             expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
@@ -120,11 +98,18 @@ def _one_by_one(x, index, shares, weights, columns=None):
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-    across = columns or _across(hidden, pairs, x.device)
-    launch(
-        expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, weights.down_bias,
-        given, many, hidden, K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
-    )  # fmt: skip
+    down = (weights.down_bias, given, many, hidden)
+    if by_rows[1]:
+        launch(
+            quantized_rows_down_kernel, (triton.cdiv(hidden, ROWS), pairs), h, index, packed(weights.down), *down,
+            **_numbers(weights.down), **_rows_shape(weights.down), **pdl,
+        )  # fmt: skip
+    else:
+        across = columns or _across(hidden, pairs, x.device)
+        launch(
+            expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, *down,
+            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
+        )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -174,27 +159,17 @@ def _grouped(x, index, shares, weights, tile: Tile):
     more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
     last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps", *pdl)}
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
-    depth = tile.depth * 2 // x.itemsize
+    depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
-        depth = max(depth, LEAST * _numbers(weights.down)["UNIT"])
-        launch(
-            quantized_grouped_up_kernel, grids[0], x, *weights.gate_up, *up, **_numbers(weights.gate_up), **more,
-            COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
-        )  # fmt: skip
-        launch(
-            quantized_grouped_down_kernel, grids[1], h, *weights.down, *down, **_numbers(weights.down), **last,
-            COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
-        )  # fmt: skip
-    else:
-        by_rows = weights.by_rows
-        launch(
-            grouped_up_kernel, grids[0], x, weights.gate_up, *up, K=hidden, **more,
-            TRANSPOSED=not by_rows[0], TAIL=tile.tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
-        )  # fmt: skip
-        launch(
-            grouped_down_kernel, grids[1], h, weights.down, *down, K=inner, **last,
-            TRANSPOSED=not by_rows[1], TAIL=tile.tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
-        )  # fmt: skip
+        depth, tail = max(depth, LEAST * _numbers(weights.down)["UNIT"]), 0
+    launch(
+        grouped_up_kernel, grids[0], x, packed(weights.gate_up), *up, **_numbers(weights.gate_up), **more,
+        TRANSPOSED=not by_rows[0], TAIL=tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+    )  # fmt: skip
+    launch(
+        grouped_down_kernel, grids[1], h, packed(weights.down), *down, **_numbers(weights.down), **last,
+        TRANSPOSED=not by_rows[1], TAIL=tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+    )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -218,9 +193,24 @@ def _gating(weights) -> dict:
     }  # fmt: skip
 
 
-def _numbers(stack: Quantized) -> dict:
-    """How the numbers of a quantized stack lie in memory."""
-    return {"K": stack.shape[1], "UNIT": stack.shape[1] // stack.data.shape[1], "SCALES": stack.scales.shape[1]}
+def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
+    """A stack as kernels take it; numbers of 8 bits stay such."""
+    return PackedWeight(*stack) if isinstance(stack, Quantized) else PackedWeight(stack)
+
+
+def _numbers(stack: torch.Tensor | Quantized) -> dict:
+    """How the numbers of a stack lie in memory."""
+    inputs = stack.shape[-1]
+    if not isinstance(stack, Quantized):
+        return {"K": inputs, "UNIT": 1, "GROUPS": 0}
+    return {"K": inputs, "UNIT": inputs // stack.data.shape[1], "GROUPS": stack.scales.shape[1]}
+
+
+def _rows_shape(stack: torch.Tensor | Quantized) -> dict:
+    """Of a GEMV by rows: a few rows, and words of them, to a step."""
+    numbers = _numbers(stack)
+    words = power_of_two(numbers["K"] // numbers["UNIT"])
+    return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "num_warps": WARPS}
 
 
 def _stages(tile: Tile, columns: int, device: torch.device) -> int:

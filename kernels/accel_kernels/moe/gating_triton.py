@@ -1,9 +1,19 @@
-"""The gate of an expert inside kernels; fp32."""
+"""The gate of an expert inside kernels, in fp32, and where its weights are stored."""
 
 import triton
 import triton.language as tl
 
 from accel_kernels.elementwise.activations_triton import activate
+
+
+@triton.jit
+def gate_and_up_rows(expert, n_idx, inner, INTERLEAVED: tl.constexpr):
+    """The rows of a stack with the gates and the ups of these inner channels. expert: int64."""
+    n_row = tl.minimum(n_idx, inner - 1)
+    gate_row, up_row = n_row, inner + n_row
+    if INTERLEAVED:
+        gate_row, up_row = 2 * n_row, 2 * n_row + 1
+    return expert * 2 * inner + gate_row, expert * 2 * inner + up_row
 
 
 @triton.jit

@@ -9,7 +9,8 @@ On who may start early, see `grouped_triton.py`.
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import apply_gating
+from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.moe.quantized_products_triton import quantized_dot, scaled, shifted
 
 
 @triton.jit
@@ -22,10 +23,12 @@ def expert_of(index_ptr, choice, experts):
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_up_kernel(
-    x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
-    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, index_ptr, weight, bias_ptr, h_ptr, chosen, experts, inner,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """UNIT, GROUPS: see `quantized_products_triton`."""
     choice = tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -34,24 +37,26 @@ def expert_rows_up_kernel(
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < inner
     k_idx = tl.arange(0, BLOCK_K)
-    n_row = tl.minimum(n_idx, inner - 1)
-    gate_row, up_row = n_row, inner + n_row
-    if INTERLEAVED:
-        gate_row, up_row = 2 * n_row, 2 * n_row + 1
-    gate_place = w_ptr + (expert * 2 * inner + gate_row)[:, None] * K
-    up_place = w_ptr + (expert * 2 * inner + up_row)[:, None] * K
+    gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED)
+    x_ptr += (choice // chosen) * K
     gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        at = start + k_idx
-        mask = (at < K)[None, :]
-        x = tl.load(x_ptr + (choice // chosen) * K + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-        gate_sum += tl.load(gate_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
-        up_sum += tl.load(up_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
+    if weight.scales is not None:
+        for start in range(0, K // UNIT, BLOCK_K):
+            at = start + k_idx
+            gate_sum += quantized_dot(x_ptr, weight, gate_row, at, K, UNIT, GROUPS)
+            up_sum += quantized_dot(x_ptr, weight, up_row, at, K, UNIT, GROUPS)
+    else:
+        gate_place, up_place = weight.words + gate_row[:, None] * K, weight.words + up_row[:, None] * K
+        for start in tl.static_range(0, K, BLOCK_K):
+            at = start + k_idx
+            mask = (at < K)[None, :]
+            x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+            gate_sum += tl.load(gate_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
+            up_sum += tl.load(up_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
     gate, up = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
-    if bias_ptr is not None:
-        gate += tl.load(bias_ptr + expert * 2 * inner + gate_row).to(tl.float32)
-        up += tl.load(bias_ptr + expert * 2 * inner + up_row).to(tl.float32)
+    gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
+    gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     y = tl.where(there, apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT), 0.0)
     tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_mask)
 
@@ -155,6 +160,28 @@ def expert_rows_down_kernel(
         y += tl.load(bias_ptr + row).to(tl.float32)
     y = tl.sum(tl.where(there[None, :], y * share[None, :], 0.0), axis=1)
     tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
+
+
+@triton.jit(do_not_specialize=("experts",))
+def quantized_rows_down_kernel(
+    h_ptr, index_ptr, weight, bias_ptr, y_ptr, experts, hidden,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one choice; y: (pairs, hidden), fp32, for `shared_sum_kernel`."""
+    choice = tl.program_id(1).to(tl.int64)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert, _ = expert_of(index_ptr, choice, experts)
+    row = expert * hidden + tl.minimum(n_idx, hidden - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in range(0, K // UNIT, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        acc += quantized_dot(h_ptr + choice * K, weight, row, at, K, UNIT, GROUPS)
+    y = shifted(scaled(tl.sum(acc, axis=1), weight, row, GROUPS), bias_ptr, row)
+    tl.store(y_ptr + choice * hidden + n_idx, y, mask=n_idx < hidden)
 
 
 @triton.jit(do_not_specialize=("experts",))

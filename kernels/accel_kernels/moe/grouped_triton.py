@@ -17,7 +17,8 @@ without pairs has expert -1 in `tiles`, and its programs leave at once.
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import apply_gating
+from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.moe.quantized_products_triton import add_quantized, inputs_at, scaled, shifted
 
 
 @triton.jit(do_not_specialize=("pairs", "experts", "rows"))
@@ -64,12 +65,13 @@ def group_kernel(
 
 @triton.jit(do_not_specialize=("chosen",))
 def grouped_up_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
-    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TAIL: rows of a product for so few pairs; 0 where all have ROWS."""
+    """TAIL: rows of a product for so few pairs; 0 where all have ROWS. UNIT, GROUPS: as in
+    `quantized_products_triton`."""
     tile = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -80,22 +82,22 @@ def grouped_up_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     if TAIL > 0 and end - first <= TAIL:
         up_rows(
-            x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-            K, KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
+            KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
     else:
         up_rows(
-            x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-            K, KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
+            KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
 
 
 @triton.jit
 def up_rows(
-    x_ptr, w_ptr, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Stores the inner channels of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -105,8 +107,20 @@ def up_rows(
     n_mask = n_idx < inner
     k_idx = tl.arange(0, DEPTH)
     expert = expert.to(tl.int64)
+    w_ptr = weight.words
     x_place = x_ptr + token.to(tl.int64)[:, None] * K + k_idx[None, :]
-    if INTERLEAVED:  # gates and ups in one product, told apart at the end
+    if weight.scales is not None:
+        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED)
+        x_row = x_ptr + token.to(tl.int64) * K
+        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(0, K, DEPTH):
+            x = inputs_at(x_row, row_mask, step, K, DEPTH, UPCAST)
+            gate = add_quantized(gate, x, weight, gate_row, step, K, UNIT, GROUPS, DEPTH)
+            up = add_quantized(up, x, weight, up_row, step, K, UNIT, GROUPS, DEPTH)
+        gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
+        gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
+    elif INTERLEAVED:  # gates and ups in one product, told apart at the end
         wide_idx = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
         wide_mask = wide_idx < 2 * inner
         w_place = stack_places(w_ptr, expert, wide_idx, k_idx, 2 * inner, K, TRANSPOSED)
@@ -154,9 +168,9 @@ def up_rows(
 
 @triton.jit
 def grouped_down_kernel(
-    h_ptr, w_ptr, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
-    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TAIL: see `grouped_up_kernel`."""
     tile = tl.program_id(0)
@@ -168,21 +182,21 @@ def grouped_down_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     if TAIL > 0 and end - first <= TAIL:
         down_rows(
-            h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL,
+            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+            K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL,
         )  # fmt: skip
     else:
         down_rows(
-            h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL,
+            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+            K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def down_rows(
-    h_ptr, w_ptr, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-    K: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores what the expert makes of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -191,22 +205,30 @@ def down_rows(
     n_mask = n_idx < hidden
     k_idx = tl.arange(0, DEPTH)
     expert = expert.to(tl.int64)
+    w_row = expert * hidden + tl.minimum(n_idx, hidden - 1)
+    h_row = h_ptr + row_idx.to(tl.int64) * K
     h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]
-    w_place = stack_places(w_ptr, expert, n_idx, k_idx, hidden, K, TRANSPOSED)
+    w_place = stack_places(weight.words, expert, n_idx, k_idx, hidden, K, TRANSPOSED)
     pair = tl.load(order_ptr + row_idx, mask=row_mask, other=0, cache_modifier=".cg").to(tl.int64)
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for step in range(0, K, DEPTH):
-        k_mask = k_idx < K - step
-        h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
-        w = loaded_tile(along_inputs(w_place, step, hidden, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
-        if UPCAST:
-            h, w = h.to(tl.float32), w.to(tl.float32)
-        y = tl.dot(h, w, y, input_precision="ieee")
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    if weight.scales is not None:
+        for step in range(0, K, DEPTH):
+            h = inputs_at(h_row, row_mask, step, K, DEPTH, UPCAST)
+            y = add_quantized(y, h, weight, w_row, step, K, UNIT, GROUPS, DEPTH)
+        y = shifted(scaled(y, weight, w_row, GROUPS), bias_ptr, w_row)
+    else:
+        for step in range(0, K, DEPTH):
+            k_mask = k_idx < K - step
+            h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+            w = loaded_tile(along_inputs(w_place, step, hidden, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
+            if UPCAST:
+                h, w = h.to(tl.float32), w.to(tl.float32)
+            y = tl.dot(h, w, y, input_precision="ieee")
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     return first
@@ -218,14 +240,6 @@ def places_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
     start = tl.load(starts_ptr + expert, cache_modifier=".cg")
     end = tl.load(starts_ptr + expert + 1, cache_modifier=".cg")
     return start + (tile - start // ROWS - expert) * ROWS, end
-
-
-@triton.jit
-def rows_of_tile(tile, expert, starts_ptr, ROWS: tl.constexpr):
-    """Places in `order` of a tile's pairs, (ROWS,), and which of them are of its expert."""
-    first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
-    row_idx = first + tl.arange(0, ROWS)
-    return row_idx, row_idx < end
 
 
 @triton.jit

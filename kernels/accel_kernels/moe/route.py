@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 
 MOST_EXPERTS = 4096  # whose scores one program holds in registers
 MOST_CHOSEN = 64  # each of which is one search
@@ -121,13 +121,11 @@ def supports(logits, routing, bias=None, dtype=None) -> str | None:
 def _case(name, tokens, experts, routing, bias=False, dtype=None, wide=1, small=False):
     """wide: times the experts, the logits being a part of wider rows."""
 
-    def make(device, kind):
-        g = torch.Generator("cpu").manual_seed(0)
-        logits = (torch.randn(tokens, wide * experts, generator=g) * 2).to(device, kind)[:, :experts]
-        shift = (torch.rand(experts, generator=g) - 0.5).to(device) if bias else None
-        return (logits, routing, shift, dtype), {}
+    def make(rand):
+        logits = rand(tokens, wide * experts, spread=2.0)[:, :experts]
+        return (logits, routing, rand.uniform(experts) - 0.5 if bias else None, dtype), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 DEEPSEEK = Routing(8, "sigmoid", "sum", eps=1e-20, scale=2.5, groups=8, kept=4)
@@ -151,4 +149,4 @@ CASES = (
     _case("many", 7, 3000, Routing(32, "sigmoid", "sum"), bias=True),
 )
 
-route = Op("route", reference, "accel_kernels.moe.route_triton:route", supports, CASES)
+route = make_op("route", reference, supports, CASES)

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.float_order_triton import order_of
-from accel_kernels.launch import power_of_two
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 HELD = 512  # experts to a warp

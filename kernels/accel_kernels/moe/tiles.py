@@ -5,9 +5,8 @@ from typing import NamedTuple
 GEMV = "gemv"  # in place of a tile's name: every choice by itself
 # In place of it too: experts in fewer bits are written out in the dtype of the tokens first, for a tile of plain ones.
 WRITTEN = {f"written {name}": name for name in ("64", "128")}
-# Mean pairs of an expert, from where that may be faster, and from where it is expected to be. Experts of Qwen3-30B-A3B
-# with 128 pairs each take 1077 us written out, 628 in bf16 by the same tile, 685 as int8 lies (H200,
-# `nvidia-h200-experts-int8.json`): 57 us gained for 450, so that some 1000 pairs gain what writing costs.
+# Mean pairs of an expert, from where that may be faster, and from where it is expected to be: some 1000 pairs of an
+# H200 gain what writing costs (docs/measurements/batches.md).
 MAY_WRITE, WRITES = 512, 1024
 
 

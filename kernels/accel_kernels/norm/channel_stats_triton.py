@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.device import multiprocessors
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import warming_up
 
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program normalizes it whole, without moments

@@ -7,7 +7,7 @@ the bias of the convolution before and `add` the projected time embedding, so th
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import FLOATS, Case, Op, dtype_reason
+from accel_kernels.op import FLOATS, dtype_reason, make_op, random_case
 
 
 def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None, dtype=None):
@@ -63,18 +63,12 @@ def supports(
 
 
 def _case(name, n, c, h, w, groups=32, add=False, shift=False, silu=True, mean=0.0, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def rand(*shape):
-            return torch.randn(*shape, generator=g).to(device, dtype)
-
-        x = (torch.randn(n, c, h, w, generator=g) + mean).to(device, dtype)
-        x = x.contiguous(memory_format=torch.channels_last)
+    def make(rand):
+        x = rand(n, c, h, w, mean=mean).contiguous(memory_format=torch.channels_last)
         kwargs = {"add": rand(n, c) if add else None, "shift": rand(c) if shift else None, "silu": silu}
         return (x, groups, rand(c), rand(c), 1e-5), kwargs
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -96,4 +90,4 @@ CASES = (
     _case("vae-1024", 1, 128, 1024, 1024, shift=True),
 )
 
-group_norm = Op("group_norm", reference, "accel_kernels.norm.group_norm_triton:group_norm", supports, CASES)
+group_norm = make_op("group_norm", reference, supports, CASES)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, block_channels, large
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 TILE = 4096  # elements a program loads at once

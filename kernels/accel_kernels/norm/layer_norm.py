@@ -5,10 +5,9 @@ adds each sublayer's output to the stream and normalizes the stream at once: one
 bias of the linear layer before, whose product cuBLAS computes faster without it.
 """
 
-import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import Case, Op, dtype_reason, rows_reason
+from accel_kernels.op import dtype_reason, make_op, random_case, rows_reason
 
 
 def reference(x, weight, bias, eps, *, residual=None, shift=None):
@@ -24,18 +23,13 @@ def supports(x, weight, bias, eps, *, residual=None, shift=None) -> str | None:
 
 
 def _case(name, *shape, residual=True, shift=True, affine=True, mean=0.0, small=False):
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def rand(*size):
-            return torch.randn(*size, generator=g).to(device, dtype)
-
-        x = (torch.randn(*shape, generator=g) + mean).to(device, dtype)
+    def make(rand):
+        x = rand(*shape, mean=mean)
         weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
         addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
         return (x, weight, bias, 1e-5), addends
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -53,4 +47,4 @@ CASES = (
     _case("clip", 2, 77, 768, residual=False, shift=False),
 )
 
-layer_norm = Op("layer_norm", reference, "accel_kernels.norm.layer_norm_triton:layer_norm", supports, CASES)
+layer_norm = make_op("layer_norm", reference, supports, CASES)

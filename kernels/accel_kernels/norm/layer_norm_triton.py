@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.launch import floor_power_of_two, power_of_two
+from accel_kernels.sizes import floor_power_of_two, power_of_two
 from accel_kernels.warmup import launch
 
 WARP_ELEMENTS = 4096  # of a row, that one warp can hold

@@ -37,6 +37,17 @@ def kernel_arguments(norm: Norm | None) -> tuple[NormArguments, str]:
     return NormArguments(norm.weight, norm.bias, norm.eps, norm.offset), "layer" if norm.centred else "rms"
 
 
+def norm_weights(norm: Norm | None) -> tuple[torch.Tensor | None, ...]:
+    """Its weight and bias, as far as there is a norm."""
+    return () if norm is None else (norm.weight, norm.bias)
+
+
+def norm_reason(norm: Norm | None) -> str | None:
+    """Why products do not take this norm as their first step."""
+    bare = norm is not None and norm.bias is not None and not norm.centred
+    return "a norm with a bias and no mean" if bare else None
+
+
 def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x: (..., C). Same shape and dtype; computed in fp32, in fp64 for fp64."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32

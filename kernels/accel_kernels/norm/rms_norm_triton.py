@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 
@@ -67,6 +67,3 @@ def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
         num_warps=min(16, max(1, block // 512)), **pdl,
     )  # fmt: skip
     return y if residual is None else (y, total)
-
-
-GATED = ((None, False), ("first", True), ("last", False))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from accel_kernels.op import Case
+from accel_kernels.op import Case, Random, random_case
 from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
 
 
@@ -111,22 +111,14 @@ def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8", least: bo
     return w.program(y, numbers, scale, peak, dtypes=(dtype, stored, torch.float32, torch.float32))
 
 
-Random = Callable[..., torch.Tensor]
-
-
 def _case(name: str, shape: tuple[int, ...], arguments: Callable, small: bool = False) -> Case:
     """arguments: (random, dtype, *shape) to the program, its inputs and its outputs; shape: of rows, then lanes."""
 
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-
-        def random(*size, dtype=dtype):
-            return torch.randn(*size, generator=g).to(device, dtype)
-
-        program, inputs, outputs = arguments(random, dtype, *shape)
+    def make(random):
+        program, inputs, outputs = arguments(random, random.dtype, *shape)
         return tuple(inputs), {"program": program, "shape": shape[:-1], "outputs": outputs}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 def _adaptive(random: Random, dtype, b, s, c):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from accel_kernels.launch import interpreted
+from accel_kernels.device import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import FLOATS, Op, capability, dtype_reason
+from accel_kernels.device import float8_reason
+from accel_kernels.op import FLOATS, dtype_reason, make_op
 from accel_kernels.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.cases import CASES
 from accel_kernels.rowwise.program import (
@@ -165,7 +166,7 @@ def supports(first, *others, program, shape, outputs=None) -> str | None:
     return (
         _examine(first, *others, program=program, shape=shape, outputs=outputs)[1]
         or dtype_reason(first, *others, *wide)
-        or _device_reason(first, program)
+        or float8_reason(first.device, *program.dtypes)
         or next(filter(None, (_written_reason(one, (first, *others)) for one in outputs or ())), None)
     )
 
@@ -179,13 +180,6 @@ def _program_reason(program: RowProgram) -> str | None:
         return "lanes taken by pairs and by halves"
     wrong = {op.dtype for op in program.ops}.union(program.dtypes).difference(FLOATS, NUMBERS.values())
     return f"dtype {wrong.pop()} is not float16, bfloat16 or float32" if wrong else None
-
-
-def _device_reason(first: torch.Tensor, program: RowProgram) -> str | None:
-    """Why a GPU does not store these results."""
-    if torch.float8_e4m3fn in program.dtypes and first.is_cuda and capability(first.device) < (8, 9):
-        return "float8 below compute capability 8.9"
-    return None
 
 
 def _written_reason(output: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> str | None:
@@ -212,4 +206,4 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (span + 1) * tensor.element_size()
 
 
-rowwise = Op("rowwise", reference, "accel_kernels.rowwise.rowwise_triton:rowwise", supports, CASES)
+rowwise = make_op("rowwise", reference, supports, CASES)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels import row_numbers_triton
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import programmatic
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source

@@ -23,7 +23,8 @@ from accel_kernels.rowwise.program import (
     register_widths,
     rounded_alone,
 )
-from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, cdiv, form_of
+from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, form_of
+from accel_kernels.sizes import cdiv
 
 EARLY = 6  # inputs that are read before anything is computed, so that no reduction stands between; the others at use
 

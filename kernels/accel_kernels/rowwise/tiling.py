@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.launch import power_of_two
 from accel_kernels.rowwise.program import HALF, MOVES_HALVES, MOVES_PAIRS, REDUCTIONS, RowProgram, register_widths
+from accel_kernels.sizes import cdiv, power_of_two
 
 PLAIN, PAIRS, HALVES = "plain", "pairs", "halves"  # how a full register is held
 WARP = 256  # elements of a tile to one warp: 16 bytes of 16 bit to a thread
@@ -172,7 +172,3 @@ def fullest(count: int, sizes: Sequence[int]) -> int:
     """The largest of the sizes that leaves few places empty where `count` things are put in boxes of it."""
     full = {size: count / (cdiv(count, size) * size) for size in sizes}
     return max(size for size in sizes if full[size] >= FULL_ENOUGH * max(full.values()))
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)

@@ -8,7 +8,7 @@ count; the place at which the running sum of exp(scores) passes u times the whol
 
 import torch
 
-from accel_kernels.op import Case, Op, dtype_reason
+from accel_kernels.op import dtype_reason, make_op, random_case
 from accel_kernels.sampling.philox import uniform
 from accel_kernels.sampling.table import WORD, SamplingTable, seen_words
 
@@ -120,15 +120,17 @@ def supports(logits, table, rows, *, filters, nucleus=True, logprobs=False) -> s
 def _case(name, n, vocabulary, *, filters=True, greedy=False, penalty=False, logprobs=False, wide=1, small=False):
     """Every combination of settings in turn. wide: times the vocabulary, the logits being a part of wider rows."""
 
-    def make(device, dtype):
-        g = torch.Generator("cpu").manual_seed(0)
-        logits = (torch.randn(n, wide * vocabulary, generator=g) * 3).to(device, dtype)[:, :vocabulary]
+    def make(rand):
+        device = rand.device
+        logits = rand(n, wide * vocabulary, spread=3.0)[:, :vocabulary]
 
         def column(*values, dtype=torch.float32):
             """The values in turn; requests stand in the table the other way round."""
             return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype).to(device)
 
-        seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=g).to(device, torch.int32)
+        seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=rand.generator).to(
+            device, torch.int32
+        )
         table = SamplingTable(
             temperature=column(0.0) if greedy else column(1.0, 0.7, 1.5, 0.0, 0.9),
             top_k=column(0, 5, 50, dtype=torch.int32),
@@ -143,7 +145,7 @@ def _case(name, n, vocabulary, *, filters=True, greedy=False, penalty=False, log
         rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32).to(device)
         return (logits, table, rows), {"filters": filters, "logprobs": logprobs}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 CASES = (
@@ -165,4 +167,4 @@ CASES = (
     _case("gemma-filters-logprobs", 64, 262144, logprobs=True),
 )
 
-sample = Op("sample", reference, "accel_kernels.sampling.sample_triton:sample", supports, CASES)
+sample = make_op("sample", reference, supports, CASES)

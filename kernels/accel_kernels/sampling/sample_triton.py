@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.device import multiprocessors
 from accel_kernels.sampling.draw_triton import (
     NOWHERE,
     base_of,
@@ -35,6 +34,7 @@ from accel_kernels.sampling.nucleus_triton import BUCKETS, is_nucleus, kept_mass
 from accel_kernels.sampling.philox_triton import uniform_of
 from accel_kernels.sampling.table import seen_words
 from accel_kernels.sampling.top_k_triton import draw_top_k
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 PIECE, WARPS, FINISH_WARPS = 4096, 4, 8

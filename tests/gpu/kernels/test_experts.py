@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accel_kernels.moe import chooser as module
+from accel_kernels import autotune
 from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.route import Routing, route
@@ -101,7 +101,7 @@ def test_the_tile_is_chosen_by_timing(tmp_path, monkeypatch):
     found = chooser(x, index, shares, weights)
     assert float((found - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
     again = ExpertsChooser(chooser.cache)
-    monkeypatch.setattr(module, "race", None)  # must not be needed
+    monkeypatch.setattr(autotune, "race", None)  # must not be needed
     with trials.noting() as asked:
         again(x, index, shares, weights)
     assert trials.work(asked) == [] and again.choices == chooser.choices

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import KV
 from accel_kernels.attention.paged.decode_triton import decode
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
-from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_codes, kv8_decode
+from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
 from accel.llm.analysis.kv_quantization import CODES
@@ -40,7 +40,7 @@ def made(kind, dtype, length, group=4, dim=128):
     heads = group * KV_HEADS
     both = torch.randn(ROWS, 1, heads + 2 * KV_HEADS, dim, device="cuda", dtype=dtype)
     angles = torch.rand(ROWS, 1, dim // 2, device="cuda") * 6.28
-    assert decodes_codes(both[:, :, :heads], kv)
+    assert decodes_kv8(both[:, :, :heads], kv)
     q, k, v = both.split([heads, KV_HEADS, KV_HEADS], dim=2)
     return q, k, v, kv, dim**-0.5, {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 

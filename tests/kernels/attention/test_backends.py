@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from accel_kernels import autotune
 from accel_kernels.attention import backends as module
 from accel_kernels.attention.backends import BACKENDS, AttentionChooser
 from accel_kernels.autotune import Form
@@ -90,7 +91,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(module, "_agrees", agrees)
-    monkeypatch.setattr(module, "race", race)
+    monkeypatch.setattr(autotune, "race", race)
     monkeypatch.setattr(module, "filled", lambda forms: [None] * len(forms))
     for name in ("triton", "xformers"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(refuses=lambda q, k, v: "not here"))
@@ -148,7 +149,7 @@ def test_what_fails_leaves_what_ran_so_far(measured, monkeypatch, tmp_path):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory for it")
 
-    monkeypatch.setattr(module, "race", fail)
+    monkeypatch.setattr(autotune, "race", fail)
     chooser = AttentionChooser("auto", tmp_path / "choices.json")
     assert choose(chooser, *IMAGE) == "flash" and not chooser.measured and not chooser.cache.exists()
 

@@ -26,7 +26,7 @@ def device():
     machine = Gluon(True)
     wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     names = rebuilt(
-        (fragments, epilogue, quantized_write, gemv_mma), gl=machine, mma_v2=machine.mma_v2, middle=lambda *_: 136,
+        (fragments, epilogue, quantized_write, gemv_mma), gl=machine, mma_v2=machine.mma_v2, zero_point=lambda *_: 136,
         pairs=numbers_of("int4", False, 136), _spread=spread, tl=machine.triton(wait),
         range=lambda *to: map(Array, range(*map(int, to))), COLUMNS=128,
         activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,

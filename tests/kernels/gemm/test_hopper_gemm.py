@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from accel_kernels import Quantized, QuantizedRows, hopper_gemm
+from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
 from accel_kernels.gemm.hopper.finish_triton import FinishArguments
@@ -26,7 +27,7 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
     """
     machine = Partitions(at_once, OPERANDS, seed)
     names = rebuilt(
-        (finish_triton, hopper_gemm_triton), gl=machine, mbarrier=machine, tma=machine,
+        (gluon_triton, finish_triton, hopper_gemm_triton), gl=machine, tl=machine, mbarrier=machine, tma=machine,
         start_load=machine.start_load, start_store=machine.start_store, warpgroup_mma=machine.warpgroup_mma,
         warpgroup_mma_wait=machine.warpgroup_mma_wait, fence_async_shared=lambda: None, all_threads=lambda: None,
         activate=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, BUFFERS=2, FIRST=0, SECOND=1,

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import Norm, Quantized
 from accel_kernels.gemm import epilogue_triton as epilogue
+from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue, EpilogueArguments
 from accel_kernels.gemm.quantized import skinny_wgmma_triton as skinny_wgmma
 from accel_kernels.gemm.quantized import tile_store_triton as tile_sums
@@ -38,10 +39,10 @@ def device(format, neighbors, at_once):
     machine, middle = Gluon(at_once), 136 if format == "int4" else 0
     wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     names = rebuilt(
-        (fragments, warpgroup_factor, epilogue, quantized_write, tile_sums, skinny_wgmma), gl=machine, mbarrier=machine,
-        start_load=machine.start_load,
+        (gluon_triton, fragments, warpgroup_factor, epilogue, quantized_write, tile_sums, skinny_wgmma), gl=machine,
+        mbarrier=machine, start_load=machine.start_load,
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
-        fence_async_shared=lambda: None, all_threads=lambda: None, middle=lambda *_: middle, _spread=spread,
+        fence_async_shared=lambda: None, all_threads=lambda: None, zero_point=lambda *_: middle, _spread=spread,
         pairs=numbers_of(format, neighbors, middle), tl=machine.triton(wait),
         half_layout=lambda *_: None, piece_layout=lambda *_: None, flat_layout=lambda *_: None,
         range=lambda *to: map(Array, range(*map(int, to))),

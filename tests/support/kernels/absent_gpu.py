@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import triton
-from accel_kernels.op import capability, multiprocessors, shared_memory
+from accel_kernels.device import capability, multiprocessors, shared_memory
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction

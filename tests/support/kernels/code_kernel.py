@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from accel_kernels.attention.paged.kv_quantization import TOPS
-from accel_kernels.attention.paged.kv_quantization_triton import CODES
+from accel_kernels.attention.paged.kv_quantization_triton import TRITON_DTYPES
 from accel_kernels.attention.paged.kv_quantization_triton import rounded as in_registers
 
 
@@ -19,7 +19,7 @@ def codes_kernel(x_ptr, codes_ptr, scale_ptr, DIM: tl.constexpr, ROWS: tl.conste
 
 def run(x, codes, scales, rows: int) -> None:
     """Codes (N, D) and scales (N) of x (N, D); N a multiple of `rows`, both powers of two."""
-    codes_kernel[(len(x) // rows,)](x, codes, scales, DIM=x.shape[1], ROWS=rows, CODE=CODES[codes.dtype])
+    codes_kernel[(len(x) // rows,)](x, codes, scales, DIM=x.shape[1], ROWS=rows, CODE=TRITON_DTYPES[codes.dtype])
 
 
 def ties(code: torch.dtype, dtype: torch.dtype, rows: int = 256, dim: int = 64) -> torch.Tensor:

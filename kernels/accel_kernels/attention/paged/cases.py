@@ -6,28 +6,21 @@ from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_
 from accel_kernels.attention.paged.kv_quantization import rounded
 from accel_kernels.attention.paged.ragged import Ragged
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case
+from accel_kernels.op import Case, Random
 
 
-class Numbers:
-    """Random tensors of one device and dtype, always the same ones."""
+class Numbers(Random):
+    """Random stores and arguments of calls."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
-        self.generator = torch.Generator("cpu").manual_seed(0)
-
-    def rand(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator).to(self.device, self.dtype)
-
-    def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, codes) -> KV:
-        """Full of keys and values; codes: the 8-bit dtype they are rounded to, or None."""
+    def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, kv_dtype) -> KV:
+        """Full of keys and values; kv_dtype: the 8-bit dtype they are rounded to, or None."""
         blocks = rows * columns
         order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
         table = order.view(rows, columns).to(self.device, torch.int32)
-        keys, values = (self.rand(blocks, block, heads, dim) for _ in range(2))
+        keys, values = (self(blocks, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
-        if codes is not None:
-            (keys, key_scales), (values, value_scales) = (rounded(t, codes) for t in (keys, values))
+        if kv_dtype is not None:
+            (keys, key_scales), (values, value_scales) = (rounded(t, kv_dtype) for t in (keys, values))
             key_scales, value_scales = (t.mT.contiguous().mT for t in (key_scales, value_scales))
         kept = [t for t in (table, keys, values, key_scales, value_scales) if t is not None]
         metadata = metadata_of(columns, [kept], table.device)
@@ -37,25 +30,25 @@ class Numbers:
         """The keywords of a call. rotary: channels that turn, or None."""
         given = dict(more)
         if rotary:
-            angles = torch.rand(rows, new, rotary // 2, generator=self.generator) * 6.28
-            given["cos"], given["sin"] = (t.to(self.device, self.dtype) for t in (angles.cos(), angles.sin()))
+            angles = self.uniform(rows, new, rotary // 2) * 6.28
+            given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         if qk_norm:
-            given["q_norm"], given["k_norm"] = Norm(self.rand(dim), None, 1e-6), Norm(self.rand(dim), None, 1e-6)
+            given["q_norm"], given["k_norm"] = Norm(self(dim), None, 1e-6), Norm(self(dim), None, 1e-6)
         for one in ("sinks", "slopes"):
             if given.get(one):
-                given[one] = (torch.rand(heads, generator=self.generator) - 0.5).to(self.device, self.dtype)
+                given[one] = (self.uniform(heads) - 0.5).to(self.dtype)
         return given
 
 
 def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
-                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, codes=None, last=None,
+                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, kv_dtype=None, last=None,
                    **more):  # fmt: skip
     """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
 
     def make(device, dtype):
         numbers = Numbers(device, dtype)
         columns = -(-(room or stored + new) // block)
-        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, codes)
+        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
         mask = None
         if padding_mask:  # left padding of row r by r tokens
             mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
@@ -65,7 +58,7 @@ def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None
         kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
         if last is not None:
             kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
-        both = numbers.rand(rows, new, (heads + 2 * kv_heads) * dim)
+        both = numbers(rows, new, (heads + 2 * kv_heads) * dim)
         if last is not None:
             both[:, last + 1 :] = float("inf")
         q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
@@ -75,7 +68,7 @@ def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None
 
 
 def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, fill=0, rotary=None, block=16,
-                qk_norm=False, small=False, codes=None, **more):  # fmt: skip
+                qk_norm=False, small=False, kv_dtype=None, **more):  # fmt: skip
     """Sequences (tokens stored, new tokens). decodes: how many of the first are called so, None for all that can be.
 
     idle: more of both kinds that the launch has room for. fill: tokens that fill the call up, of infinities.
@@ -86,9 +79,9 @@ def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, 
         news = [new for _, new in sequences]
         first = next((i for i, new in enumerate(news) if new > 1), len(news)) if decodes is None else decodes
         columns = -(-max((sum(one) for one in sequences), default=1) // block)
-        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, codes)
+        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, kv_dtype)
         tokens = sum(news) + fill
-        both = numbers.rand(1, tokens, heads + 2 * kv_heads, dim)
+        both = numbers(1, tokens, heads + 2 * kv_heads, dim)
         both[:, sum(news) :] = float("inf")
         q, k, v = both.split([heads, kv_heads, kv_heads], dim=2)
         prefills = len(news) - first + idle if idle or first < len(news) else 0

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_kernels.attention.paged.kv import KV
+from accel_kernels.attention.paged.split_kv import Scratch
 from accel_kernels.norm.norm import kernel_arguments
 
 
@@ -26,17 +27,17 @@ class Angles(NamedTuple):
 
 
 def decode_arguments(
-    q, k, v, out, kv: KV, scale: float, scratch: tuple, splits: int, few_splits: int, *, cos=None, sin=None,
+    q, k, v, out, kv: KV, scale: float, scratch: Scratch, splits: int, few_splits: int, *, cos=None, sin=None,
     q_norm=None, k_norm=None, window=None, softcap=None, sinks=None, slopes=None,
 ) -> tuple[tuple, dict[str, Any]]:  # fmt: skip
-    """Arguments in the order of both kernels, and the constants that both have. scratch: room for the shares."""
+    """Arguments in the order of both kernels, and the constants that both have."""
     heads, kv_heads = q.shape[2], k.shape[2]
     angles = Angles(None, None)
     if cos is not None:
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
     arguments = (
         *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles, kernel_arguments(q_norm)[0],
-        kernel_arguments(k_norm)[0], *scratch, sinks, slopes, kv.metadata,
+        kernel_arguments(k_norm)[0], scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, heads, kv_heads, float(scale),
         window, None if softcap is None else float(softcap), splits, few_splits,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_arguments import decode_arguments
-from accel_kernels.attention.paged.kv_quantization_triton import code_of, fitted, packing, rounded
+from accel_kernels.attention.paged.kv_quantization_triton import fitted, kv_dtype_of, packing, rounded
 from accel_kernels.attention.paged.online_softmax_triton import (
     add_token,
     attention_block,
@@ -20,33 +20,32 @@ from accel_kernels.attention.paged.online_softmax_triton import (
 )
 from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
 from accel_kernels.attention.paged.split_kv import (
-    CODES_FILL,
-    CODES_REGISTERS,
     KV8_BLOCKS,
+    KV8_FILL,
+    KV8_REGISTERS,
     MOST_SPLITS,
     combined_rows,
-    scratch,
+    scratch_of,
     split_count,
     tile_of,
-    upcast,
 )
 from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic, upcast
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def decode_kernel(
-    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
+    q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     HAS_PADDING_MASK: tl.constexpr, SPLIT: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    COMBINE: tl.constexpr, CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    COMBINE: tl.constexpr, KV_DTYPE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q.data.dtype.element_ty
-    stored_as: tl.constexpr = element if CODE is None else CODE
+    stored_as: tl.constexpr = element if KV_DTYPE is None else KV_DTYPE
     b = (tl.program_id(0) // kv_heads).to(tl.int64)
     g = (tl.program_id(0) % kv_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -62,10 +61,10 @@ def decode_kernel(
                 zeros = tl.zeros((BLOCK_M, BLOCK_D), o_ptr.dtype.element_ty)
                 tl.store(o_ptr + place, zeros, mask=(m_idx < GROUP)[:, None] & (d_idx < DIM)[None, :])
             return
-    store = store_of(where_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED)
-    valid_ptr = None
+    store = store_of(metadata_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, PACKED)
+    padding_mask_ptr = None
     if HAS_PADDING_MASK:
-        valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
+        padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
     stored = store.length
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -73,16 +72,16 @@ def decode_kernel(
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
     block_k, block_v, k_scale, v_scale = load_block(
-        store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
+        store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, KV_DTYPE, PACKED
     )
     mate, sign = mates(d_idx, PAIRS)
     m_idx = tl.arange(0, BLOCK_M)
     m_mask = m_idx < GROUP
     head = g * GROUP + m_idx
     slope = None
-    if slope_ptr is not None:
-        slope = in_base_2(slope_ptr, head, m_mask)
-    row_max, row_sum = before_keys(sink_ptr, head, m_mask, split, BLOCK_M)
+    if slopes_ptr is not None:
+        slope = in_base_2(slopes_ptr, head, m_mask)
+    row_max, row_sum = before_keys(sinks_ptr, head, m_mask, split, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_D if PACKED is None else BLOCK_D // 2), tl.float32)
     odd = 0.0 if PACKED is None else acc
     if PDL:
@@ -102,17 +101,17 @@ def decode_kernel(
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
+            softcap, slope, padding_mask_ptr, KV_DTYPE, PACKED, UPCAST,
         )  # fmt: skip
     for i in range(start + 1, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < stored
         block_k, block_v, k_scale, v_scale = load_block(
-            store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, PACKED
+            store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, KV_DTYPE, PACKED
         )
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
-            softcap, slope, valid_ptr, CODE, PACKED, UPCAST,
+            softcap, slope, padding_mask_ptr, KV_DTYPE, PACKED, UPCAST,
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
@@ -125,23 +124,23 @@ def decode_kernel(
         v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(store.table + stored // STORE_BLOCK).to(tl.int64)
         slot = (block * STORE_BLOCK + stored % STORE_BLOCK) * (kv_heads * DIM)
-        if CODE is not None:
-            k_new, k_new_scale = rounded(k_new.to(tl.float32), CODE)
-            v_new, v_new_scale = rounded(v_new.to(tl.float32), CODE)
+        if KV_DTYPE is not None:
+            k_new, k_new_scale = rounded(k_new.to(tl.float32), KV_DTYPE)
+            v_new, v_new_scale = rounded(v_new.to(tl.float32), KV_DTYPE)
             at_scale = block * (kv_heads * STORE_BLOCK) + stored % STORE_BLOCK + tl.arange(0, 1)
             tl.store(store.k_scales + at_scale, k_new_scale)
             tl.store(store.v_scales + at_scale, v_new_scale)
         tl.store(store.k + slot + d_idx[None, :] + one, k_new, mask=new_mask)
         tl.store(store.v + slot + d_idx[None, :] + one, v_new, mask=new_mask)
-        if CODE is not None:
+        if KV_DTYPE is not None:
             k_new = k_new.to(tl.float32) * k_new_scale[:, None]
             v_new = v_new.to(tl.float32) * v_new_scale[:, None]
         row_max, row_sum, acc = add_token(
-            query, k_new, v_new, row_max, row_sum, acc, stored, scale, softcap, slope, valid_ptr
+            query, k_new, v_new, row_max, row_sum, acc, stored, scale, softcap, slope, padding_mask_ptr
         )
     unit = tl.program_id(0).to(tl.int64)
     finish(
-        acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, 0, 1, b, g, heads, m_mask,
+        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, 0, 1, b, g, heads, m_mask,
         GROUP, DIM, BLOCK_M, BLOCK_M, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
     )  # fmt: skip
 
@@ -160,18 +159,19 @@ def decode(q, k, v, kv, scale, out=None, **more):
     tile = tile._replace(queries=max(16, power_of_two(group)))
     packed = packing(kv.key_scales, kv.values, q.dtype)
     few = split_count(rows * kv_heads, q.device)
-    splits = few if packed is None else split_count(rows * kv_heads, q.device, CODES_FILL)
+    splits = few if packed is None else split_count(rows * kv_heads, q.device, KV8_FILL)
     small = tile.queries == 16 and tile.channels <= 128
-    registers = {"maxnreg": CODES_REGISTERS} if packed is not None and small else {}
+    registers = {"maxnreg": KV8_REGISTERS} if packed is not None and small else {}
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
     pdl = programmatic(q.device)
-    room = scratch(rows * kv_heads, splits, tile, q.device, kv.split_counters)
-    arguments, constants = decode_arguments(q, k, v, out, kv, scale, room, splits, few, **more)
+    kept = rows * kv_heads * tile.queries * MOST_SPLITS
+    scratch = scratch_of(rows * kv_heads, splits, kept, tile.channels, q.device, kv.split_counters)
+    arguments, constants = decode_arguments(q, k, v, out, kv, scale, scratch, splits, few, **more)
     launch(
         decode_kernel, (rows * kv_heads, splits), *arguments,
         **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,
         LEAST=None if packed is None else KV8_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
-        CODE=code_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), PDL=bool(pdl),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), PDL=bool(pdl),
         num_warps=tile.warps, num_stages=tile.stages, **pdl, **registers,
     )  # fmt: skip
     return out

@@ -1,14 +1,13 @@
 """`accel_kernels.attention.paged.kv_quantization` in registers."""
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization import LEAST, TOPS
+from accel_kernels.device import interpreted
 
-CODES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
+TRITON_DTYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 AT_LEAST = tl.constexpr(LEAST)
 INT8_TOP, FLOAT8_TOP = (tl.constexpr(top) for top in TOPS.values())
 
@@ -25,18 +24,18 @@ def packing(scales: torch.Tensor | None, kept: torch.Tensor, dtype: torch.dtype)
     dim = kept.shape[-1]
     if scales is None or dtype == torch.float32 or dim % 2 or dim < 32:
         return None
-    return (BY_ARITHMETIC if os.environ.get("TRITON_INTERPRET") == "1" else BY_BITS).value
+    return (BY_ARITHMETIC if interpreted() else BY_BITS).value
 
 
-def code_of(scales: torch.Tensor | None, kept: torch.Tensor):
+def kv_dtype_of(scales: torch.Tensor | None, kept: torch.Tensor):
     """The dtype of stored codes, as kernels take it; None for a store that rounds nothing."""
-    return None if scales is None else CODES[kept.dtype]
+    return None if scales is None else TRITON_DTYPES[kept.dtype]
 
 
 @triton.jit
-def halves(codes, CODE: tl.constexpr, PACKED: tl.constexpr):
+def halves(codes, KV_DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """Codes as fp16. int8 in 1.25 instructions an element: the bits of 1024 + 128 + code, less 1152."""
-    if PACKED == BY_ARITHMETIC or CODE != tl.int8:
+    if PACKED == BY_ARITHMETIC or KV_DTYPE != tl.int8:
         return codes.to(tl.float16)
     return tl.inline_asm_elementwise(
         """{
@@ -54,14 +53,14 @@ def halves(codes, CODE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def low_and_high(pairs, CODE: tl.constexpr, PACKED: tl.constexpr):
+def low_and_high(pairs, KV_DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """int16s of two codes each as two tensors of fp16, those of the low bytes and those of the high ones."""
     if PACKED == BY_ARITHMETIC:
-        if CODE == tl.int8:
+        if KV_DTYPE == tl.int8:
             return ((pairs << 8) >> 8).to(tl.float16), (pairs >> 8).to(tl.float16)
         low, high = (pairs & 255).to(tl.uint8), ((pairs >> 8) & 255).to(tl.uint8)
-        return low.to(CODE, bitcast=True).to(tl.float16), high.to(CODE, bitcast=True).to(tl.float16)
-    if CODE == tl.int8:
+        return low.to(KV_DTYPE, bitcast=True).to(tl.float16), high.to(KV_DTYPE, bitcast=True).to(tl.float16)
+    if KV_DTYPE == tl.int8:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 codes, ones, less;
@@ -104,9 +103,9 @@ def fitted(query):
 
 
 @triton.jit
-def rounded(x, CODE: tl.constexpr):
+def rounded(x, KV_DTYPE: tl.constexpr):
     """Codes of x, (rows, D) in fp32, and the scale of every row, bit for bit as `kv_quantization` has them."""
-    TOP: tl.constexpr = INT8_TOP if CODE == tl.int8 else FLOAT8_TOP
+    TOP: tl.constexpr = INT8_TOP if KV_DTYPE == tl.int8 else FLOAT8_TOP
     size = tl.abs(x)
     top, total = tl.max(size, axis=1), tl.sum(size, axis=1)
     top = tl.where(total == total, top, total)  # a maximum may leave NaN out
@@ -114,7 +113,7 @@ def rounded(x, CODE: tl.constexpr):
     # `/` is an approximation on a GPU, and what lies in the middle of two codes would fall either way.
     scale = tl.where(small, 0.0, tl.div_rn(top, TOP))
     codes = x * tl.where(small, 0.0, tl.div_rn(TOP, tl.where(small, 1.0, top)))[:, None]
-    if CODE == tl.int8:
+    if KV_DTYPE == tl.int8:
         below = tl.floor(codes)  # half is added to this, as a compiler adds to a product without rounding it
         codes = tl.where(codes >= below + 0.5, below + 1.0, below)
-    return codes.to(CODE), scale
+    return codes.to(KV_DTYPE), scale

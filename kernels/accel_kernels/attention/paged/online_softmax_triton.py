@@ -14,7 +14,7 @@ IN_BASE_2 = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_block(
-    store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr,
+    store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, KV_DTYPE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Keys (D, N) and values (N, D) of the tokens n_idx, which lie in one block of the store, and their scales.
@@ -29,7 +29,7 @@ def load_block(
         slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (kv_heads * DIM)
         k = tl.load(store.k + slot[None, :] + d_idx[:, None], mask=n_mask[None, :] & d_mask[:, None], other=0.0)
         v = tl.load(store.read_v + slot[:, None] + d_idx[None, :], mask=n_mask[:, None] & d_mask[None, :], other=0.0)
-        if CODE is not None:
+        if KV_DTYPE is not None:
             scale = block * (kv_heads * STORE_BLOCK) + n_idx % STORE_BLOCK
             k_scale = tl.load(store.k_scales + scale, mask=n_mask, other=0.0)
             v_scale = tl.load(store.v_scales + scale, mask=n_mask, other=0.0)
@@ -75,39 +75,39 @@ def in_base_2(ptr, head, mask):
 
 
 @triton.jit
-def before_keys(sink_ptr, head, m_mask, split, BLOCK_M: tl.constexpr):
+def before_keys(sinks_ptr, head, m_mask, split, BLOCK_M: tl.constexpr):
     """The running maximum and sum before any key: of the sinks in the first share, if there are sinks."""
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if sink_ptr is not None:
+    if sinks_ptr is not None:
         if split == 0:
-            row_max = in_base_2(sink_ptr, head, m_mask)
+            row_max = in_base_2(sinks_ptr, head, m_mask)
             row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
     return row_max, row_sum
 
 
 @triton.jit
 def attention_block(
-    q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope, valid_ptr,
-    CODE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr,
+    q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
+    padding_mask_ptr, KV_DTYPE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`.
 
-    window, softcap, slope, valid_ptr: None where there is no such thing.
+    window, softcap, slope, padding_mask_ptr: None where there is no such thing.
 
     Codes of 8 bits are exact in q's dtype. Their scales are no part of the products: that of a key multiplies its
     column of the scores, that of a value the weights it gets. PACKED: q is fp16, acc are the even channels and odd
     the others.
     """
     if PACKED is not None:
-        k = halves(k, CODE, PACKED)
-        v, v_odd = low_and_high(v, CODE, PACKED)
+        k = halves(k, KV_DTYPE, PACKED)
+        v, v_odd = low_and_high(v, KV_DTYPE, PACKED)
     elif UPCAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    elif CODE is not None:
+    elif KV_DTYPE is not None:
         k, v = k.to(q.dtype), v.to(q.dtype)
     products = tl.dot(q, k, input_precision="ieee") * scale
-    if CODE is not None:
+    if KV_DTYPE is not None:
         products *= k_scale[None, :]
     scores = capped(products, softcap)
     if slope is not None:
@@ -115,15 +115,15 @@ def attention_block(
     seen = n_mask[None, :] & (n_idx[None, :] <= at[:, None])
     if window is not None:
         seen &= n_idx[None, :] > at[:, None] - window
-    if valid_ptr is not None:
-        seen &= (tl.load(valid_ptr + n_idx, mask=n_mask, other=0) != 0)[None, :]
+    if padding_mask_ptr is not None:
+        seen &= (tl.load(padding_mask_ptr + n_idx, mask=n_mask, other=0) != 0)[None, :]
     scores = tl.where(seen, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == -float("inf"), 0.0, new_max)  # nothing seen yet: keep infinities apart
     p = tl.exp2(scores - top[:, None])
     shrink = tl.exp2(row_max - top)
     row_sum = row_sum * shrink + tl.sum(p, 1)
-    if CODE is None:
+    if KV_DTYPE is None:
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     elif q.dtype == tl.float16:  # whose range small scales would leave: those of a block are taken by the largest
         top_scale = tl.max(v_scale, axis=0)
@@ -138,14 +138,14 @@ def attention_block(
 
 
 @triton.jit
-def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, valid_ptr):
+def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, padding_mask_ptr):
     """The one key and value of position `at`, (1, D) each, as `attention_block` adds a block."""
     score = tl.sum(query.to(tl.float32) * k.to(tl.float32), axis=1) * scale
     score = capped(score, softcap)
     if slope is not None:
         score += slope * at
-    if valid_ptr is not None:
-        score = tl.where(tl.load(valid_ptr + at) != 0, score, -float("inf"))
+    if padding_mask_ptr is not None:
+        score = tl.where(tl.load(padding_mask_ptr + at) != 0, score, -float("inf"))
     new_max = tl.maximum(row_max, score)
     top = tl.where(new_max == -float("inf"), 0.0, new_max)
     p = tl.exp2(score - top)
@@ -155,7 +155,7 @@ def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, val
 
 @triton.jit
 def finish(
-    acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, m_first, new, token, g, heads,
+    acc, row_max, row_sum, o_ptr, scratch, unit, split, active, m_first, new, token, g, heads,
     m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -174,13 +174,13 @@ def finish(
             tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)
     elif split < active:
         mine = (unit * BLOCK_M + rows) * MOST_SPLITS + split
-        tl.store(part_ptr + mine[:, None] * BLOCK_D + d_idx[None, :], acc, mask=m_mask[:, None])
-        tl.store(stat_ptr + mine * 2, row_max, mask=m_mask)
-        tl.store(stat_ptr + mine * 2 + 1, row_sum, mask=m_mask)
+        tl.store(scratch.sums + mine[:, None] * BLOCK_D + d_idx[None, :], acc, mask=m_mask[:, None])
+        tl.store(scratch.stats + mine * 2, row_max, mask=m_mask)
+        tl.store(scratch.stats + mine * 2 + 1, row_sum, mask=m_mask)
         tl.debug_barrier()
-        taken = tl.atomic_add(ticket_ptr + unit, 1, sem="acq_rel")
+        taken = tl.atomic_add(scratch.split_counters + unit, 1, sem="acq_rel")
         if taken == active - 1:
-            tl.atomic_xchg(ticket_ptr + unit, 0)
+            tl.atomic_xchg(scratch.split_counters + unit, 0)
             s_idx = tl.arange(0, MOST_SPLITS)
             c_idx = tl.arange(0, COMBINE)
             for first in range(0, tl.minimum(USED, new * GROUP - m_first), COMBINE):
@@ -188,10 +188,12 @@ def finish(
                 m = m_first + row
                 theirs = (unit * BLOCK_M + row)[:, None] * MOST_SPLITS + s_idx[None, :]
                 there = (m < new * GROUP)[:, None] & (row < USED)[:, None] & (s_idx < active)[None, :]
-                tops = tl.load(stat_ptr + theirs * 2, mask=there, other=-float("inf"))
-                sums = tl.load(stat_ptr + theirs * 2 + 1, mask=there, other=0.0)
+                tops = tl.load(scratch.stats + theirs * 2, mask=there, other=-float("inf"))
+                sums = tl.load(scratch.stats + theirs * 2 + 1, mask=there, other=0.0)
                 parts = tl.load(
-                    part_ptr + theirs[:, :, None] * BLOCK_D + d_idx[None, None, :], mask=there[:, :, None], other=0.0
+                    scratch.sums + theirs[:, :, None] * BLOCK_D + d_idx[None, None, :],
+                    mask=there[:, :, None],
+                    other=0.0,
                 )
                 top = tl.max(tops, axis=1)
                 weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
 from accel_kernels.attention.paged.kv import LENGTH
+from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
-from accel_kernels.op import Op, capability, dtype_reason
-
-FLOAT8 = (8, 9)  # the compute capability from which on GPUs convert to and from float8_e4m3fn
+from accel_kernels.op import dtype_reason, make_op
 
 
 def reference(
@@ -135,8 +134,8 @@ def supports(
             return f"{name}: channels not next to each other"
     if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
         return "queries and stored keys of different dtypes"
-    if kv.keys.dtype == torch.float8_e4m3fn and q.is_cuda and capability(q.device) < FLOAT8:
-        return "8-bit floats below compute capability 8.9"
+    if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
+        return reason
     if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
         return "sequences of different lengths in several rows, or with a padding mask"
     if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
@@ -173,46 +172,34 @@ CASES = (
     attention_case("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5, small=True),
     attention_case("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True,
                    small=True),
-    attention_case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, codes=torch.int8,
+    attention_case("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, kv_dtype=torch.int8,
                    small=True),
-    attention_case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, codes=torch.int8,
+    attention_case("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, kv_dtype=torch.int8,
                    small=True),
-    attention_case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, codes=torch.int8, small=True),
-    attention_case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, codes=torch.int8, small=True),
-    attention_case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, codes=torch.int8, small=True),
-    attention_case(
-        "int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, padding_mask=True, codes=torch.int8, small=True
-    ),
-    attention_case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
-    attention_case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, codes=torch.float8_e4m3fn),
+    attention_case("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, kv_dtype=torch.int8, small=True),
+    attention_case("int8-verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True, kv_dtype=torch.int8, small=True),
+    attention_case("int8-prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=16, kv_dtype=torch.int8, small=True),
+    attention_case("int8-prefill", 2, 0, 23, 4, 2, 20, rotary=20, interleaved=True, padding_mask=True,
+                   kv_dtype=torch.int8, small=True),
+    attention_case("fp8-decode", 1, 37, 1, 4, 2, 32, rotary=32, kv_dtype=torch.float8_e4m3fn),
+    attention_case("fp8-prefill-more", 1, 19, 23, 4, 2, 32, rotary=32, kv_dtype=torch.float8_e4m3fn),
     attention_case("llama-decode", 1, 511, 1, 32, 8, 128, rotary=128, block=64),
     attention_case("llama-decode-32k", 1, 32767, 1, 32, 8, 128, rotary=128, block=64),
     attention_case("llama-decode-b32", 32, 1023, 1, 32, 8, 128, rotary=128, block=64),
-    attention_case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
-    attention_case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, codes=torch.float8_e4m3fn),
-    attention_case(
-        "int8-decode-valid",
-        2,
-        317,
-        1,
-        8,
-        2,
-        128,
-        rotary=128,
-        block=64,
-        padding_mask=True,
-        shuffled=True,
-        codes=torch.int8,
-    ),
-    attention_case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, codes=torch.int8),
-    attention_case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True, codes=torch.int8),
-    attention_case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, codes=torch.int8),
-    attention_case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, codes=torch.int8),
+    attention_case("llama-decode-8k-int8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, kv_dtype=torch.int8),
+    attention_case("llama-decode-8k-fp8", 8, 8191, 1, 32, 8, 128, rotary=128, block=64, kv_dtype=torch.float8_e4m3fn),
+    attention_case("int8-decode-valid", 2, 317, 1, 8, 2, 128, rotary=128, block=64, padding_mask=True, shuffled=True,
+                   kv_dtype=torch.int8),
+    attention_case("int8-decode-window", 1, 900, 1, 14, 2, 64, block=64, window=300, sinks=True, kv_dtype=torch.int8),
+    attention_case("int8-decode-softcap", 2, 190, 1, 8, 1, 128, block=64, softcap=5.0, slopes=True,
+                   kv_dtype=torch.int8),
+    attention_case("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, block=64, qk_norm=True, kv_dtype=torch.int8),
+    attention_case("llama-prefill-int8", 1, 0, 700, 32, 8, 128, rotary=128, block=64, kv_dtype=torch.int8),
     attention_case("llama-prefill", 1, 0, 2048, 32, 8, 128, rotary=128, block=64),
     attention_case("llama-prefill-filled", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661),
     attention_case("llama-prefill-filled-rows", 2, 0, 256, 32, 8, 128, rotary=128, block=64, last=200, window=256),
     attention_case("llama-prefill-filled-int8", 1, 0, 704, 32, 8, 128, rotary=128, block=64, last=661,
-                   codes=torch.int8),
+                   kv_dtype=torch.int8),
     attention_case("qwen-prefill", 2, 0, 190, 14, 2, 64, rotary=64, block=64),
     attention_case("qwen-prefill-valid", 2, 0, 190, 14, 2, 64, rotary=64, window=100, block=64, padding_mask=True),
     attention_case("phi-prefill-80", 1, 0, 150, 8, 8, 80, rotary=32, block=64, padding_mask=True),
@@ -234,9 +221,10 @@ CASES = (
     ragged_case("ragged-prefill", [(0, 17), (33, 30)], 14, 2, 16, rotary=16, qk_norm=True, window=20, small=True),
     ragged_case("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4, small=True),
     ragged_case("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0, small=True),
-    ragged_case("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, codes=torch.int8, fill=2, small=True),
-    ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, codes=torch.float8_e4m3fn),
-    ragged_case("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, block=64, codes=torch.int8,
+    ragged_case("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, kv_dtype=torch.int8, fill=2,
+                small=True),
+    ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, kv_dtype=torch.float8_e4m3fn),
+    ragged_case("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, block=64, kv_dtype=torch.int8,
                 idle=5, fill=5),
     ragged_case("ragged-llama", [*[(100 * i, 1) for i in range(20)], (0, 700), (64, 300)], 32, 8, 128, rotary=128,
                 block=64, idle=4, fill=4),
@@ -244,10 +232,4 @@ CASES = (
     ragged_case("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32, block=64),
 )  # fmt: skip
 
-paged_attention = Op(
-    "paged_attention",
-    reference,
-    "accel_kernels.attention.paged.paged_attention_triton:paged_attention",
-    supports,
-    CASES,
-)
+paged_attention = make_op("paged_attention", reference, supports, CASES)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_triton import decode, decodes
-from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_codes, kv8_decode
-from accel_kernels.attention.paged.kv_quantization_triton import code_of
+from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
+from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import (
     attention_block,
     before_keys,
@@ -19,18 +19,11 @@ from accel_kernels.attention.paged.online_softmax_triton import (
     load_block,
 )
 from accel_kernels.attention.paged.rotary_store_triton import rotary_store
-from accel_kernels.attention.paged.split_kv import (
-    MOST_SPLITS,
-    combined_rows,
-    scratch,
-    split_count,
-    tile_of,
-    upcast,
-)
+from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, scratch_of, split_count, tile_of
 from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic, upcast
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
@@ -67,15 +60,15 @@ def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr)
 
 @triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
 def paged_attention_kernel(
-    q_ptr, o_ptr, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
+    q_ptr, o_ptr, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, new, heads, kv_heads, scale, window, softcap, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, CODE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, KV_DTYPE: tl.constexpr,
     PREFILLS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
-    stored_as: tl.constexpr = element if CODE is None else CODE
+    stored_as: tl.constexpr = element if KV_DTYPE is None else KV_DTYPE
     # Of the rows of a tile; a tile of a sequence begins with all heads of a token.
     USED: tl.constexpr = BLOCK_M if ragged is None else BLOCK_M // GROUP * GROUP
     tile = tl.program_id(0)
@@ -91,10 +84,10 @@ def paged_attention_kernel(
             if PDL:
                 tl.extra.cuda.gdc_wait()
             return
-    store = store_of(where_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
-    valid_ptr = None
+    store = store_of(metadata_ptr, ragged, layer, b, g, DIM, STORE_BLOCK, stored_as, None)
+    padding_mask_ptr = None
     if HAS_PADDING_MASK:
-        valid_ptr = padding_mask_of(where_ptr, b, STORE_BLOCK)
+        padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
     stored = store.length
     m_idx = tile * USED + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
@@ -121,22 +114,24 @@ def paged_attention_kernel(
     start = first + split * share
     stop = tl.minimum(start + share, blocks)
     slope = None
-    if slope_ptr is not None:
-        slope = in_base_2(slope_ptr, head, m_mask)
-    row_max, row_sum = before_keys(sink_ptr, head, m_mask, split, BLOCK_M)
+    if slopes_ptr is not None:
+        slope = in_base_2(slopes_ptr, head, m_mask)
+    row_max, row_sum = before_keys(sinks_ptr, head, m_mask, split, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     odd = 0.0  # see `attention_block`
     for i in range(start, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
-        k, v, k_scale, v_scale = load_block(store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, CODE, None)
+        k, v, k_scale, v_scale = load_block(
+            store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, KV_DTYPE, None
+        )
         row_max, row_sum, acc, odd = attention_block(
             q, k, v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, scale, window, softcap, slope,
-            valid_ptr, CODE, None, UPCAST,
+            padding_mask_ptr, KV_DTYPE, None, UPCAST,
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     finish(
-        acc, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, unit, split, active, tile * USED, new,
+        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, tile * USED, new,
         first_token, g, heads, m_mask, GROUP, DIM, BLOCK_M, USED, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
     )  # fmt: skip
 
@@ -151,7 +146,7 @@ def paged_attention(
             q, k, v, kv, scale, (cos, sin, interleaved, q_norm, k_norm), (window, softcap, sinks, slopes)
         )
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
-        return (kv8_decode if decodes_codes(q, kv) else decode)(
+        return (kv8_decode if decodes_kv8(q, kv) else decode)(
             q, k, v, kv, scale, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window, softcap=softcap,
             sinks=sinks, slopes=slopes,
         )  # fmt: skip
@@ -177,15 +172,15 @@ def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, 
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
     kv_heads = kv.keys.shape[2]
-    pdl = programmatic(q.device)
+    pdl, kept = programmatic(q.device), units * tiles * tile.queries * MOST_SPLITS
+    scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
-        paged_attention_kernel, grid,
-        q, out, *scratch(units * tiles, splits, tile, q.device, kv.split_counters), sinks, slopes, kv.metadata,
+        paged_attention_kernel, grid, q, out, scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits,
         GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
         BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
-        COMBINE=combined_rows(heads // kv_heads * new), SPLIT=splits > 1, CODE=code_of(kv.key_scales, kv.keys),
+        COMBINE=combined_rows(heads // kv_heads * new), SPLIT=splits > 1, KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
         PREFILLS=prefills, UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
     )  # fmt: skip
 
@@ -206,7 +201,7 @@ def ragged_attention(q, k, v, kv, scale, rotation, scores):
         out.zero_()
     else:
         angles = (None, None) if cos is None else (cos.transpose(0, 1)[:most], sin.transpose(0, 1)[:most])
-        (kv8_decode if decodes_codes(turned[0], kv) else decode)(
+        (kv8_decode if decodes_kv8(turned[0], kv) else decode)(
             *turned, kv, scale, out=out.view(tokens, 1, -1), cos=angles[0], sin=angles[1], q_norm=q_norm, k_norm=k_norm,
             window=window, softcap=softcap, sinks=sinks, slopes=slopes,
         )  # fmt: skip

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.kv_quantization_triton import code_of, rounded
+from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of, rounded
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
@@ -19,19 +19,19 @@ MOST_HEADS = 32  # to a program
 
 @triton.jit(do_not_specialize=("layer", "new"))
 def rotary_store_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, where_ptr, ragged, last_ptr, shown_k_ptr, shown_v_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, metadata_ptr, ragged, last_ptr, shown_k_ptr,
+    shown_v_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
-    HAS_LAST: tl.constexpr, PREFILLS: tl.constexpr, PDL: tl.constexpr,
+    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV_DTYPE: tl.constexpr,
+    SHOWN: tl.constexpr, HAS_LAST: tl.constexpr, PREFILLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if ragged is None:
-        token = tl.load(where_ptr + AT_LENGTH) + s
+        token = tl.load(metadata_ptr + AT_LENGTH) + s
         stored_row = b
     else:
         sequence = tl.load(ragged.token_sequences + s)
@@ -48,7 +48,7 @@ def rotary_store_kernel(
     if HAS_LAST:
         counts = (s <= tl.load(last_ptr)).to(tl.int32)
         read, kv_read = heads * counts, kv_heads * counts
-    block = tl.load(table_row(where_ptr, layer, stored_row) + token // STORE_BLOCK).to(tl.int64)
+    block = tl.load(table_row(metadata_ptr, layer, stored_row) + token // STORE_BLOCK).to(tl.int64)
     slot = (block * STORE_BLOCK + token % STORE_BLOCK) * kv_heads
     q_blocks = tl.cdiv(heads, BLOCK_H)
     k_blocks = tl.cdiv(kv_heads, BLOCK_H)
@@ -88,50 +88,43 @@ def rotary_store_kernel(
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
         k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
-        if CODE is None:
-            keys = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, element)
-            tl.store(keys + (slot + h[:, None]) * DIM + d_idx[None, :], k.to(element), mask=mask)
-            if SHOWN:
-                row = (b * new + s) * kv_heads + h[:, None]
-                tl.store(shown_k_ptr + row * DIM + d_idx[None, :], k.to(element), mask=mask)
-        else:
-            put(
-                k.to(element), where_ptr, layer, 0, block, token, h, d_idx, mask, kv_heads, b * new + s,
-                shown_k_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
-            )  # fmt: skip
+        put(
+            k.to(element), metadata_ptr, layer, 0, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
+            shown_k_ptr, DIM, STORE_BLOCK, KV_DTYPE, SHOWN,
+        )  # fmt: skip
     else:
         h = (part - q_blocks - k_blocks) * BLOCK_H + h_idx
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = v_ptr + b * stride_vb + s * stride_vs + h[:, None] * stride_vh
         v = tl.load(heads_ptr + d_idx[None, :], mask=there, other=0.0)
-        if CODE is None:
-            values = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, element)
-            tl.store(values + (slot + h[:, None]) * DIM + d_idx[None, :], v, mask=mask)
-            if SHOWN:
-                row = (b * new + s) * kv_heads + h[:, None]
-                tl.store(shown_v_ptr + row * DIM + d_idx[None, :], v, mask=mask)
-        else:
-            put(
-                v, where_ptr, layer, 1, block, token, h, d_idx, mask, kv_heads, b * new + s,
-                shown_v_ptr, DIM, STORE_BLOCK, CODE, SHOWN,
-            )  # fmt: skip
+        put(
+            v, metadata_ptr, layer, 1, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
+            shown_v_ptr, DIM, STORE_BLOCK, KV_DTYPE, SHOWN,
+        )  # fmt: skip
 
 
 @triton.jit
 def put(
-    x, where_ptr, layer, which, block, token, h, d_idx, mask, kv_heads, row, shown_ptr,
-    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, CODE: tl.constexpr, SHOWN: tl.constexpr,
+    x, metadata_ptr, layer, which, block, slot, token, h, d_idx, mask, kv_heads, row, shown_ptr,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, KV_DTYPE: tl.constexpr, SHOWN: tl.constexpr,
 ):  # fmt: skip
-    """Rounds and stores a token's heads h of keys (which = 0) or values (1); what was rounded is shown besides."""
-    codes, scale = rounded(x.to(tl.float32), CODE)
+    """Stores a token's heads h of keys (which = 0) or values (1), rounded where the store has 8 bits. SHOWN: what the
+    store then holds goes to shown_ptr too, in the dtype of x.
+    """
     place = AT_LAYERS + OF_EACH * layer + which
-    head = block * STORE_BLOCK * kv_heads + (token % STORE_BLOCK) * kv_heads + h
-    tl.store(stored_at(where_ptr, place, CODE) + head[:, None] * DIM + d_idx[None, :], codes, mask=mask)
-    scales = stored_at(where_ptr, place + 2, tl.float32)
-    tl.store(scales + (block * kv_heads + h) * STORE_BLOCK + token % STORE_BLOCK, scale, mask=h < kv_heads)
+    if KV_DTYPE is None:
+        kept = stored_at(metadata_ptr, place, x.dtype)
+        tl.store(kept + (slot + h[:, None]) * DIM + d_idx[None, :], x, mask=mask)
+        shown = x
+    else:
+        codes, scale = rounded(x.to(tl.float32), KV_DTYPE)
+        head = block * STORE_BLOCK * kv_heads + (token % STORE_BLOCK) * kv_heads + h
+        tl.store(stored_at(metadata_ptr, place, KV_DTYPE) + head[:, None] * DIM + d_idx[None, :], codes, mask=mask)
+        scales = stored_at(metadata_ptr, place + 2, tl.float32)
+        tl.store(scales + (block * kv_heads + h) * STORE_BLOCK + token % STORE_BLOCK, scale, mask=h < kv_heads)
+        shown = (codes.to(tl.float32) * scale[:, None]).to(x.dtype)
     if SHOWN:
-        shown = codes.to(tl.float32) * scale[:, None]
-        tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown.to(x.dtype), mask=mask)
+        tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown, mask=mask)
 
 
 @triton.jit
@@ -198,7 +191,7 @@ def rotary_store(
         None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), CODE=code_of(kv.key_scales, kv.keys),
+        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
         SHOWN=shown, HAS_LAST=kv.last is not None, PREFILLS=prefills, PDL=bool(pdl), num_warps=4, **pdl,
     )  # fmt: skip
     return (out, keys, values) if shown else out

@@ -1,18 +1,17 @@
 """Block sizes of the attention kernels over a store, and in how many shares the keys are cut."""
 
-import os
 from typing import NamedTuple
 
 import torch
 
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.device import multiprocessors
+from accel_kernels.sizes import power_of_two
 
 MOST_SPLITS = 32
 # Codes of 8 bits are turned into numbers while the next are on their way: more programs to a multiprocessor, if their
 # shares are long enough.
-FILL, CODES_FILL = 2, 4
-CODES_REGISTERS = 128  # to a thread: what lets so many programs of 4 warps share one
+FILL, KV8_FILL = 2, 4
+KV8_REGISTERS = 128  # to a thread: what lets so many programs of 4 warps share one
 KV8_BLOCKS = 8  # of keys to a share, from which on there are more shares than fill the GPU FILL times
 
 
@@ -38,9 +37,9 @@ def tile_of(queries: int, store_block: int, dim: int, dtype: torch.dtype) -> Til
     return Tile(64 if channels > 128 else 128, keys, channels, 8 if channels > 64 else 4, 2)
 
 
-def split_count(units: int, device: torch.device, fill: int = FILL) -> int:
+def split_count(units: int, device: torch.device, fill: int = FILL, most: int = MOST_SPLITS) -> int:
     """Shares that fill the GPU `fill` times, where `units` programs do not."""
-    return min(MOST_SPLITS, max(1, fill * multiprocessors(device) // units))
+    return min(most, max(1, fill * multiprocessors(device) // units))
 
 
 def combined_rows(rows: int) -> int:
@@ -48,18 +47,24 @@ def combined_rows(rows: int) -> int:
     return min(4, power_of_two(rows))
 
 
-def scratch(units: int, splits: int, tile: Tile, device: torch.device, split_counters: torch.Tensor | None):
-    """Room for the shares, (sums, maxima and totals), and zeros to count them by, which kernels leave as zeros."""
+class Scratch(NamedTuple):
+    """Where the shares of the keys are put together, all None where there is one. sums: of weighted values; stats: a
+    maximum and a sum of weights for each row; split_counters: as of `KV`.
+    """
+
+    sums: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
+    split_counters: torch.Tensor | None = None
+
+
+def scratch_of(
+    units: int, splits: int, rows: int, channels: int, device: torch.device, split_counters: torch.Tensor | None
+) -> Scratch:
+    """For so many programs of a share, with so many rows of partial results in all, of so many channels."""
     if splits == 1:
-        return None, None, None
-    rows = units * tile.queries * MOST_SPLITS
-    parts = torch.empty(rows * tile.channels, device=device, dtype=torch.float32)
+        return Scratch()
+    sums = torch.empty(rows * channels, device=device, dtype=torch.float32)
     stats = torch.empty(rows * 2, device=device, dtype=torch.float32)
     if split_counters is None or split_counters.numel() < units:
         split_counters = torch.zeros(units, device=device, dtype=torch.int32)
-    return parts, stats, split_counters
-
-
-def upcast(dtype: torch.dtype) -> bool:
-    """Triton's interpreter multiplies bf16 as integers; fp32 operands are exact there."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.bfloat16
+    return Scratch(sums, stats, split_counters)

@@ -8,7 +8,7 @@ import triton.language as tl
 from accel_kernels.attention.paged.kv import COLUMNS, EACH, LAYERS, LENGTH, PADDING_MASK, TABLE
 
 # Places in `metadata`, as kernels may read them.
-AT_LENGTH, AT_VALID, AT_COLUMNS = (tl.constexpr(i) for i in (LENGTH, PADDING_MASK, COLUMNS))
+AT_LENGTH, AT_PADDING_MASK, AT_COLUMNS = (tl.constexpr(i) for i in (LENGTH, PADDING_MASK, COLUMNS))
 AT_LAYERS, OF_EACH, TABLE_OF = (tl.constexpr(i) for i in (LAYERS, EACH, TABLE))
 
 
@@ -25,28 +25,28 @@ class Store(NamedTuple):
 
 
 @triton.jit
-def stored_at(where_ptr, place, ELEMENT: tl.constexpr):
+def stored_at(metadata_ptr, place, ELEMENT: tl.constexpr):
     """The pointer that stands in `metadata`; allocations are aligned far beyond the 16 bytes of a wide load."""
-    return tl.multiple_of(tl.load(where_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
+    return tl.multiple_of(tl.load(metadata_ptr + place).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
-def table_row(where_ptr, layer, row):
+def table_row(metadata_ptr, layer, row):
     """A row of the block table of a layer."""
-    columns = tl.load(where_ptr + AT_COLUMNS)
-    return stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + TABLE_OF, tl.int32) + row * columns
+    columns = tl.load(metadata_ptr + AT_COLUMNS)
+    return stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer + TABLE_OF, tl.int32) + row * columns
 
 
 @triton.jit
-def row_of(where_ptr, layer, b, ragged):
+def row_of(metadata_ptr, layer, b, ragged):
     """Tokens stored of row b, or of sequence b of a `Ragged`, and its row of the block table."""
     if ragged is None:
-        length = tl.load(where_ptr + AT_LENGTH).to(tl.int32)
+        length = tl.load(metadata_ptr + AT_LENGTH).to(tl.int32)
         row = b
     else:
         length = tl.load(ragged.lengths + b)
         row = tl.load(ragged.rows + b).to(tl.int64)
-    return length, table_row(where_ptr, layer, row)
+    return length, table_row(metadata_ptr, layer, row)
 
 
 @triton.jit
@@ -72,23 +72,23 @@ def share_of(stored, window, split, splits, few_splits, SPLIT: tl.constexpr, BLO
 
 @triton.jit
 def store_of(
-    where_ptr, ragged, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
+    metadata_ptr, ragged, layer, b, g, DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """The `Store` of row or sequence b and key head g. ELEMENT: of keys and values; PACKED: see `load_block`."""
-    length, table = row_of(where_ptr, layer, b, ragged)
-    k = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer, ELEMENT) + g * DIM
-    v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, ELEMENT) + g * DIM
+    length, table = row_of(metadata_ptr, layer, b, ragged)
+    k = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, ELEMENT) + g * DIM
+    v = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer + 1, ELEMENT) + g * DIM
     read_v = v
     if PACKED is not None:
-        read_v = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
-    k_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
-    v_scales = stored_at(where_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
+        read_v = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer + 1, tl.int16) + g * (DIM // 2)
+    k_scales = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer + 2, tl.float32) + g * STORE_BLOCK
+    v_scales = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer + 3, tl.float32) + g * STORE_BLOCK
     return Store(length, table, k, v, read_v, k_scales, v_scales)
 
 
 @triton.jit
-def padding_mask_of(where_ptr, b, STORE_BLOCK: tl.constexpr):
+def padding_mask_of(metadata_ptr, b, STORE_BLOCK: tl.constexpr):
     """The padding mask of row b. By itself: Triton 3.6 returns no None, as there is where the store has none."""
-    columns = tl.load(where_ptr + AT_COLUMNS)
-    return tl.load(where_ptr + AT_VALID).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK
+    columns = tl.load(metadata_ptr + AT_COLUMNS)
+    return tl.load(metadata_ptr + AT_PADDING_MASK).to(tl.pointer_type(tl.int8)) + b * columns * STORE_BLOCK

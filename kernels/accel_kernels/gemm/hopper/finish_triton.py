@@ -23,24 +23,6 @@ class FinishArguments(NamedTuple):
 
 
 @gluon.jit
-def in_pieces(acc, COUNT: gl.constexpr):
-    """(H, W) as a tuple of 1, 2 or 4 blocks of columns, in order."""
-    pieces = (acc,)
-    if COUNT > 1:
-        pieces = _halves(acc)
-    if COUNT > 2:
-        pieces = _halves(pieces[0]) + _halves(pieces[1])
-    return pieces
-
-
-@gluon.jit
-def _halves(acc):
-    H: gl.constexpr = acc.shape[0]
-    W: gl.constexpr = acc.shape[1]
-    return gl.split(acc.reshape([H, 2, W // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
 def placed(y):
     """A piece in the layout in which an instruction of its width leaves it."""
     PLACED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, y.shape[1], 16])

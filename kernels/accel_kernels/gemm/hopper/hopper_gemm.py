@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.device import is_hopper
 from accel_kernels.gemm.epilogue import Epilogue, by_part
 from accel_kernels.gemm.fp8_linear import FP8, fp8_linear
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
@@ -18,11 +19,10 @@ from accel_kernels.gemm.int8_linear import MOST_COLUMNS, int8_linear
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.op import Case, Op, capability, dtype_reason
+from accel_kernels.op import Case, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 EIGHT_BITS = {torch.int8: int8_linear, FP8: fp8_linear}
-HOPPER = (9, 0)
 ALIGNED = 16  # bytes, of a tensor map's base and rows
 
 
@@ -54,7 +54,7 @@ def supports(x, weight, bias=None, *, rounded=False, fast=False, **after) -> str
     if not x.is_cuda:
         return "not on a GPU: no interpreter runs this kernel"
     numbers = x.data if isinstance(x, QuantizedRows) else x
-    if capability(numbers.device) != HOPPER:
+    if not is_hopper(numbers.device):
         return "a GPU of another generation than Hopper (compute capability 9.0)"
     weights = [one.data if isinstance(one, Quantized) else one for one in epilogue.weights(weight)]
     if numbers.numel() == 0 or weights[0].numel() == 0:
@@ -103,11 +103,8 @@ def _scales_reason(x: QuantizedRows, weights: list[Quantized]) -> str | None:
 
 def _epilogue_reason(x: torch.Tensor, dtype: torch.dtype, n: int, epilogue: Epilogue) -> str | None:
     residual, modulation = epilogue.residual, epilogue.modulation
-    for name, shift in (("bias", epilogue.bias), ("bias of up", epilogue.up_bias)):
-        if shift is not None and (shift.shape != (n,) or not shift.is_contiguous()):
-            return f"{name}: not {n} numbers in a row"
-    if residual is not None and (residual.dtype != dtype or residual.shape != (*x.shape[:-1], n)):
-        return "residual of another shape or dtype than the result"
+    if (reason := epilogue.shape_reason(x.shape[:-1], n, dtype)) is not None:
+        return reason
     if residual is not None and not _mapped(residual):
         return f"residual: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if modulation is not None:
@@ -146,11 +143,4 @@ CASES = (
     _case("int8-down", 2048, 14336, n=4096, kind=torch.int8, residual=True),
 )
 
-hopper_gemm = Op(
-    "hopper_gemm",
-    reference,
-    "accel_kernels.gemm.hopper.hopper_gemm_triton:hopper_gemm",
-    supports,
-    CASES,
-    instead=in_passes,
-)
+hopper_gemm = make_op("hopper_gemm", reference, supports, CASES, instead=in_passes)

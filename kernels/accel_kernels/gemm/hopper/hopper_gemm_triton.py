@@ -7,9 +7,7 @@ while one writes, the other has the tensor cores, so that what follows the sums 
 A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds as many rows of its weight as
 of the other, side by side, so that one instruction multiplies both and a thread has what belongs together.
 
-Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0. SDXL's GEGLU, 2048
-rows, takes 87 us, by `linear_geglu_triton` 101; gate and up of Llama-3.1-8B in int8, 2048 rows, take 312 us, by
-`int8_linear_triton` 406 (H200, nvidia-h200-hopper-gemm.json, nvidia-h200-hopper-gemm-tiles.json).
+Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0.
 """
 
 import torch
@@ -24,11 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.gluon_names_triton import RENAMED, all_threads, start_load, start_store
-from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, in_pieces, placed
+from accel_kernels.gemm.epilogue_triton import tile_place
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load, start_store
+from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, placed
 from accel_kernels.gemm.quantize_rows import QuantizedRows
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 HEIGHT, COLUMNS = 128, 128  # of a tile; with a gate half of the columns are the other weight's
@@ -41,14 +40,6 @@ FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 # 65536. WORKERS: warps, and registers, of all partitions but the first.
 MULTIPLY, LOAD = 232, 40
 WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([MULTIPLY, LOAD])
-
-
-@gluon.jit
-def _place(tile, tiles_m, tiles_n):
-    """Row and column of a tile; rows are grouped, so that neighbors share weights in the L2 cache."""
-    first = tile // (GROUP * tiles_n) * GROUP
-    height = gl.minimum(tiles_m - first, GROUP)
-    return first + tile % (GROUP * tiles_n) % height, tile % (GROUP * tiles_n) // height
 
 
 @gluon.jit
@@ -66,7 +57,7 @@ def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
     tiles_m, tiles_n, depth = sizes
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)  # the phase before the first: every slot is free
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n)
+        m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
         for k in range(0, depth, BLOCK_K):
             mbarrier.wait(free[0].index(slot), phase)
             bar = ready.index(slot)
@@ -134,8 +125,8 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         mbarrier.arrive(free[1].index(1 - MINE))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free[0].index(last))
-        m, n = _place(tile, tiles_m, tiles_n)
-        pieces = in_pieces(acc, PIECES)
+        m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
+        pieces = column_blocks(acc, PIECES)
         for piece in gl.static_range(WRITTEN):
             buffer, column = out[MINE].index(piece % BUFFERS), (n * WRITTEN + piece) * WIDTH
             y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])

@@ -3,7 +3,7 @@
 import torch
 
 from accel_kernels.gemm.quantized_weight import quantize_weight, weight_reason
-from accel_kernels.op import FLOATS, Case, Op, dtype_reason
+from accel_kernels.op import FLOATS, dtype_reason, make_op, random_case
 
 
 def reference(weight, dtype):
@@ -22,13 +22,11 @@ def supports(weight, dtype) -> str | None:
 
 
 def _case(name, n, k, kind, group=0, zeros=False, small=False):
-    def make(device, dtype):
-        generator = torch.Generator("cpu").manual_seed(0)
-        weight = (torch.randn(n, k, generator=generator) * k**-0.5 + (0.5 * k**-0.5 if zeros else 0)).to(dtype)
-        quantized = quantize_weight(weight, kind, group, zeros)
-        return (quantized.each(lambda part: part.to(device)), dtype), {}
+    def make(rand):
+        weight = rand(n, k, spread=k**-0.5, mean=0.5 * k**-0.5 if zeros else 0.0)
+        return (quantize_weight(weight, kind, group, zeros), rand.dtype), {}
 
-    return Case(name, make, small)
+    return random_case(name, make, small)
 
 
 INT8, INT4, FP8 = torch.int8, torch.int32, torch.float8_e4m3fn
@@ -47,4 +45,4 @@ CASES = (
     _case("llama-gate-int4", 14336, 4096, INT4, 128),
 )
 
-dequantize = Op("dequantize", reference, "accel_kernels.gemm.quantized.dequantize_triton:dequantize", supports, CASES)
+dequantize = make_op("dequantize", reference, supports, CASES)

@@ -1,19 +1,17 @@
 """One row times a 4-bit weight, on the tensor cores: fewer instructions than there are numbers.
 
-See `mma_operands`: numbers go from memory straight into the left factor. The right factor wants eight columns and x is
-one: so x is cut into spans, what four threads read of a row of the weight at a time, and the factor's columns are
-eight spans of x. Of a span of the weight times all of them one column is wanted, the one that is the same span's; the
-eight such columns, of eight products, are put together and scaled at once, since one scale covers a span. Where more
-do, a span has a column for each, with zeros where the others' x is. What 4-bit numbers have more than they stand for
-is taken off with the scales, by sums of x. So a warp has its share of x in a few registers, and goes with them from
-block to block of the weight's rows.
+See `mma_operands`: numbers go from memory straight into the left factor. The right factor has eight columns, and x is
+one row. So x is cut into spans, as many columns as four threads read of a row of the weight at a time, and the right
+factor's columns are eight spans of x. A span of the weight times all of them gives one useful column, its own. The
+useful columns of eight products are put together and scaled at once, since one scale covers a span. Where several
+scales cover a span, it has a column for each, with zeros elsewhere. The zero point is taken off with the scales, by
+sums of x. So a warp keeps its part of x in a few registers for all blocks of the weight's rows.
 
 A block is 16 rows: two times eight neighbors of the weight, or eight of it and the same of its gate's, of which a
 thread has what belongs together.
 
 Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more, compute capability
-9.0 and later, weights of more than five million numbers. The products of a Llama-3.1-8B token take 1.59 ms, 1.77 by
-`gemv_triton` (H200, nvidia-h200-four-bits.json).
+9.0 and later, weights of more than five million numbers. All else of one row takes `gemv_triton`.
 """
 
 from typing import NamedTuple
@@ -26,8 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.fused_linear_triton import apply_norm
+from accel_kernels.device import multiprocessors, programmatic
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
@@ -37,10 +35,9 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
+from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.op import multiprocessors
 from accel_kernels.warmup import launch
 
 
@@ -118,12 +115,12 @@ def _scales(weight, up, row, column, block, blocks, n, K: gl.constexpr, GROUPS: 
 
 
 @gluon.jit
-def _scaled(products, s, z, sums, MIDDLE: gl.constexpr, ZEROS: gl.constexpr):
-    """Products of raw numbers times their scales; sums: of x, what is above the numbers times them."""
+def _scaled(products, s, z, sums, ZERO_POINT: gl.constexpr, ZEROS: gl.constexpr):
+    """Products of raw numbers, less the zero point times the sums of x, times their scales."""
     if ZEROS:
-        products -= (z.to(gl.float32) + MIDDLE) * sums
+        products -= (z.to(gl.float32) + ZERO_POINT) * sums
     else:
-        products -= sums * MIDDLE
+        products -= sums * ZERO_POINT
     return products * s.to(gl.float32)
 
 
@@ -138,7 +135,7 @@ def gemv_mma_kernel(
     gl.static_assert(STEPS * PARTS <= 8)
     TILE: gl.constexpr = 8 if GATE else 16
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    MIDDLE: gl.constexpr = middle("int4", DTYPE)
+    ZERO_POINT: gl.constexpr = zero_point("int4", DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -186,7 +183,7 @@ def gemv_mma_kernel(
                 _words(weight, up, row, at, block + (step + DEPTH) // STEPS * stride, blocks, (step + DEPTH) % STEPS,
                        share, n, K, GATE, num_warps),
             )  # fmt: skip
-        total = _scaled(products, s, z, sums, MIDDLE, weight.zeros is not None)
+        total = _scaled(products, s, z, sums, ZERO_POINT, weight.zeros is not None)
         s, z = _scales(weight, up, s_row, s_column, block + stride, blocks, n, K, GROUPS, GATE)
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
         if GATE:

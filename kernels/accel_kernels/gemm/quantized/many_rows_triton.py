@@ -5,8 +5,7 @@ weight are neighbors: memory gives them once, the L2 cache again. Scales by row 
 numbers, rounded once, as a weight that is written out.
 
 Serves 65 to 512 rows in 16 bits where `skinny_wgmma_triton` does not: compute capability 8.0 and others than 9.0,
-scales of another dtype than the rows', columns that do not divide. Gate and up of Llama-3.1-8B, 128 rows in int8, take
-89 us, 169 written out for cuBLAS and 63 by `skinny_wgmma_triton` (H200, nvidia-h200-many-rows.json).
+scales of another dtype than the rows', columns that do not divide.
 """
 
 from typing import NamedTuple
@@ -14,12 +13,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.split_kv import upcast
+from accel_kernels.device import interpreted, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
-from accel_kernels.gemm.fused_linear_triton import apply_norm
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
-from accel_kernels.launch import interpreted
 from accel_kernels.warmup import launch
 
 

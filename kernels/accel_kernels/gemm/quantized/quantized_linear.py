@@ -12,7 +12,8 @@ from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS, Quantized, quantize_weight, weight_reason
 from accel_kernels.norm import norm as norms
-from accel_kernels.op import Op, dtype_reason
+from accel_kernels.norm.norm import norm_reason, norm_weights
+from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
@@ -90,8 +91,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return reason
     if up is not None and not _alike(weight, up):
         return "a gate of another shape, dtype or group"
-    if norm is not None and norm.bias is not None and not norm.centred:
-        return "a norm with a bias and no mean"
+    if (reason := norm_reason(norm)) is not None:
+        return reason
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
     reason = next((reason for one in epilogue.weights(weight) if (reason := weight_reason(one))), None)
@@ -102,7 +103,7 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
         return "residual not contiguous, or of another dtype"
     scales = [one.scales for one in epilogue.weights(weight)]
-    return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *((norm.weight, norm.bias) if norm else ()))
+    return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *norm_weights(norm))
 
 
 def _alike(weight: Quantized, up: Quantized) -> bool:
@@ -131,33 +132,19 @@ CASES = (
     _case("int4-odd", 1, 136, 33, norm="rms", residual=True, scale=0.5, small=True),
     _case("int4-32", 1, 192, 37, INT4, 32, norm="rms", gate=True, activation="silu", small=True),
     _case("int4-64-zeros", 1, 448, 19, INT4, 64, zeros=True, bias=True, activation="relu2", small=True),
-    _case(
-        "int4-128-gate-zeros",
-        1,
-        1280,
-        13,
-        INT4,
-        128,
-        zeros=True,
-        norm="layer",
-        gate=True,
-        bias=True,
-        activation="gelu",
-        small=True,
-    ),
+    _case("int4-128-gate-zeros", 1, 1280, 13, INT4, 128, zeros=True, norm="layer", gate=True, bias=True,
+          activation="gelu", small=True),
     _case("int4-rows-2", 2, 72, 33, norm="rms", small=True),
     _case("int4-rows-5-32-zeros", 5, 160, 35, INT4, 32, zeros=True, residual=True, small=True),
-    _case(
-        "int4-rows-17-64-gate", 17, 192, 33, INT4, 64, norm="layer", gate=True, bias=True, activation="silu", small=True
-    ),
+    _case("int4-rows-17-64-gate", 17, 192, 33, INT4, 64, norm="layer", gate=True, bias=True, activation="silu",
+          small=True),
     _case("int4-rows-33-128-gate-zeros", 33, 384, 21, INT4, 128, zeros=True, gate=True, activation="relu", small=True),
     # As above with columns enough for products in registers, every way of scales.
     _case("int4-64-residual", 1, 256, 35, INT4, 64, residual=True, small=True),
     _case("int8-rows-3-gemma", 3, 192, 35, INT8, norm="gemma", residual=True, small=True),
     _case("int8-rows-4-32-zeros", 4, 128, 35, INT8, 32, zeros=True, norm="rms", small=True),
-    _case(
-        "int8-rows-16-layer-gate", 16, 320, 37, INT8, norm="layer", gate=True, bias=True, activation="gelu", small=True
-    ),
+    _case("int8-rows-16-layer-gate", 16, 320, 37, INT8, norm="layer", gate=True, bias=True, activation="gelu",
+          small=True),
     _case("int4-rows-2-rms-gate", 2, 384, 37, INT4, 128, norm="rms", gate=True, activation="silu", small=True),
     _case("int4-rows-7-128-zeros", 7, 512, 35, INT4, 128, zeros=True, bias=True, small=True),
     _case("int4-rows-5-32-zeros-wide", 5, 256, 35, INT4, 32, zeros=True, norm="rms", residual=True, small=True),
@@ -169,20 +156,8 @@ CASES = (
     _case("int8-rows-66-32-zeros", 66, 160, 35, INT8, 32, zeros=True, bias=True, scale=0.5, small=True),
     _case("int8-rows-65-gate-zeros", 65, 136, 33, INT8, zeros=True, gate=True, activation="silu", small=True),
     _case("int4-rows-130", 130, 104, 37, INT4, activation="gelu_tanh", small=True),
-    _case(
-        "int4-rows-67-64-gate-zeros",
-        67,
-        192,
-        33,
-        INT4,
-        64,
-        zeros=True,
-        norm="layer",
-        gate=True,
-        bias=True,
-        activation="gelu",
-        small=True,
-    ),
+    _case("int4-rows-67-64-gate-zeros", 67, 192, 33, INT4, 64, zeros=True, norm="layer", gate=True, bias=True,
+          activation="gelu", small=True),
     _case("int4-rows-65-32", 65, 224, 35, INT4, 32, residual=True, small=True),
     _case("fp8-rows-68-gate", 68, 136, 35, FP8, norm="rms", gate=True, activation="silu", small=True),
     _case("fp8-rows-64", 64, 128, 50, FP8, residual=True, small=True),
@@ -201,14 +176,6 @@ CASES = (
     ),
     _case("llama-gate-up-int4-zeros", 1, 4096, 14336, INT4, 128, zeros=True, norm="rms", gate=True, activation="silu"),
     _case("qwen-0.5b-qkv-int4", 1, 896, 1152, INT4, 32, norm="rms", bias=True),
-)
+)  # fmt: skip
 
-quantized_linear = Op(
-    "quantized_linear",
-    reference,
-    "accel_kernels.gemm.quantized.quantized_linear_triton:quantized_linear",
-    supports,
-    CASES,
-    instead=in_passes,
-    on_cpu=on_cpu,
-)
+quantized_linear = make_op("quantized_linear", reference, supports, CASES, instead=in_passes, on_cpu=on_cpu)

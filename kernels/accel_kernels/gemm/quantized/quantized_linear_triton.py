@@ -4,11 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.split_kv import upcast
-from accel_kernels.dependent_launch_triton import programmatic
+from accel_kernels.device import AMPERE, HOPPER, is_hopper, multiprocessors, programmatic, reaches, upcast
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.fused_linear_triton import Shape, apply_norm
+from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
+from accel_kernels.gemm.fused_linear_triton import Shape
 from accel_kernels.gemm.quantized.gemv_mma_triton import (
     GemvTile,
     gemv_mma,
@@ -24,9 +23,8 @@ from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny_kernel
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, WgmmaTile, wgmma_tile
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.op import capability, multiprocessors
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -105,7 +103,7 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
     """Whether `skinny_wgmma` takes these, and is faster for all its pass before the product; as measured, H200."""
     n, k = weight.shape
     rows = x.numel() // k
-    if not x.is_cuda or capability(x.device) != (9, 0) or rows == 1 or refusal(x, weight, up) is not None:
+    if not is_hopper(x.device) or rows == 1 or refusal(x, weight, up) is not None:
         return False
     return rows > 8 or format == "int4" or n * k > FEW_WEIGHTS or (up is not None and k <= SHORT)
 
@@ -113,7 +111,7 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
 def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
     """The tile in which `gemv_mma` takes these, where it does and is faster; as measured, H200."""
     n, k = weight.shape
-    if not x.is_cuda or capability(x.device) < (9, 0) or n * k <= SMALL or weight.group < 64:
+    if not reaches(x.device, HOPPER) or n * k <= SMALL or weight.group < 64:
         return None
     if gemv_refusal(x, weight, up) is not None or not (norm is None or takes(norm, x.dtype)):
         return None
@@ -124,7 +122,7 @@ def in_registers(x, weight, up, format: str) -> bool:
     """Whether `skinny_mma` takes these, and is faster."""
     n, k = weight.shape
     rows = x.numel() // k
-    if not x.is_cuda or capability(x.device) < (8, 0) or rows == 1:
+    if not reaches(x.device, AMPERE) or rows == 1:
         return False
     if weight.scales.dtype != x.dtype:  # it multiplies by their bits
         return False
@@ -179,7 +177,3 @@ def quantized_skinny_shape(rows: int, n: int, format: str, gate: bool) -> Shape:
     wide = max(16, power_of_two(rows))
     block = 64 if wide > 16 and not gate and n // 64 >= 60 else 32 if n // 32 >= 60 else 16
     return Shape(block, 64 if wide > 32 else 128, 4, 3)
-
-
-def _types(**groups):
-    return {f"{name}_ptr": f"*{dtype}" for dtype, names in groups.items() for name in names.split()}

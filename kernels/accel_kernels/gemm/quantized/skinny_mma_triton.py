@@ -4,8 +4,7 @@ See `mma_operands`. Each warp takes a share of the columns and waits for no othe
 but the warps' sums.
 
 Serves 2 to 64 rows in 16 bits, scales of their dtype, compute capability 8.0 and later, and on 9.0 what is too small
-for `skinny_wgmma_triton`. The products of a Llama-3.1-8B token of 8 rows take 3.11 ms in int8 and 2.42 in int4, by
-`skinny_triton` 3.92 and 3.47 (H200, nvidia-h200-quantized-wgmma.json and nvidia-h200-quantized-sweep.json).
+for `skinny_wgmma_triton`.
 """
 
 from typing import NamedTuple
@@ -17,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.fused_linear_triton import apply_norm
+from accel_kernels.device import programmatic
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
@@ -30,36 +29,36 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
+from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.launch import power_of_two
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 
 @gluon.jit
-def _numbers(weight, place, inside, MIDDLE: gl.constexpr, SCALED: gl.constexpr):
+def _numbers(weight, place, inside, ZERO_POINT: gl.constexpr, SCALED: gl.constexpr):
     """Scales, and what is to be added to numbers, both in the dtype of the scales; 0 where there are none."""
     scales, zeros = 0, 0
     if SCALED:
         scales = gl.load(weight.scales + place, mask=inside, other=0.0)
     if weight.zeros is not None:
-        zeros = -MIDDLE - gl.load(weight.zeros + place, mask=inside, other=0).to(gl.float32)
+        zeros = -ZERO_POINT - gl.load(weight.zeros + place, mask=inside, other=0).to(gl.float32)
         zeros = zeros.to(weight.scales.dtype.element_ty)
     return scales, zeros
 
 
 @gluon.jit
 def _load(weight, up, w_at, w_block, g_at, g_column, BLOCKS: gl.constexpr, J: gl.constexpr, K: gl.constexpr,
-          GROUPS: gl.constexpr, MIDDLE: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+          GROUPS: gl.constexpr, ZERO_POINT: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """(words, scales, zeros, the gate's other weight's words, scales, zeros) of a step."""
     w = gl.load(weight.words + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
     place, inside = g_at + g_column // (K // GROUPS), g_column < K
-    s, z = _numbers(weight, place, inside, MIDDLE, SCALED)
+    s, z = _numbers(weight, place, inside, ZERO_POINT, SCALED)
     u, t, v = w, s, z
     if GATE:
         u = gl.load(up.words + w_at + w_block * 4 * J, mask=w_block < BLOCKS, other=0)
-        t, v = _numbers(up, place, inside, MIDDLE, SCALED)
+        t, v = _numbers(up, place, inside, ZERO_POINT, SCALED)
     return w, s, z, u, t, v
 
 
@@ -75,16 +74,15 @@ def _load_x(x_ptr, norm, x_at, column, inside, K: gl.constexpr):
 @gluon.jit
 def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
              ZEROS: gl.constexpr, POST_SCALE: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
-    """acc + weight times x. POST_SCALE: what 4-bit numbers are stored above themselves is taken off the products."""
+    """acc + weight times x. POST_SCALE: scales multiply the products, and zero points are taken off them."""
     if POST_SCALE:
         left = weight_factor(words, s, z, FORMAT, DTYPE, False, False, FORMAT == "int4", LEFT)
         part = mma_v2(left, right, gl.zeros_like(acc))
         if FORMAT == "int4":
-            above: gl.constexpr = middle(FORMAT, DTYPE)
             if ZEROS:
                 part += gl.expand_dims(z.to(gl.float32), 2) * sums
             else:
-                part -= above * sums
+                part -= zero_point(FORMAT, DTYPE) * sums
         elif ZEROS:
             part += gl.expand_dims(z.to(gl.float32), 2) * sums
         return acc + part * gl.expand_dims(s.to(gl.float32), 2)
@@ -109,7 +107,7 @@ def skinny_mma_kernel(
     POST_SCALE: gl.constexpr = SCALED and (K // GROUPS) % COLUMNS == 0  # a scale covers what is multiplied at a time
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     NEIGHBORS: gl.constexpr = FORMAT == "fp8" or DTYPE == gl.float16
-    MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
+    ZERO_POINT: gl.constexpr = zero_point(FORMAT, DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -134,7 +132,7 @@ def skinny_mma_kernel(
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
             _load(weight, up, w_at, w_block + ahead * num_warps, g_at, g_column + ahead * SPAN, BLOCKS, J, K, GROUPS,
-                  MIDDLE, GATE, SCALED),
+                  ZERO_POINT, GATE, SCALED),
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -165,7 +163,7 @@ def skinny_mma_kernel(
             if GATE:
                 acc_u = _product(acc_u, u, t, v, right, sums, FORMAT, DTYPE, SCALED, ZEROS, POST_SCALE, LEFT)
             more = _load(weight, up, w_at, w_block + (step + DEPTH) * num_warps, g_at,
-                         g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, MIDDLE, GATE, SCALED)  # fmt: skip
+                         g_column + (step + DEPTH) * SPAN, BLOCKS, J, K, GROUPS, ZERO_POINT, GATE, SCALED)  # fmt: skip
             if X_DEPTH == 1:
                 more_x = _load_x(x_ptr, norm, x_row * K, x_column + (step + 1) * SPAN, x_mask, K)
             ring = ring[1:] + (more,)

@@ -6,17 +6,14 @@ weight in 8 bits. More than 64 rows of x come in blocks of 128, each for program
 steps side by side: memory gives a weight to the first of them, the L2 cache to the others. Words of the weight come in
 boxes of 128 bytes of a row through a ring, x through a shorter one, in the order of columns of `permute_activations`.
 While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a row, it multiplies the products
-rather than the numbers; what 4-bit numbers have more than they stand for is taken off there, by sums of x.
+rather than the numbers, and the zero point is taken off the products, by sums of x.
 
 A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
 it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
 tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
-Serves 2 to 512 rows in 16 bits on compute capability 9.0. The products of a Llama-3.1-8B token take 2.76 ms in int8 and
-2.13 in int4 with 8 rows, 3.65 and 3.21 with 64, by `skinny_mma_triton` 3.11, 2.42, 7.23 and 8.13; with 128 rows 4.60
-and 4.46, with 256 7.39 and 7.34, written out for cuBLAS 10.5, 9.8, 11.7 and 11.0 (H200, results
-nvidia-h200-quantized-chain.json, nvidia-h200-quantized-wgmma.json and nvidia-h200-many-rows.json).
+Serves 2 to 512 rows in 16 bits on compute capability 9.0; docs/measurements/quantization.md has its times.
 """
 
 import torch
@@ -32,17 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.gluon_names_triton import all_threads, start_load
+from accel_kernels.device import multiprocessors, programmatic
+from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
-from accel_kernels.gemm.quantized.operands.unpacking_triton import middle
+from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
     blocks,
     both,
     factor,
     half_layout,
-    in_parts,
     row_scales,
     scales_and_zeros,
 )
@@ -50,8 +46,7 @@ from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, un
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
-from accel_kernels.launch import power_of_two
-from accel_kernels.op import multiprocessors
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 WORDS = 32  # of a row in a box
@@ -74,24 +69,24 @@ def _load_x(desc, ready, ring, at, low, high, row, BOXES: gl.constexpr, BOX: gl.
 
 
 @gluon.jit
-def _scaled(acc, part, scaling, sums, MIDDLE: gl.constexpr, ABOVE: gl.constexpr, ZEROS: gl.constexpr):
-    """acc + a piece's products times the scales of its rows; sums: of x, what is above the numbers times them."""
-    if ABOVE:
+def _scaled(acc, part, scaling, sums, ZERO_POINT: gl.constexpr, BY_SUMS: gl.constexpr, ZEROS: gl.constexpr):
+    """acc + a piece's products times the scales of its rows. BY_SUMS: the zero point is taken off by sums of x."""
+    if BY_SUMS:
         over = gl.expand_dims(sums, 0)
         if ZEROS:
-            over *= gl.expand_dims(scaling[1].to(gl.float32), 1) + MIDDLE
+            over *= gl.expand_dims(scaling[1].to(gl.float32), 1) + ZERO_POINT
         else:
-            over *= MIDDLE
+            over *= ZERO_POINT
         part -= over
     return acc + part * gl.expand_dims(scaling[0].to(gl.float32), 1)
 
 
 @gluon.jit(do_not_specialize=("m", "total", "share", "blocks_m"))
 def skinny_wgmma_kernel(
-    x_desc, w_desc, u_desc, weight, up, after, y_ptr, part_ptr, ticket_ptr, sum_ptr, m, n, total, share, blocks_m,
-    K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
-    KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, w_desc, u_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, x_sums_ptr, m, n, total,
+    share, blocks_m, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
+    GATE: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows. AT_ONCE:
     sums of a tile that are on their way at a time.
@@ -106,8 +101,8 @@ def skinny_wgmma_kernel(
     ZEROS: gl.constexpr = weight.zeros is not None
     SCALED: gl.constexpr = GROUPS > 1 or FORMAT == "int4" or ZEROS
     POST_SCALE: gl.constexpr = post_scale(K, GROUPS, FORMAT, ZEROS, BLOCK_M)
-    ABOVE: gl.constexpr = POST_SCALE and (FORMAT == "int4" or ZEROS)
-    MIDDLE: gl.constexpr = middle(FORMAT, DTYPE)
+    BY_SUMS: gl.constexpr = POST_SCALE and (FORMAT == "int4" or ZEROS)
+    ZERO_POINT: gl.constexpr = zero_point(FORMAT, DTYPE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     READ: gl.constexpr = half_layout(num_warps, H, 8)
@@ -166,16 +161,16 @@ def skinny_wgmma_kernel(
             words = both(ws.index(at % STAGES).load(READ), us.index(at % STAGES).load(READ))
             pieces = gl.split(words.reshape([BLOCK_N, 2, 16]).permute((0, 2, 1)))
             sums = (0.0, 0.0)
-            if ABOVE:
+            if BY_SUMS:
                 every = blocks_m * BLOCK_M
-                place, inside = sum_ptr + step % BOXES * (2 * every) + x_row, x_row < m
+                place, inside = x_sums_ptr + step % BOXES * (2 * every) + x_row, x_row < m
                 sums = (gl.load(place, mask=inside, other=0.0), gl.load(place + every, mask=inside, other=0.0))
             scaling = ((), ())
             if SCALED:
                 scaling = ahead[0]
             x_slot = at % X_STAGES
             left = factor(pieces[0], scaling[0], FORMAT, DTYPE, SCALED and not POST_SCALE, ZEROS and not POST_SCALE,
-                          POST_SCALE, MIDDLE, LEFT, num_warps)  # fmt: skip
+                          POST_SCALE, ZERO_POINT, LEFT, num_warps)  # fmt: skip
             mbarrier.wait(x_ready.index(x_slot), at // X_STAGES & 1)
             first = warpgroup_mma(left, xs.index(x_slot).permute((1, 0)), acc, use_acc=not POST_SCALE, is_async=True)
             if not POST_SCALE:
@@ -197,13 +192,13 @@ def skinny_wgmma_kernel(
                 more = scales_and_zeros(weight, up, step + 2, high, n, K, GROUPS, BOXES, PIECE, H, GATE, num_warps)
                 ahead = (ahead[1], more)
             left = factor(pieces[1], scaling[1], FORMAT, DTYPE, SCALED and not POST_SCALE, ZEROS and not POST_SCALE,
-                          POST_SCALE, MIDDLE, LEFT, num_warps)  # fmt: skip
+                          POST_SCALE, ZERO_POINT, LEFT, num_warps)  # fmt: skip
             second = warpgroup_mma(left, zs.index(x_slot).permute((1, 0)), acc, use_acc=not POST_SCALE, is_async=True)
             if POST_SCALE:
                 part = warpgroup_mma_wait(1, deps=(first,))
-                acc = _scaled(acc, part, scaling[0], sums[0], MIDDLE, ABOVE, ZEROS)
+                acc = _scaled(acc, part, scaling[0], sums[0], ZERO_POINT, BY_SUMS, ZEROS)
                 part = warpgroup_mma_wait(0, deps=(second,))
-                acc = _scaled(acc, part, scaling[1], sums[1], MIDDLE, ABOVE, ZEROS)
+                acc = _scaled(acc, part, scaling[1], sums[1], ZERO_POINT, BY_SUMS, ZEROS)
             else:
                 acc = warpgroup_mma_wait(1, deps=(second,))
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -214,23 +209,23 @@ def skinny_wgmma_kernel(
             own = gl.program_id(0) * 2 + (rank == first).to(gl.int32)
             mine = flat(acc, num_warps, FLAT)
             place = gl.arange(0, BLOCK_N * BLOCK_M, layout=FLAT)
-            gl.store(part_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, mine)
+            gl.store(partial_sums_ptr + own.to(gl.int64) * (BLOCK_N * BLOCK_M) + place, mine)
             all_threads()
-            done = gl.atomic_add(ticket_ptr + (tile * blocks_m + x_block), 1, sem="acq_rel") == last - first
+            done = gl.atomic_add(split_counters_ptr + (tile * blocks_m + x_block), 1, sem="acq_rel") == last - first
             if done:
                 mine = gl.zeros([BLOCK_N * BLOCK_M], gl.float32, FLAT)
                 for sharer in range(first, last + 1, AT_ONCE):
                     parts = ()
                     for more in gl.static_range(AT_ONCE):
                         part = ((sharer + more) * blocks_m + x_block) * 2 + (sharer + more == first).to(gl.int32)
-                        its = part_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place
+                        its = partial_sums_ptr + part.to(gl.int64) * (BLOCK_N * BLOCK_M) + place
                         parts = parts + (gl.load(its, mask=sharer + more <= last, other=0.0, cache_modifier=".cg"),)
                     for more in gl.static_range(AT_ONCE):
                         mine += parts[more]
                 acc = unflat(mine, BLOCK_N, BLOCK_M, num_warps, MMA)
         if done:
             lower, upper = blocks(acc)
-            lower, upper = in_parts(lower, PARTS), in_parts(upper, PARTS)
+            lower, upper = column_blocks(lower, PARTS), column_blocks(upper, PARTS)
             to = tile * TILE
             for piece in gl.static_range(PARTS):
                 row = x_first + piece * (BLOCK_M // PARTS)
@@ -285,9 +280,9 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     registers = {"maxnreg": 65536 // (32 * tile.warps * tile.programs)} if 32 * tile.warps * tile.programs > 256 else {}
     parts = torch.empty(programs * 2 * tile.rows * block_m, device=x.device, dtype=torch.float32)
     zeros, groups = weight.zeros is not None, weight.scales.shape[1]
-    above = post_scale(k, groups, format, zeros, block_m) and (format == "int4" or zeros)
-    above_rows = blocks_m * block_m if above else None
-    placed, split_counters, sums = permute_activations(x, norm, format, boxes * box, tiles * blocks_m, above_rows)
+    by_sums = post_scale(k, groups, format, zeros, block_m) and (format == "int4" or zeros)
+    sum_rows = blocks_m * block_m if by_sums else None
+    placed, split_counters, sums = permute_activations(x, norm, format, boxes * box, tiles * blocks_m, sum_rows)
     other = up if gate else weight
     described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
         TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))

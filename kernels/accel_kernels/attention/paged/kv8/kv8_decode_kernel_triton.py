@@ -1,14 +1,13 @@
 """`decode` over keys and values in 8 bits at the speed of the memory: up to 8 heads a group, 64 or 128 channels.
 
-Every warp attends to 16 of the 64 tokens of a block by itself, with products as in `kv8_mma_triton`, and knows nothing
-of the others before the end: no barrier, no shared memory in between. What it needs of the next block is on its way
-while it works on this one, in the very registers that the codes of this one have left.
+Every warp attends to 16 of the 64 tokens of a block by itself, with products as in `kv8_mma_triton`. Warps meet only
+at the end: before, there is no barrier and no shared memory. A warp loads the next block while it computes this one,
+into the registers that this one's codes no longer need.
 
-The weight of a value is exp2(score + log2(scale)), relative to the largest, whose weight is 2^14 of fp16's 65504: so
-neither small scales nor small probabilities leave the range of fp16 before they count for nothing.
+The weight of a value is exp2(score + log2(scale)), scaled so that the largest is 2^14; fp16 ends at 65504. So neither
+small scales nor small probabilities leave the range of fp16 while they still count.
 
-Serves one new token a row over int8 or fp8 keys and values. 32 rows of 8192 tokens take 166 us in int8, by
-`decode_triton` 204, in bf16 277 (H200, nvidia-h200-kv-cache.json).
+Serves one new token a row over int8 or fp8 keys and values.
 """
 
 import triton.language as tl
@@ -33,8 +32,8 @@ from accel_kernels.attention.paged.kv8.kv8_mma_triton import (
 from accel_kernels.attention.paged.kv_quantization_triton import fitted
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2, capped, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
-from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_VALID, OF_EACH, row_of, share_of
-from accel_kernels.launch import power_of_two
+from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_PADDING_MASK, OF_EACH, row_of, share_of
+from accel_kernels.sizes import power_of_two
 
 TOP = gl.constexpr(14.0)  # the largest weight, in base 2
 power_of_two_up = gluon.constexpr_function(power_of_two)
@@ -52,14 +51,14 @@ def _load_values(values, row, limit, stride, WORDS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def kv8_decode_kernel(
-    q, k, v, o_ptr, angles, q_norm, k_norm, part_ptr, stat_ptr, ticket_ptr, sink_ptr, slope_ptr, where_ptr,
+    q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
     HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
-    LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, CODE: gl.constexpr, PDL: gl.constexpr,
+    LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, KV_DTYPE: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    INTEGERS: gl.constexpr = CODE == gl.int8
+    INTEGERS: gl.constexpr = KV_DTYPE == gl.int8
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
     # Registers, lanes and warps of queries as operands: (16 of each 64 channels; t, g; all the same).
@@ -75,13 +74,13 @@ def kv8_decode_kernel(
     split = gl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored, table = row_of(where_ptr, layer, b, ragged)
-    at = where_ptr + AT_LAYERS + OF_EACH * layer
+    stored, table = row_of(metadata_ptr, layer, b, ragged)
+    at = metadata_ptr + AT_LAYERS + OF_EACH * layer
     keys, values = gl.load(at) + g * DIM, gl.load(at + 1) + g * DIM
     k_scales, v_scales = gl.load(at + 2) + g * (4 * BLOCK), gl.load(at + 3) + g * (4 * BLOCK)
     padding_mask = None
     if HAS_PADDING_MASK:
-        padding_mask = gl.load(where_ptr + AT_VALID) + b * gl.load(where_ptr + AT_COLUMNS) * BLOCK
+        padding_mask = gl.load(metadata_ptr + AT_PADDING_MASK) + b * gl.load(metadata_ptr + AT_COLUMNS) * BLOCK
     blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, True, BLOCK, LEAST)
     if ragged is not None:  # behind the decodes there is none
         active = gl.where(b < gl.load(ragged.counts), active, 0)
@@ -149,11 +148,11 @@ def kv8_decode_kernel(
     row_max = gl.full([num_warps, 32], -float("inf"), gl.float32, LANES)
     row_sum = gl.zeros([num_warps, 32], gl.float32, LANES)
     some_head = lane_g < GROUP
-    if slope_ptr is not None:
-        slope = in_base_2(slope_ptr, g * GROUP + lane_g, some_head)
-    if sink_ptr is not None:
+    if slopes_ptr is not None:
+        slope = in_base_2(slopes_ptr, g * GROUP + lane_g, some_head)
+    if sinks_ptr is not None:
         if split == 0:
-            sink = in_base_2(sink_ptr, g * GROUP + lane_g, some_head)
+            sink = in_base_2(sinks_ptr, g * GROUP + lane_g, some_head)
             row_max = gl.where(warp == 0, sink, row_max)
             row_sum = gl.where((warp == 0) & (t == 0), 16384.0, row_sum)  # 2^TOP
     acc = ()
@@ -186,7 +185,7 @@ def kv8_decode_kernel(
                     score = capped(products[j] * (q_scale * k_scale[j]), softcap)
                 else:
                     score = products[j] * (q_scale * IN_BASE_2 * k_scale[j])
-                if slope_ptr is not None:
+                if slopes_ptr is not None:
                     score += slope * n
                 scores = scores + (gl.where(seen, score + log_scale, -float("inf")),)
                 inverses = inverses + (inverse,)
@@ -246,10 +245,10 @@ def kv8_decode_kernel(
     if split == active - 1:
         row_max, row_sum, total = add_new(
             row_max, row_sum, total, query, k.data + b * k.row + g * k.head, v.data + b * v.row + g * v.head, k_norm,
-            slope_ptr, table, padding_mask, where_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
-            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, K_NORM, BLOCK, GROUP, CODE, WIDE,
+            slopes_ptr, table, padding_mask, metadata_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
+            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, K_NORM, BLOCK, GROUP, KV_DTYPE, WIDE,
         )  # fmt: skip
     finish_heads(
-        total, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, split, splits, active, b, g, heads, m_idx,
+        total, row_max, row_sum, o_ptr, scratch, split, splits, active, b, g, heads, m_idx,
         GROUP, power_of_two_up(GROUP), DIM, MOST, COMBINED, SPLIT, WIDE, num_warps,
     )  # fmt: skip

@@ -4,11 +4,9 @@ import torch
 
 from accel_kernels.attention.paged.decode_arguments import decode_arguments
 from accel_kernels.attention.paged.kv8.kv8_decode_kernel_triton import kv8_decode_kernel
-from accel_kernels.attention.paged.kv_quantization_triton import code_of
-from accel_kernels.attention.paged.split_kv import CODES_FILL, CODES_REGISTERS, FILL, KV8_BLOCKS
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.launch import interpreted
-from accel_kernels.op import capability, multiprocessors
+from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
+from accel_kernels.attention.paged.split_kv import FILL, KV8_BLOCKS, KV8_FILL, KV8_REGISTERS, scratch_of, split_count
+from accel_kernels.device import AMPERE, interpreted, programmatic, reaches
 from accel_kernels.warmup import launch
 
 BLOCK, WARPS, HEADS = 64, 4, 8  # tokens of a block of the store; 16 to a warp; columns of a product
@@ -16,9 +14,9 @@ MOST_SPLITS = 64
 COMBINED = 16  # shares that are put together at once
 
 
-def decodes_codes(q, kv) -> bool:
+def decodes_kv8(q, kv) -> bool:
     """Whether this kernel takes a call that `decode` takes."""
-    if kv.key_scales is None or interpreted() or capability(q.device) < (8, 0):
+    if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS
@@ -26,25 +24,18 @@ def decodes_codes(q, kv) -> bool:
 
 
 def kv8_decode(q, k, v, kv, scale, out=None, **more):
-    """`decode` of what `decodes_codes`."""
+    """`decode` of what `decodes_kv8`."""
     rows, _, heads, dim = q.shape
     kv_heads = k.shape[2]
     units = rows * kv_heads
-    few, splits = (min(MOST_SPLITS, max(1, n * multiprocessors(q.device) // units)) for n in (FILL, CODES_FILL))
+    few, splits = (split_count(units, q.device, fill, MOST_SPLITS) for fill in (FILL, KV8_FILL))
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
-    parts, stats, split_counters = None, None, None
-    if splits > 1:
-        parts = torch.empty(units * HEADS * splits * dim, device=q.device, dtype=torch.float32)
-        stats = torch.empty(units * HEADS * splits * 2, device=q.device, dtype=torch.float32)
-        split_counters = kv.split_counters
-        if split_counters is None or split_counters.numel() < units:
-            split_counters = torch.zeros(units, device=q.device, dtype=torch.int32)
     pdl = programmatic(q.device)
-    room = parts, stats, split_counters
-    arguments, constants = decode_arguments(q, k, v, out, kv, scale, room, splits, few, **more)
+    scratch = scratch_of(units, splits, units * HEADS * splits, dim, q.device, kv.split_counters)
+    arguments, constants = decode_arguments(q, k, v, out, kv, scale, scratch, splits, few, **more)
     launch(
         kv8_decode_kernel, (units, splits), *arguments,
         **constants, BLOCK=BLOCK, LEAST=KV8_BLOCKS, MOST=MOST_SPLITS, COMBINED=COMBINED,
-        CODE=code_of(kv.key_scales, kv.keys), PDL=bool(pdl), num_warps=WARPS, maxnreg=CODES_REGISTERS, **pdl,
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PDL=bool(pdl), num_warps=WARPS, maxnreg=KV8_REGISTERS, **pdl,
     )  # fmt: skip
     return out

@@ -7,16 +7,14 @@ from accel_kernels.attention.paged.kv_quantization_triton import rounded
 from accel_kernels.attention.paged.online_softmax_triton import add_token, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import apply_rope
 from accel_kernels.attention.paged.store_triton import stored_at
-
-# Names until Triton 3.6, and since.
-all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
+from accel_kernels.gemm.gluon_triton import all_threads
 
 
 @gluon.jit
 def add_new(
-    row_max, row_sum, total, query, k_ptr, v_ptr, k_norm, slope_ptr, table, padding_mask, at, stored, g, kv_heads,
+    row_max, row_sum, total, query, k_ptr, v_ptr, k_norm, slopes_ptr, table, padding_mask, at, stored, g, kv_heads,
     scale, softcap, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr, K_NORM: gl.constexpr,
-    BLOCK: gl.constexpr, GROUP: gl.constexpr, CODE: gl.constexpr, WIDE: gl.constexpr,
+    BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_DTYPE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Rounds and stores the new key and value, and attends to them."""
     element = query.dtype
@@ -25,29 +23,29 @@ def add_new(
     mask = (row == 0) & gl.expand_dims(d_idx < DIM, 0)
     k_new = apply_rope(k_ptr + row, k_norm, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS, K_NORM)
     v_new = gl.load(v_ptr + row + gl.expand_dims(d_idx, 0), mask=mask, other=0.0)
-    k_new, k_scale = rounded(k_new.to(element).to(gl.float32), CODE)
-    v_new, v_scale = rounded(v_new.to(gl.float32), CODE)
+    k_new, k_scale = rounded(k_new.to(element).to(gl.float32), KV_DTYPE)
+    v_new, v_scale = rounded(v_new.to(gl.float32), KV_DTYPE)
     block = gl.load(table + stored // BLOCK).to(gl.int64)
     at_scale = (block * kv_heads + g) * BLOCK + stored % BLOCK + one
     gl.store(stored_at(at, 2, gl.float32) + at_scale, k_scale)
     gl.store(stored_at(at, 3, gl.float32) + at_scale, v_scale)
     place = ((block * BLOCK + stored % BLOCK) * kv_heads + g) * DIM + gl.expand_dims(d_idx, 0) + row
-    gl.store(stored_at(at, 0, CODE) + place, k_new, mask=mask)
-    gl.store(stored_at(at, 1, CODE) + place, v_new, mask=mask)
+    gl.store(stored_at(at, 0, KV_DTYPE) + place, k_new, mask=mask)
+    gl.store(stored_at(at, 1, KV_DTYPE) + place, v_new, mask=mask)
     k_new = k_new.to(gl.float32) * gl.expand_dims(k_scale, 1)
     v_new = v_new.to(gl.float32) * gl.expand_dims(v_scale, 1)
     slope = None
-    if slope_ptr is not None:
-        slope = in_base_2(slope_ptr, g * GROUP + m_idx, m_idx < GROUP)
-    valid_ptr = None
+    if slopes_ptr is not None:
+        slope = in_base_2(slopes_ptr, g * GROUP + m_idx, m_idx < GROUP)
+    padding_mask_ptr = None
     if padding_mask is not None:
-        valid_ptr = padding_mask.to(gl.pointer_type(gl.int8))
-    return add_token(query, k_new, v_new, row_max, row_sum, total, stored, scale, softcap, slope, valid_ptr)
+        padding_mask_ptr = padding_mask.to(gl.pointer_type(gl.int8))
+    return add_token(query, k_new, v_new, row_max, row_sum, total, stored, scale, softcap, slope, padding_mask_ptr)
 
 
 @gluon.jit
 def finish_heads(
-    total, row_max, row_sum, o_ptr, part_ptr, stat_ptr, ticket_ptr, split, splits, active, b, g, heads, m_idx,
+    total, row_max, row_sum, o_ptr, scratch, split, splits, active, b, g, heads, m_idx,
     GROUP: gl.constexpr, GROUP_UP: gl.constexpr, DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr,
     SPLIT: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -63,23 +61,23 @@ def finish_heads(
             gl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=mask)
     elif split < active:
         mine = (unit * 8 + m_idx) * splits + split
-        gl.store(part_ptr + gl.expand_dims(mine, 1) * DIM + gl.expand_dims(d_idx, 0), total, mask=mask)
-        gl.store(stat_ptr + mine * 2, row_max, mask=m_mask)
-        gl.store(stat_ptr + mine * 2 + 1, row_sum, mask=m_mask)
+        gl.store(scratch.sums + gl.expand_dims(mine, 1) * DIM + gl.expand_dims(d_idx, 0), total, mask=mask)
+        gl.store(scratch.stats + mine * 2, row_max, mask=m_mask)
+        gl.store(scratch.stats + mine * 2 + 1, row_sum, mask=m_mask)
         all_threads()
-        taken = gl.atomic_add(ticket_ptr + unit, 1, sem="acq_rel")
+        taken = gl.atomic_add(scratch.split_counters + unit, 1, sem="acq_rel")
         if taken == active - 1:
-            gl.atomic_xchg(ticket_ptr + unit, 0)
+            gl.atomic_xchg(scratch.split_counters + unit, 0)
             for row in gl.static_range(0, GROUP, min(GROUP_UP, num_warps)):
                 _combine(
-                    o_ptr + (b * heads + g * GROUP) * DIM, part_ptr, stat_ptr, unit * 8, row, splits, active, GROUP,
+                    o_ptr + (b * heads + g * GROUP) * DIM, scratch, unit * 8, row, splits, active, GROUP,
                     min(GROUP_UP, num_warps), DIM, MOST, COMBINED, WIDE, num_warps,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _combine(
-    o_ptr, part_ptr, stat_ptr, unit, first, splits, active, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    o_ptr, scratch, unit, first, splits, active, GROUP: gl.constexpr, ROWS: gl.constexpr,
     DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Puts the shares of ROWS heads together."""
@@ -92,8 +90,8 @@ def _combine(
     s_idx = gl.arange(0, MOST, gl.SliceLayout(0, WIDE))
     all_stats = gl.expand_dims((unit + m_idx) * splits, 1) + gl.expand_dims(s_idx, 0)
     there = gl.expand_dims(m_idx < GROUP, 1) & gl.expand_dims(s_idx < active, 0)
-    tops = gl.load(stat_ptr + all_stats * 2, mask=there, other=-float("inf"))
-    sums = gl.load(stat_ptr + all_stats * 2 + 1, mask=there, other=0.0)
+    tops = gl.load(scratch.stats + all_stats * 2, mask=there, other=-float("inf"))
+    sums = gl.load(scratch.stats + all_stats * 2 + 1, mask=there, other=0.0)
     top = gl.max(tops, axis=1)
     top = gl.where(top == -float("inf"), 0.0, top)
     total = gl.sum(sums * gl.exp2(tops - gl.expand_dims(top, 1)), axis=1)
@@ -107,9 +105,9 @@ def _combine(
         shares = early + gl.arange(0, COMBINED, gl.SliceLayout(0, EACH))
         theirs = gl.expand_dims((unit + rows) * splits, 1) + gl.expand_dims(shares, 0)
         some = gl.expand_dims(rows < GROUP, 1) & gl.expand_dims(shares < active, 0)
-        weights = gl.exp2(gl.load(stat_ptr + theirs * 2, mask=some, other=-float("inf")) - top)
+        weights = gl.exp2(gl.load(scratch.stats + theirs * 2, mask=some, other=-float("inf")) - top)
         mask = gl.expand_dims(some, 2) & (d_idx < DIM)
-        parts = gl.load(part_ptr + gl.expand_dims(theirs, 2) * DIM + d_idx, mask=mask, other=0.0)
+        parts = gl.load(scratch.sums + gl.expand_dims(theirs, 2) * DIM + d_idx, mask=mask, other=0.0)
         y += gl.sum(parts * gl.expand_dims(weights, 2), axis=1)
     y = y / gl.where(total == 0.0, 1.0, total)
     m_out = first + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, OUT)), 1)

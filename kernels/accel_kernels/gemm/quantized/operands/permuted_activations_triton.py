@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.dependent_launch_triton import programmatic
-from accel_kernels.gemm.fused_linear_triton import apply_norm
-from accel_kernels.launch import power_of_two
+from accel_kernels.device import programmatic
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # columns of a program without a norm
@@ -44,9 +44,9 @@ def column_of(place, INT4: tl.constexpr, NEIGHBORS: tl.constexpr):
 
 
 # Numbers that differ from product to product are no reason to compile once more.
-@triton.jit(do_not_specialize=("split_counters", "block_m"))
+@triton.jit(do_not_specialize=("counters", "block_m"))
 def permute_activations_kernel(
-    x_ptr, norm, y_ptr, sum_ptr, ticket_ptr, split_counters, columns, padded, block_m, NORM: tl.constexpr,
+    x_ptr, norm, y_ptr, x_sums_ptr, split_counters_ptr, counters, columns, padded, block_m, NORM: tl.constexpr,
     INT4: tl.constexpr, NEIGHBORS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -73,15 +73,15 @@ def permute_activations_kernel(
             x += bias
     x = x.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * padded + place, x, mask=place < padded)
-    if sum_ptr is not None:  # of what is multiplied, piece by piece
+    if x_sums_ptr is not None:  # of what is multiplied, piece by piece
         PIECE: tl.constexpr = 128 if INT4 else 64
         piece = tl.program_id(1) * (BLOCK_C // PIECE) + tl.arange(0, BLOCK_C // PIECE)
         sums = tl.sum(x.to(tl.float32).reshape(BLOCK_C // PIECE, PIECE), axis=1)
-        tl.store(sum_ptr + piece * block_m + row, sums, mask=piece * PIECE < padded)
+        tl.store(x_sums_ptr + piece * block_m + row, sums, mask=piece * PIECE < padded)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        for start in range(0, split_counters, COUNTERS):
+        for start in range(0, counters, COUNTERS):
             at = start + tl.arange(0, COUNTERS)
-            tl.store(ticket_ptr + at, tl.zeros((COUNTERS,), tl.int32), mask=at < split_counters)
+            tl.store(split_counters_ptr + at, tl.zeros((COUNTERS,), tl.int32), mask=at < counters)
 
 
 def permute_activations(x, norm, format: str, padded: int, split_counters: int, block_m: int | None = None):

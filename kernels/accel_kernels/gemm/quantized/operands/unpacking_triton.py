@@ -11,7 +11,6 @@ Pairs share a register (see `mma_operands`): numbers 16 bits apart in the word, 
 instructions.
 """
 
-import os
 import re
 
 import torch
@@ -20,6 +19,8 @@ import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from accel_kernels.device import interpreted
 
 # Places 0 and 4, 1 and 5 ... of a word in p0, p1 ...: BASE + 8 + n; the word is $8.
 _NIBBLES = """.reg .b32 w1, w2, w3;
@@ -221,7 +222,7 @@ def excess(place: tl.constexpr, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr)
 
 def unpack_mode(dtype: torch.dtype) -> str:
     """How kernels unpack that multiply with an x of this dtype."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted():
         return "plain"
     return "rough" if dtype == torch.bfloat16 else "exact"
 
@@ -240,11 +241,11 @@ def _operands(results, words):
 @gluon.jit
 def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
           RAW: gl.constexpr):  # fmt: skip
-    """Words of int32 as a tuple of the bits of bf16 or fp16, DTYPE, in int16: two and two what shares a register.
+    """Words of int32 as a tuple of the bits of bf16 or fp16, DTYPE, in int16: each two neighbors share a register.
 
     Every one is (number + zero) * scale, rounded once, or the number itself where not SCALED. scales: int32 like the
-    words, the scale's bits twice. zeros: likewise, what is to be added, less `middle` for 4 bits. RAW: 4-bit numbers
-    with `middle` still in them.
+    words, the scale's bits twice. zeros: likewise, to be added; of 4 bits `zero_point` is taken off them before. RAW:
+    `zero_point` is still in 4-bit numbers.
     """
     gl.static_assert(SCALED or not ZEROS)
     gl.static_assert(not (RAW and SCALED))
@@ -262,6 +263,6 @@ def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALE
 
 
 @constexpr_function
-def middle(format, dtype):
-    """What `pairs` gives RAW beyond the numbers."""
+def zero_point(format, dtype):
+    """What `pairs` adds to the numbers where RAW: the 8 by which 4-bit numbers are stored, and its float's base."""
     return 0 if format != "int4" else 136 if dtype == gl.bfloat16 else 1032

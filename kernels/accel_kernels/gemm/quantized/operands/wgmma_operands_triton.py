@@ -66,24 +66,6 @@ def blocks(acc):
 
 
 @gluon.jit
-def in_parts(values, COUNT: gl.constexpr):
-    """(H, W) as a tuple of 1, 2 or 4 blocks of columns, in order."""
-    parts = (values,)
-    if COUNT > 1:
-        parts = _halves(values)
-    if COUNT > 2:
-        parts = _halves(parts[0]) + _halves(parts[1])
-    return parts
-
-
-@gluon.jit
-def _halves(values):
-    H: gl.constexpr = values.shape[0]
-    W: gl.constexpr = values.shape[1]
-    return gl.split(values.reshape([H, 2, W // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
 def weight_row(place, tile, n, H: gl.constexpr, GATE: gl.constexpr):
     """The row of the weight, or of its gate's, at this place of a tile in the factor's order."""
     row = place // 16 * 8 + (place & 1) * 4 + (place >> 1 & 3)
@@ -147,14 +129,14 @@ def scales_and_zeros(weight, up, step, high, n, K: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def factor(words, scaling, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr,
-           RAW: gl.constexpr, MIDDLE: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+           RAW: gl.constexpr, ZERO_POINT: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """A piece (rows, 16 words) as the left factor. RAW: as of `pairs`."""
     N: gl.constexpr = words.shape[0]
     scales, zeros = 0, 0
     if SCALED:
         scales = both(scaling[0], scaling[1]).reshape([1, N, 4])
     if ZEROS:
-        zeros = (-MIDDLE - both(scaling[2], scaling[3]).to(gl.float32)).to(DTYPE).reshape([1, N, 4])
+        zeros = (-ZERO_POINT - both(scaling[2], scaling[3]).to(gl.float32)).to(DTYPE).reshape([1, N, 4])
     words = gl.convert_layout(words.reshape([1, N, 16]), piece_layout(num_warps, N))
     left = unpacked(words, scales, zeros, FORMAT, DTYPE, SCALED, ZEROS, RAW)
     return gl.convert_layout(left.reshape([N, left.shape[2]]), layout)

@@ -1,6 +1,4 @@
-"""Powers of two, which block sizes are, and where kernels run."""
-
-import os
+"""Sizes of blocks and grids."""
 
 
 def power_of_two(n: int) -> int:
@@ -13,6 +11,6 @@ def floor_power_of_two(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which knows no Gluon."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
