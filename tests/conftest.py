@@ -31,7 +31,7 @@ def fusing(*given):
 accel.api.choose = fusing
 pays.GAIN, pays.LiveTurns.faster = float("inf"), "fused"  # and on a GPU; tests of what pays put their own there
 
-# Under newer versions nothing else is told than under these; tests/core/test_versions.py asks what is.
+# Under newer versions nothing else is told than under these; tests/core/test_distribution.py asks what is.
 versions.TESTED = {package: (oldest, "99.0") for package, (oldest, _) in versions.TESTED.items()}
 
 gc.disable()  # while modules are imported, of which nothing is garbage; pytest_collection_finish enables it

@@ -1,17 +1,21 @@
-"""Short prompts on a GPU: filled up to one of a few lengths, as exact as stock."""
+"""Prompts, pages, mixed layers and operations of a user's own."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-from accel_kernels import OPS
+from accel_kernels import OPS, rms_norm
 from transformers import DynamicCache
 
 import accel
 from accel.llm.generation import prefill as short
-from support.llm.families import FAMILIES, padded, prompt
+from accel.llm.kv_cache.blocks import Shape
+from accel.llm.kv_cache.layer_sets import layer_sets
+from accel.llm.kv_cache.pages import PagePool, pages_for
+from support.llm.families import BY_NAME, FAMILIES, available, make, padded, prompt
 from support.llm.gpu import new_pair, on_gpu, prefill_graphs, talk
-from support.llm.outputs import same
+from support.llm.outputs import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")
@@ -116,3 +120,101 @@ def test_the_kernel_reads_the_blocks_by_their_addresses(case, dtype):
     errors = [float((got.double() - truth).pow(2).mean().sqrt()) for got in (ours, stock)]
     assert errors[0] <= 2 * errors[1] + 1e-7, errors
     assert all((t.isnan() if t.is_floating_point() else t == nothing).all() for t in shown.values())
+
+
+MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_texts_are_those_of_stock(name, more):
+    if not available(BY_NAME[name].kind):
+        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
+    stock = make(name).cuda()
+    ours = accel.optimize(copy.deepcopy(stock))
+    assert any(rule == "decoder layer" and status == "patched" for _, rule, status, _ in accel.report(ours).sites)
+    inputs = [tensor.cuda() for tensor in padded()]
+    torch.cuda.synchronize()
+    same(generate(ours, *inputs, **more), generate(stock, *inputs, **more))
+    assert not accel.report(ours).fallbacks
+
+
+WINDOWS = [128, None] * 4
+
+
+def shapes(codes=None) -> list[Shape]:
+    return [Shape(4, 64, torch.bfloat16, torch.device("cuda"), codes)] * len(WINDOWS)
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
+    pool = PagePool(shapes(codes), layer_sets(shapes(codes), WINDOWS), 40, 5, 7, "cuda")
+    rng, table = np.random.default_rng(0), np.zeros((2, 5, 7), np.int32)
+    for kept in pool.kept:
+        kept.copy_(torch.randint(-9, 9, kept.shape, device="cuda"))
+    expected = [kept.clone() for kept in pool.kept]
+    for kept in expected:
+        kept[:, :, 5], kept[:, :, 6] = kept[:, :, 3].clone(), kept[:, :, 3].clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in (70, 1, 30, 13):
+            places, values = rng.permutation(table.size)[:number], rng.integers(0, 40, number).astype(np.int32)
+            table.reshape(-1)[places] = values
+            pool.upload(places, values)
+        pool.copy([(3, 5), (5, 6)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.array_equal(pool.places[torch.device("cuda")].tables.cpu().numpy(), table)
+    for kept, wanted in zip(pool.kept, expected, strict=True):
+        assert torch.equal(kept.float(), wanted.float())
+    for layer in range(len(WINDOWS)):
+        assert pool.kv(layer).table.data_ptr() % 256 == pool.kv(layer).keys.data_ptr() % 256 == 0
+
+
+def test_no_memory_is_told_and_nothing_stays():
+    sets = layer_sets(shapes(torch.int8), WINDOWS)
+    held = torch.cuda.memory_allocated()
+    pages = pages_for(shapes(torch.int8), sets, 2 * torch.cuda.mem_get_info()[1])
+    with pytest.raises(torch.OutOfMemoryError, match=rf"{pages} pages of 64 tokens: .* GiB wanted"):
+        PagePool(shapes(torch.int8), sets, pages, 5, 7, "cuda")
+    assert torch.cuda.memory_allocated() == held
+
+
+def test_a_graph_runs_the_op_that_its_model_was_optimized_with():
+    counter = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def counts(x, *args, **more):
+        if not x.is_cuda:
+            return NotImplemented
+        counter.add_(1)  # by a replay too
+        return rms_norm.reference(x, *args, **more)
+
+    model = make("llama").cuda()
+    ids = prompt().cuda()
+
+    def calls(tokens: int) -> int:
+        counter.zero_()
+        model.generate(ids, max_new_tokens=tokens, do_sample=False)
+        return int(counter)
+
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False)
+    with accel.register_op("rms_norm", counts):
+        accel.optimize(model, graphs=True)
+    calls(20)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), wanted)
+    assert any(row["status"] == "graph" for row in accel.report(model).graphs)
+    norms = 2 * model.config.num_hidden_layers + 1
+    assert calls(30) - calls(20) >= 10 * norms
+    accel.optimize(model, graphs=True)
+    calls(20)
+    assert calls(20) == 0
+
+
+def test_a_function_that_is_wrong_on_the_gpu_alone_is_refused():
+    def wrong(x, *args, **more):
+        y = rms_norm.reference(x, *args, **more)
+        return y if not x.is_cuda else tuple(t * 1.1 for t in y) if isinstance(y, tuple) else y * 1.1
+
+    with pytest.raises(ValueError, match="on cuda: error"):
+        accel.register_op("rms_norm", wrong)
