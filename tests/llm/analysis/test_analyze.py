@@ -20,48 +20,46 @@ from support.everything import EVERYTHING
 from support.llm.families import BY_NAME, FAMILIES, available, layers, make, prompt
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
-# What tells some families apart; (rotary form, interleaved) and the rest as in the specs.
-ATTENTION = {
-    "llama": {"layout": "separate", "heads": 4, "groups": 2, "kv_heads": 2, "dim": 16, "scale": 0.25},
-    "phi3": {"layout": "joined", "heads": 4, "groups": 2},
-    "gpt2": {"layout": "joined", "groups": 4, "rotary": None},
-    "gpt-neox": {"layout": "grouped", "groups": 4},
+BEFORE = {"before_attention", "before_mlp"}
+# What tells some families apart: fields of the attention's spec; (form, interleaved) of its rotation; (activation, number
+# of first products, halves) of the MLP; which norms there are; whether it is (parallel, shared).
+FACTS = {
+    "llama": {
+        "layout": "separate", "heads": 4, "groups": 2, "kv_heads": 2, "dim": 16, "scale": 0.25,
+        "rotation": ("first half", False), "mlp": ("silu", 2, None), "norms": BEFORE, "skeleton": (False, False),
+    },
+    "phi3": {"layout": "joined", "heads": 4, "groups": 2, "mlp": ("silu", 1, True)},
+    "gpt2": {"layout": "joined", "groups": 4, "rotary": None, "mlp": ("gelu_tanh", 1, None)},
+    "gpt-neox": {
+        "layout": "grouped", "groups": 4, "mlp": ("gelu", 1, None), "norms": BEFORE, "skeleton": (True, False),
+    },
     "falcon-one-key": {"layout": "joined", "groups": 1, "kv_heads": 1},
     "falcon-grouped": {"layout": "grouped", "groups": 2, "kv_heads": 4},
     "mistral": {"window": 5},
-    "gemma2": {"softcap": 2.0, "scale": 10**-0.5},
+    "gemma2": {
+        "softcap": 2.0, "scale": 10**-0.5, "mlp": ("gelu_tanh", 2, None),
+        "norms": BEFORE | {"post_attention", "post_mlp"}, "skeleton": (False, False),
+    },
     "granite": {"scale": 0.2},
-    "opt": {"scale": 0.25},
-    "gpt-oss": {"sinks": "sinks"},
-}
-WINDOWS = {"gemma3": [5, None], "cohere2": [5, None], "olmo3": [5, None], "qwen2-sliding": [None, 5]}
-ROTARY = {
-    "llama": ("first half", False),
-    "glm": ("first half", True),
-    "cohere": ("even channels", True),
-    "gptj": ("all", True),
-    "gpt-oss": ("all", False),
-}
-MLP = {
-    "llama": ("silu", 2, None),
-    "phi3": ("silu", 1, True),
-    "gemma2": ("gelu_tanh", 2, None),
-    "gpt2": ("gelu_tanh", 1, None),
-    "gpt-neox": ("gelu", 1, None),
-    "opt": ("relu", 1, None),
-    "nemotron": ("relu2", 1, None),
-    "bloom": ("gelu_tanh", 1, None),
+    "opt": {"scale": 0.25, "mlp": ("relu", 1, None)},
+    "opt-post-norm": {"norms": {"after_attention", "after_mlp"}, "skeleton": (False, False)},
+    "olmo2": {"norms": {"post_attention", "post_mlp"}, "skeleton": (False, False)},
+    "glm": {"rotation": ("first half", True)},
+    "cohere": {"rotation": ("even channels", True), "norms": {"before_attention"}, "skeleton": (True, True)},
+    "gptj": {"rotation": ("all", True), "norms": {"before_attention"}, "skeleton": (True, True)},
+    "gpt-oss": {"sinks": "sinks", "rotation": ("all", False)},
+    "nemotron": {"mlp": ("relu2", 1, None)},
+    "bloom": {"mlp": ("gelu_tanh", 1, None)},
+}  # fmt: skip
+# Of each layer its window, or whether it has no rotation.
+LAYERS = {
+    "gemma3": ("window", [5, None]),
+    "cohere2": ("window", [5, None]),
+    "olmo3": ("window", [5, None]),
+    "qwen2-sliding": ("window", [None, 5]),
+    "smollm3": ("rotary", [True, False, True]),
 }
 NORMS = ("before_attention", "post_attention", "after_attention", "before_mlp", "post_mlp", "after_mlp")
-SKELETON = {
-    "llama": ({"before_attention", "before_mlp"}, False, False),
-    "gemma2": ({"before_attention", "post_attention", "before_mlp", "post_mlp"}, False, False),
-    "olmo2": ({"post_attention", "post_mlp"}, False, False),
-    "opt-post-norm": ({"after_attention", "after_mlp"}, False, False),
-    "gpt-neox": ({"before_attention", "before_mlp"}, True, False),
-    "gptj": ({"before_attention"}, True, True),
-    "cohere": ({"before_attention"}, True, True),
-}
 
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
@@ -75,42 +73,28 @@ def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", FACTS)
 @pytest.mark.share(2)
-def test_attention_is_recognized(name, dtype):
-    found = specs(name, dtype)[0].attention
-    assert {key: getattr(found, key) for key in ATTENTION[name]} == pytest.approx(ATTENTION[name])
+def test_what_a_layer_is_made_of_is_recognized(name, dtype):
+    spec = specs(name, dtype)[0]
+    rotary, mlp = spec.attention.rotary, spec.mlp
+    norms = {norm for norm in NORMS if getattr(spec, norm) is not None}
+    assert all(getattr(spec, norm).kind is not None for norm in norms)
+    found = {
+        "rotation": rotary and (rotary.form, rotary.interleaved),
+        "mlp": (mlp.activation, len(mlp.first), mlp.halves),
+        "norms": norms,
+        "skeleton": (spec.parallel, spec.shared),
+    }
+    for fact, value in FACTS[name].items():
+        assert (found[fact] if fact in found else getattr(spec.attention, fact)) == value, fact
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_are_recognized_layer_by_layer(name):
-    assert [spec.attention.window for spec in specs(name)] == WINDOWS[name]
-
-
-@pytest.mark.parametrize("name", ROTARY)
-def test_rotations_are_recognized(name):
-    rotary = specs(name)[0].attention.rotary
-    assert (rotary.form, rotary.interleaved) == ROTARY[name]
-
-
-def test_a_layer_without_rotation_among_others_is_recognized():
-    assert [spec.attention.rotary is None for spec in specs("smollm3")] == [False, True, False]
-
-
-@pytest.mark.parametrize("name", MLP)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mlps_are_recognized(name, dtype):
-    found = specs(name, dtype)[0].mlp
-    assert (found.activation, len(found.first), found.halves) == MLP[name]
-
-
-@pytest.mark.parametrize("name", SKELETON)
-def test_skeletons_are_recognized(name):
-    found = specs(name)[0]
-    there, parallel, shared = SKELETON[name]
-    assert {norm for norm in NORMS if getattr(found, norm) is not None} == there
-    assert (found.parallel, found.shared) == (parallel, shared)
-    assert all(getattr(found, norm).kind is not None for norm in there)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_recognized_one_by_one(name):
+    fact, wanted = LAYERS[name]
+    found = [getattr(spec.attention, fact) for spec in specs(name)]
+    assert [one is not None for one in found] == wanted if fact == "rotary" else found == wanted
 
 
 @pytest.mark.parametrize("name", ["granite", "granite-moe"])
