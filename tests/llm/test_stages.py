@@ -20,7 +20,7 @@ from accel.options import Options
 from accel.planning.plan import create_context
 from support.everything import EVERYTHING
 from support.llm.families import BY_NAME, FAMILIES, available, layers, make
-from support.llm.live_bytes import LiveBytes
+from support.llm.held_out import LiveBytes
 from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by
 
@@ -118,6 +118,7 @@ def tensors() -> list[torch.Tensor]:
         return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
 
 
+@pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize("name", [*FAST, *OTHERS])
 @pytest.mark.share(4)
 def test_optimizing_keeps_nothing_of_what_it_looked_at(name, few_objects):
@@ -151,7 +152,7 @@ TOKEN_BYTES = 2 * 4 * 16 * 4  # keys and values of a token of at most 4 heads of
 SMALL = 512  # bytes a layer: places of keys and values, scales
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_positions(monkeypatch):
     """A window is looked for among a million positions on the CPU, whatever the model: it would hide all else."""
     monkeypatch.setattr(window, "QUERIES", (3, 77))
@@ -180,6 +181,7 @@ def model(family: str, **depth):
     return make(family, **depth)
 
 
+@pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize(
     ("family", "name", "options"),
     [(*family, options) for i, family in enumerate(MEASURED) for j, options in enumerate(OPTIONS)
@@ -201,6 +203,7 @@ def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, wa
     assert peaks[1] - peaks[0] <= (DEPTHS[1] - DEPTHS[0]) * (SMALL + scores), peaks
 
 
+@pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize(("family", "name"), MEASURED)
 @pytest.mark.share(2)
 def test_layers_are_forgotten_one_by_one(family, name):

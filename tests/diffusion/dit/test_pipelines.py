@@ -15,7 +15,7 @@ from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pipelines import PIPELINES
 from support.diffusion.programs import Formula, Planned
-from support.llm.live_bytes import LiveBytes
+from support.llm.held_out import LiveBytes
 
 FAR = 3e-5  # of the largest number: sums in another order, over steps and layers, and a decoder
 

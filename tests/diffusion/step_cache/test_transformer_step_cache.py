@@ -9,7 +9,7 @@ import accel
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.dit.executable import Executable
 from support.compatibility.stack_oracle import STACKS, StackOracle, deep, loop
-from support.diffusion.step_oracle import agree, reasons, run
+from support.diffusion.rounded_rows import agree, reasons, run
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"
 

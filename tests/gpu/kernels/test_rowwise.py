@@ -8,7 +8,7 @@ from accel_kernels.rowwise.formulas import NEAR
 from accel_kernels.rowwise.program import BINARY, FULL, ONE, TO_ONE, UNARY, WITH_NUMBER
 from accel_kernels.rowwise.rowwise import TORCH
 
-from support.kernels.near_numbers import KINDS, assert_near
+from support.kernels.numbers import KINDS, assert_near
 from support.kernels.routing import assert_routes_as_torch, poisoned, route_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

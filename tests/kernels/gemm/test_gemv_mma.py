@@ -19,7 +19,7 @@ from accel_kernels.gemm.quantized_weight import quantize_weight
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
-from support.kernels.quantized_words import numbers_of, spread
+from support.kernels.numbers import numbers_of, spread
 from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
 
 

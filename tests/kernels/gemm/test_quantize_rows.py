@@ -6,7 +6,7 @@ from accel_kernels import Norm, Quantized, fp8_linear, int8_linear, quantize_row
 from accel_kernels.gemm.quantize_rows import MOST, KnownColumns
 from accel_kernels.norm import norm as norms
 
-from support.kernels.int8_rows import NORMS, cast, sqnr, weight_of
+from support.kernels.numbers import NORMS, cast, sqnr, weight_of
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")

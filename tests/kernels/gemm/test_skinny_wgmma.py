@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
-from support.kernels.quantized_words import FORMATS, numbers_of, spread
+from support.kernels.numbers import FORMATS, numbers_of, spread
 from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt
 
 

@@ -21,7 +21,7 @@ from support.llm.families import BY_NAME, FAMILIES, available, layers, make, pro
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
 BEFORE = {"before_attention", "before_mlp"}
-# What tells some families apart: fields of the attention's spec; (form, interleaved) of its rotation; (activation, number
+# What tells some families apart: fields of the attention spec; (form, interleaved) of its rotation; (activation, number
 # of first products, halves) of the MLP; which norms there are; whether it is (parallel, shared).
 FACTS = {
     "llama": {

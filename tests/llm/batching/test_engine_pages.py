@@ -15,8 +15,7 @@ from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK, Shape
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.pages import PagePool
-from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
-from support.llm.batching.texts import ROWS, text
+from support.llm.batching.engines import ROWS, alone, engine_of, finished, prompts_of, request, text
 from support.llm.kv_cache.row_lists import CPU
 
 

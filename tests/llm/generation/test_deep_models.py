@@ -18,7 +18,7 @@ from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK
 from support.llm.families import make, padded
-from support.llm.runtime.deep import model_of
+from support.llm.runtime.near_ties import model_of
 from support.precision import off
 
 LAYERS = 10

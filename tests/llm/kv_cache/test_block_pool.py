@@ -9,7 +9,7 @@ from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.prefix_index import block_digest
-from support.llm.batching.texts import FULL, NARROW, ROWS, text
+from support.llm.batching.engines import FULL, NARROW, ROWS, text
 
 
 def pool_of(*sets, pages=100, rows=ROWS, columns=20, share=True) -> BlockPool:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.everything import EVERYTHING, always
-from support.llm.edits.adapters import lora
+from support.llm.edits.places import lora
 from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded
 from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, losses, mean_perplexity
 from support.llm.modes import MODES

@@ -12,12 +12,12 @@ from accel.quantization.activations import KERNELS, RowProducts
 from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
-from support.llm.edits.adapters import lora
+from support.llm.edits.places import lora
 from support.llm.families import layers, make, padded, prompt
 from support.llm.optimized_models import optimized
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import by_token, held_by, logits
-from support.llm.rounded_activations import Counting, off, oracle, planted
+from support.llm.rounded_cache import Counting, off, oracle, planted
 
 FAMILIES = ("llama-biases", "gpt2", "gemma2", "phi3", "falcon-grouped", "olmo2", "gpt-neox")
 KINDS = ("int8", "int8-outliers", "fp8")

@@ -10,7 +10,7 @@ import accel
 from accel.llm.recording import recorder
 from accel.planning.plan import PLAN
 from support.llm.changes import CHANGES
-from support.llm.edits.adapters import lora
+from support.llm.edits.places import lora
 from support.llm.families import every, make, padded
 from support.llm.optimized_models import optimized, pair
 from support.llm.outputs import generate, ran_fast, same

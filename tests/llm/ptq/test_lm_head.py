@@ -13,7 +13,7 @@ import accel
 from accel.quantization import call as holding
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
-from support.llm.edits.adapters import put
+from support.llm.edits.places import put
 from support.llm.families import BY_NAME, every, in_turn, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same

@@ -17,7 +17,7 @@ from accel.llm.ptq.calibrate import quantize_layers
 from accel.quantization.scheme import Scheme
 from support.everything import EVERYTHING
 from support.llm.held_out import CALIBRATION, FOLDER, WINDOW, perplexity
-from support.llm.rounded_activations import planted
+from support.llm.rounded_cache import planted
 
 pytestmark = pytest.mark.skipif(not EVERYTHING, reason="others have the formulas; ACCEL_TEST_EVERYTHING=1 runs it")
 

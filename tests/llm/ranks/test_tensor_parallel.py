@@ -13,8 +13,8 @@ from support.llm import families
 from support.llm.batching.engines import alone
 from support.llm.parallel import faults, ranks
 from support.llm.parallel.modes import STOCK, ahead, all_modes
-from support.llm.runtime.deep import model_of
-from support.rank_faults import LIMIT, FaultyRanks
+from support.llm.runtime.near_ties import model_of
+from support.ranks import LIMIT, FaultyRanks
 
 STEPS = 6
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.

@@ -15,7 +15,7 @@ from accel.llm.analysis.router import RouterFormula, holds_router, router_formul
 from accel.llm.analysis.router_trial import GIVEN
 from accel.llm.runtime.router import RouterForward
 from support.llm.families import BY_NAME, available, make, prompt
-from support.llm.runtime.routers import assert_routed_alike, now, routers
+from support.llm.runtime.near_ties import assert_routed_alike, now, routers
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)
 GROUPED = Routing(2, "sigmoid", "sum", eps=1e-20, groups=2, kept=1)

@@ -17,7 +17,7 @@ from accel.llm.shards.manifest import MANIFEST, checksum, read_manifest
 from accel.parallel.division import Division, spans_of, taken
 from support import shards
 from support.llm import families
-from support.llm.live_bytes import LiveBytes
+from support.llm.held_out import LiveBytes
 
 STEPS = 6
 TWO = ("llama-biases", "llama-tied", "qwen3", "gemma2", "gpt-neox", "mixtral", "qwen3-moe")

@@ -14,8 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.llm.batching import loop
 from accel.llm.batching.manager import BatchManager
-from support.llm.managers.fake_engine import VOCABULARY, after, answer
-from support.llm.managers.managers import PROMPTS, collect, make_manager
+from support.llm.managers.managers import PROMPTS, VOCABULARY, after, answer, collect, make_manager
 
 
 @pytest.mark.parametrize(

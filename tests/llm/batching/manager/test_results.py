@@ -9,8 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from support.llm.managers.fake_engine import answer, child_answer
-from support.llm.managers.managers import PROMPTS, Model, collect, make_manager
+from support.llm.managers.managers import PROMPTS, Model, answer, child_answer, collect, make_manager
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from support.everything import EVERYTHING
-from support.llm.managers.fake_engine import FakeEngine, answer
-from support.llm.managers.managers import Model, collect, make_manager
+from support.llm.managers.managers import FakeEngine, Model, answer, collect, make_manager
 
 # -- start, stop, pause ------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,7 @@ import accel
 from accel.llm.ptq.formats.prequantized import CompressedTensors
 from support.llm.families import in_turn, make, padded
 from support.llm.outputs import generate, ran_fast, same
-from support.llm.prequantized.folders import compressed
-from support.llm.prequantized.linears import GptqLinear
-from support.llm.prequantized.models import MAKERS, prequantized
+from support.llm.prequantized.models import MAKERS, GptqLinear, compressed, prequantized
 from support.llm.quantized import Bytes, Counting, held_by, logits, sites
 
 KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")

@@ -15,7 +15,7 @@ from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import every, make, padded, prompt
 from support.llm.outputs import generate, same
-from support.llm.prequantized.linears import GptqLinear
+from support.llm.prequantized.models import GptqLinear
 from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 pytest.importorskip("compressed_tensors")
