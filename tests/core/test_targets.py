@@ -319,7 +319,7 @@ def test_no_task_is_forgotten():
 @pytest.mark.filterwarnings("ignore")
 def test_sentence_transformers(tmp_path):
     sentences = pytest.importorskip("sentence_transformers")
-    from support.pipeline_tasks import model, words
+    from support.objects.pipeline_tasks import model, words
 
     for kind, name, method in (
         (sentences.SentenceTransformer, "BertModel", "encode"),
