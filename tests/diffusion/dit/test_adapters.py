@@ -211,7 +211,7 @@ def calls(units):
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def quantized_pair(monkeypatch):
     """Maker of one, in which rows of tens of tokens are many."""
     monkeypatch.setattr("accel.quantization.activations.MOST_ROWS", 4)
     return lambda name, weights, activations=None: QuantizedPair(name, weights, activations, monkeypatch)
@@ -219,8 +219,8 @@ def pair(monkeypatch):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize(("weights", "activations"), WAYS)
-def test_quantized_blocks_run_from_plans(name, weights, activations, pair):
-    both = pair(name, weights, activations)
+def test_quantized_blocks_run_from_plans(name, weights, activations, quantized_pair):
+    both = quantized_pair(name, weights, activations)
     wanted = both.call(both.unfused)
     assert both.runs["plans"] == 0 and bool(both.runs["rounded"]) == (activations is not None)
     both.call(both.ours)  # recorded
@@ -235,9 +235,9 @@ def test_quantized_blocks_run_from_plans(name, weights, activations, pair):
     alike(both.call(both.ours), both.call(both.stock))
 
 
-def test_rows_are_rounded_once_in_the_pass_that_makes_them(pair):
+def test_rows_are_rounded_once_in_the_pass_that_makes_them(quantized_pair):
     """Flux: a norm's result for three products, GELU's for one, an attention's in a pass of its own."""
-    both = pair(FLUX, "int8", "int8")
+    both = quantized_pair(FLUX, "int8", "int8")
     both.call(both.ours)
     double, single = both.forwards
     for forward, rounded, products in ((double, 8, 12), (single, 4, 5)):
@@ -252,8 +252,8 @@ def test_rows_are_rounded_once_in_the_pass_that_makes_them(pair):
     assert not {"cat", "gelu"} & set(calls(both.units(single)))  # columns for a product: piece by piece
 
 
-def test_the_plan_is_compared_with_the_quantized_block(pair, monkeypatch):
-    both = pair(SD3, "int8", "int8")
+def test_the_plan_is_compared_with_the_quantized_block(quantized_pair, monkeypatch):
+    both = quantized_pair(SD3, "int8", "int8")
     wanted = both.call(both.unfused)
     from accel_kernels.rowwise import rowwise
 
@@ -264,8 +264,8 @@ def test_the_plan_is_compared_with_the_quantized_block(pair, monkeypatch):
     assert len(reasons) == 1 and reasons.pop().startswith("computes something else")
 
 
-def test_blocks_of_one_kind_share_a_plan_and_copies_make_their_own(pair):
-    both = pair("pixart", "fp8", "fp8")
+def test_blocks_of_one_kind_share_a_plan_and_copies_make_their_own(quantized_pair):
+    both = quantized_pair("pixart", "fp8", "fp8")
     got = both.call(both.ours)
     one, other = both.forwards
     assert one.known is other.known
