@@ -1,9 +1,7 @@
 """accel.optimize, and what an optimized model is to its user."""
 
-import copy
 import inspect
 import io
-import pickle
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import accel
 from accel.patching.patch import ForwardPatch
 from support.diffusion.outputs import close, run
 from support.patched import fast_forwards
-from support.together import together
 
 
 def test_restore_leaves_no_trace(pair, tiny):
@@ -138,22 +135,6 @@ def test_report_tells_every_site_and_prints(pair):
 SHARE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_uses_its_own_weights_and_restores_by_itself(pair, copied):
-    model, twin, inputs = pair
-    accel.optimize(model)
-    other = copied(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    close(run(other, inputs), run(twin, inputs))
-    assert accel.report(other).sites == accel.report(model).sites
-    assert len(fast_forwards(other)) == len(fast_forwards(model))
-    accel.restore(other)
-    assert not fast_forwards(other) and fast_forwards(model)
-    assert torch.equal(run(other, inputs), run(twin, inputs))
-
-
 def test_state_dict_and_save_pretrained_are_the_stock_ones(pair, tmp_path):
     model, twin, inputs = pair
     accel.optimize(model)
@@ -227,19 +208,6 @@ def test_inference_mode_leaves_ordinary_weights(pair):
     assert not any(parameter.is_inference() for parameter in model.parameters())
     accel.restore(model)
     model(**inputs).sample.mean().backward()
-
-
-def test_threads_agree(pair, tiny):
-    model, twin, _ = pair
-    accel.optimize(model)
-    inputs = [tiny.inputs(model, height=8, width=4 + 2 * i, seed=i) for i in range(4)]
-    wanted = [run(twin, i) for i in inputs]
-
-    def work(index):
-        for _ in range(5):
-            close(run(model, inputs[index]), wanted[index])
-
-    together(work, ((i,) for i in range(4)))
 
 
 def test_projections_share_one_storage_without_a_second_copy(pair):

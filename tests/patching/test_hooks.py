@@ -53,9 +53,6 @@ def of_diffusers(module, seen):
     return add, lambda: module._diffusers_hook.remove_hook("counting")
 
 
-PLACES = ("", "mid_block.resnets.0", "mid_block.resnets.0.norm1")
-
-
 @pytest.mark.parametrize("order", ["hook first", "patch first"])
 @pytest.mark.parametrize("leaving", ["hook first", "patch first"])
 @pytest.mark.parametrize(

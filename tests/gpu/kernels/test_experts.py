@@ -109,9 +109,6 @@ def test_the_tile_is_chosen_by_timing(tmp_path, monkeypatch):
     assert trials.work(asked) == [] and again.choices == chooser.choices
 
 
-FP8 = torch.float8_e4m3fn
-
-
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
     rows = quantize_rows.reference(torch.randn(n, k, device="cuda") * k**-0.5, dtype=to)
     return Quantized(rows.data, rows.scales.to(dtype))

@@ -79,15 +79,6 @@ def test_an_end_of_sequence_ends_it_and_is_part_of_the_answer(llama):
     assert any(len(one.tokens) < one.max_new_tokens for one in asked)
 
 
-def test_what_ends_it_may_be_the_users(llama):
-    model, stock = llama
-    [one] = asked_of(stock, 1)
-    wanted = alone(stock, one.prompt, 9)
-    one = dataclasses.replace(one, ends=lambda tokens: tokens[-2:] == wanted[2:4])
-    finished(engine_of(model), [one])
-    assert one.tokens == wanted[:4]
-
-
 def test_no_bound_but_the_room_there_is(llama):
     model, stock = llama
     one = request("a", [1, 2, 3], None)
@@ -144,17 +135,6 @@ def test_steps_of_the_sizes_of_graphs(llama):
     finished(engine, asked)
     as_alone(stock, asked[:1])
     assert replays.sizes and all(size == (40, 40, 0) for size in replays.sizes)
-
-
-def test_log_probabilities(llama):
-    model, stock = llama
-    asked = asked_of(stock, 3)
-    finished(engine_of(model, logprobs=True), asked)
-    for one in asked:
-        ids = torch.tensor([one.prompt + one.tokens])
-        wanted = stock(ids).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)
-        wanted = wanted.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(one.logprobs), wanted, rtol=1e-4, atol=1e-4)
 
 
 DRAWN_LENGTHS, NEW = (40, 30, 64, 1, 5, 17, 70), 7

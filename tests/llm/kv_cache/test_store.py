@@ -100,33 +100,6 @@ def test_nothing_is_copied_where_a_block_ends():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_cropping_into_shared_blocks_keeps_what_each_row_read():
-    store, lists = filled(tokens=3 * BLOCK)
-    store.reorder(torch.tensor([1, 0, 0, 2]))
-    lists.choose([1, 0, 0, 2])
-    store.crop(BLOCK + 5)
-    lists.crop(BLOCK + 5)
-    for _ in range(2):
-        new = fresh(4, 1)
-        append(store, new)
-        lists.append(new)
-    check(store, lists)
-    assert store.blocks.shared == 1
-
-
-@pytest.mark.parametrize("back", [1, BLOCK, BLOCK + 3])
-def test_rows_that_are_reordered_between_two_crops_keep_what_they_read(back):
-    store, lists = filled(tokens=3 * BLOCK)
-    for length in (3 * BLOCK - back, 3 * BLOCK - 2 * back):
-        store.reorder(torch.tensor([1, 2, 0, 0]))
-        lists.choose([1, 2, 0, 0])
-        store.crop(length)
-        lists.crop(length)
-    store.reorder(torch.tensor([3, 2, 0, 1]))
-    lists.choose([3, 2, 0, 1])
-    check(store, lists)
-
-
 @pytest.mark.parametrize("reordered", [True, False])
 def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     store, lists = filled(tokens=3 * BLOCK)
@@ -293,18 +266,6 @@ def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
     store = Store((shape,) * 3)
     store.reserve(2, 2 * BLOCK)
     assert sum(kept.nbytes for kept in store.blocks.kept[shape]) == 3 * shape.size * 2 * 2 * BLOCK
-
-
-def test_a_dropped_store_is_gone_at_once():
-    gc.disable()
-    try:
-        store, _ = filled()
-        store.reorder(torch.tensor([1, 1, 3, 0]))
-        held = [weakref.ref(tensor) for tensor in store.tensors()]
-        del store
-        assert all(one() is None for one in held)
-    finally:
-        gc.enable()
 
 
 def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):

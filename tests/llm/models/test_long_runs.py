@@ -192,17 +192,6 @@ def test_restored_and_optimized_over_and_over(pair):
     assert objects < 10 and size <= 0
 
 
-def test_a_dropped_model_is_freed():
-    from support.llm.families import make
-
-    model = accel.optimize(make("llama"))
-    generate(model, *padded())
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 def test_no_memory_for_a_longer_text_says_so_and_leaves_model_and_cache_usable(pair, monkeypatch):
     ours, stock = pair("llama")
     ids, word, empty = prompt(1, 9), prompt(1, 1, 3), torch.empty

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.llm.batching import loop
 from accel.llm.batching.manager import BatchManager
-from support.llm.managers.managers import PROMPTS, VOCABULARY, after, answer, collect, make_manager
+from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,6 @@ def test_fields_of_stocks_that_are_not_of_its_inner_works(manager):
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     fields = public(node.attr for node in nodes if getattr(node.value, "id", None) == "self")
     assert {name for name in fields if not hasattr(manager, name)} == INNER & fields
-
-
-def test_the_toy_is_what_it_seems():
-    assert answer([1, 2], 2) == [after([1, 2]), after([1, 2, after([1, 2])])]
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad day"), torch.OutOfMemoryError("CUDA out of memory")])

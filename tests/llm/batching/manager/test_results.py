@@ -45,13 +45,6 @@ def test_prompts_that_begin_alike_stand_behind_one_another():
         assert {one.id: one.prompt for one in manager._loop._added} == dict(zip(ids, PROMPTS, strict=True))
 
 
-def test_requests_may_come_before_the_start(manager):
-    name = manager.add_request([1, 2])
-    assert manager.get_result() is None and not manager.is_running()
-    manager.start()
-    assert collect(manager, 1)[name].generated_tokens == answer([1, 2], 6)
-
-
 def test_a_stream_shows_every_token_and_its_end(manager):
     manager.start()
     name = manager.add_request([2, 7], streaming=True, request_id="mine")
