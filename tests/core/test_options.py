@@ -222,13 +222,9 @@ def disagreement(error: Exception) -> str | None:
     return disagrees(Raising(error), quantized, None, torch.float32)
 
 
-def look(*_) -> tuple:
-    return ()
-
-
 def recorded(error: Exception) -> str:
     try:
-        record(model_raising(error), look)
+        record(model_raising(error), lambda *_: ())
     except NotUnderstood as reason:
         return str(reason)
 

@@ -228,47 +228,23 @@ def spoiled(model, change):
     return module
 
 
-def reversed_columns(module):
-    module.g_idx = module.g_idx.flip(0).contiguous()
-
-
-def three_bits(module):
-    module.qweight = torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
-
-
-def other_maths(module):
-    module.forward = lambda x: GptqLinear.forward(module, x) * 1.1
-
-
-def raising(module):
-    module.forward = lambda x: [][1]
-
-
-def lost_zeros(module):
-    module.qzeros = module.qzeros[:, :-1].contiguous()
-
-
-def flat(module):
-    module.qweight = module.qweight.flatten()
-
-
-def no_groups(module):
-    module.scales = module.scales[:0]
-
-
-def hooked(module):
-    module.register_forward_hook(lambda *given: None)
-
-
 LEFT = {
-    "act-order: its columns are in an order of their own": reversed_columns,
-    "3 bits: only 4 are read": three_bits,
-    "it computes something else than its tensors say (": other_maths,
-    "calling it to compare raised IndexError": raising,
-    "64 inputs in 2 groups, zero points (2, 11)": lost_zeros,
-    "384 bits: only 4 are read": flat,
-    "its tensors cannot be read: ZeroDivisionError": no_groups,
-    "forward hooks": hooked,
+    "act-order: its columns are in an order of their own": lambda module: setattr(
+        module, "g_idx", module.g_idx.flip(0).contiguous()
+    ),
+    "3 bits: only 4 are read": lambda module: setattr(
+        module, "qweight", torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
+    ),
+    "it computes something else than its tensors say (": lambda module: setattr(
+        module, "forward", lambda x: GptqLinear.forward(module, x) * 1.1
+    ),
+    "calling it to compare raised IndexError": lambda module: setattr(module, "forward", lambda x: [][1]),
+    "64 inputs in 2 groups, zero points (2, 11)": lambda module: setattr(
+        module, "qzeros", module.qzeros[:, :-1].contiguous()
+    ),
+    "384 bits: only 4 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "its tensors cannot be read: ZeroDivisionError": lambda module: setattr(module, "scales", module.scales[:0]),
+    "forward hooks": lambda module: module.register_forward_hook(lambda *given: None),
 }
 
 
