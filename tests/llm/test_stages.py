@@ -19,7 +19,7 @@ from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
 from support.everything import EVERYTHING
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make
+from support.llm.families import FAMILIES, available, layers, make
 from support.llm.held_out import LiveBytes
 from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by
@@ -123,8 +123,6 @@ def tensors() -> list[torch.Tensor]:
 @pytest.mark.share(4)
 def test_optimizing_keeps_nothing_of_what_it_looked_at(name, few_objects):
     """A record of an 8B model is 200 MB; in a circle of references it stayed for many calls."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name)
     gc.collect()
     known = {id(tensor) for tensor in tensors()}

@@ -17,7 +17,7 @@ from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime import attention_kinds
 from accel.llm.runtime.attention_kinds import KINDS
 from support.everything import EVERYTHING
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make, prompt
+from support.llm.families import FAMILIES, layers, make, prompt
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
 BEFORE = {"before_attention", "before_mlp"}
@@ -67,8 +67,6 @@ EACH = 1 if EVERYTHING else 3  # of so many families one
 
 @functools.cache
 def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     return [spec for _, spec in formulas(make(name, dtype=dtype), {}, KINDS)]
 
 
@@ -103,8 +101,6 @@ def test_layers_are_recognized_one_by_one(name):
 @pytest.mark.share(2)
 def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
     """Also where one token is so large that rounding hides what the layers add to it, as first tokens often are."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name, dtype=dtype)
     model.get_input_embeddings().weight.data[example_ids(model, FEW)[0, 0]] *= times
     assert {spec.scales for _, spec in formulas(model, {}, KINDS)} == {(0.4, 0.4)}

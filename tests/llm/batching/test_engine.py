@@ -12,7 +12,6 @@ from accel.llm.batching.sampling import Sampling, SamplingDefaults
 from accel.llm.batching.submission import StopStrings
 from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
 from support.llm.calls import tokenizer
-from support.llm.families import BY_NAME, available
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65)
 NEWS = (9, 28, 1, 5, 12, 7, 3, 20)
@@ -48,8 +47,6 @@ def test_each_request_gets_what_it_gets_alone(llama, tokens):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_layer(name, pair_of):
-    if name not in BY_NAME or not available(BY_NAME[name].kind):
-        pytest.skip(f"no {name} here")
     model, stock = pair_of(name)
     asked = [request(str(i), p, 4) for i, p in enumerate(prompts_of((3, 40, 9, 21), stock.config.vocab_size))]
     finished(engine_of(model, tokens=30, rows=3), asked)

@@ -19,7 +19,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention
-from support.llm.families import BY_NAME, available, layers, make, padded, prompt
+from support.llm.families import BY_NAME, layers, make, padded, prompt
 from support.llm.outputs import generate, same
 from support.llm.runtime.near_ties import deep_gpt_oss
 
@@ -29,8 +29,6 @@ MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"
 @pytest.fixture(params=MIXED)
 def both(request, pair):
     """(optimized, stock)."""
-    if not available(BY_NAME[request.param].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[request.param].kind}")
     return pair(request.param)
 
 

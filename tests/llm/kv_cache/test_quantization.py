@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 import accel
 from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
 from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
-from support.llm.families import available, every, make, padded, prompt
+from support.llm.families import every, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
 from support.llm.rounded_cache import held, pair, rounding
@@ -172,8 +172,6 @@ def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
 
 
 def test_a_model_that_stays_stock_says_that_nothing_is_rounded():
-    if not available("mamba"):
-        pytest.skip("this transformers has no mamba")
     model = accel.optimize(make("mamba"), kv_cache="int8")
     assert any("kv_cache changes nothing" in site[3] for site in accel.report(model).sites)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import accel
 from support.everything import EVERYTHING, always
 from support.llm.edits.places import lora
-from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded
+from support.llm.families import BY_NAME, FAMILIES, every, layers, make, padded
 from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT, losses, mean_perplexity
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
@@ -125,8 +125,6 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
 @pytest.mark.share(5)
 def test_restore_is_exact(name, tiny):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name)
     twin = copy.deepcopy(model)
     ids, mask = padded()

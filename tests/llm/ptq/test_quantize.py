@@ -15,7 +15,7 @@ from accel.llm.ptq.calibrate import LayerResult
 from accel.quantization.module import QuantizedLinear
 from support.everything import EVERYTHING
 from support.llm.calls import tokenizer
-from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded, prompt
+from support.llm.families import FAMILIES, every, layers, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import held_by, logits, rounded, weight_of
@@ -177,8 +177,6 @@ NOISE_DB = {"int8": 40, "int8-asym": 40, "int4-g32": 18, "int4-g32-asym": 19, "f
 @functools.cache
 def quantized(name: str, weights: str, dtype: torch.dtype = torch.float32):
     """(optimized with these weights, stock over the same ones rounded)."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, dtype)
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
     return ours, checked(stock, ours, weights)

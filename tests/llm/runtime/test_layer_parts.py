@@ -11,7 +11,7 @@ from accel_kernels.trials import Trials
 import accel
 from accel.llm.runtime.linear import MOST_MEASURED_ROWS, Weights
 from accel.patching.fast_forward import Kernels
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
+from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
 from support.llm.outputs import same
 from support.module_changes import CHANGES, answers, dropping
 
@@ -28,8 +28,6 @@ TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" f
 @pytest.mark.parametrize(("family", "change"), TABLE, ids=str)
 @pytest.mark.share(40)
 def test_a_changed_module_inside_a_layer_is_noticed(family, change):
-    if not available(family.kind):
-        pytest.skip(f"this transformers has no {family.kind}")
     go_through(family, change)
 
 

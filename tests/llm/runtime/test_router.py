@@ -14,7 +14,7 @@ import accel
 from accel.llm.analysis.router import RouterFormula, holds_router, router_formulas
 from accel.llm.analysis.router_trial import GIVEN
 from accel.llm.runtime.router import RouterForward
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.families import make, prompt
 from support.llm.runtime.near_ties import assert_routed_alike, now, routers
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)
@@ -50,8 +50,6 @@ def taken(monkeypatch) -> list[int]:
 
 def built(name: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
     """A model whose biases for the choice count."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {name}")
     model = make(name, dtype, **changes)
     for path, tensor in (*model.named_buffers(), *model.named_parameters()):
         if CORRECTION in path:

@@ -4,7 +4,6 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -12,7 +11,7 @@ from transformers import DynamicCache
 import accel
 from accel.bench.llm.models import spread
 from accel.llm.pipeline.forward import SpreadForward
-from support.llm.families import BY_NAME, available, layers, make, prompt
+from support.llm.families import layers, make, prompt
 from support.together import together
 
 CARDS = [cards for cards in (2, 4) if torch.cuda.device_count() >= cards]
@@ -21,8 +20,6 @@ DEEP = ("llama", "gpt-neox", "mixtral", "qwen3", "phi3")  # spread with four lay
 
 def new_pair(name: str, dtype: torch.dtype = torch.float32, **changes):
     """(optimized, stock)."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, **changes).to("cuda", dtype)
     return accel.optimize(copy.deepcopy(stock), graphs=True), stock
 
@@ -31,8 +28,6 @@ def pair_over(cards: int, name: str = "llama", dtype: torch.dtype = torch.float3
     """(optimized, stock), both spread over so many cards, or as many as there are layers. tied: the head, to the
     embeddings, on whose card it then is.
     """
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     changes = {"num_hidden_layers": 4} if name in DEEP else {}
     one = make(name, dtype, **changes, **({"tie_word_embeddings": True} if tied else {}))
     cards = min(cards, len(layers(one)))

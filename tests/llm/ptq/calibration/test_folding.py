@@ -10,7 +10,7 @@ from accel.llm.analysis.compare import off
 from accel.llm.ptq.calibration.batches import batches, windows
 from accel.llm.ptq.calibration.folding import BeforeNorm, BeforeRows, layer_groups
 from support.llm.calls import tokenizer
-from support.llm.families import BY_NAME, FAMILIES, available, every, make, padded
+from support.llm.families import FAMILIES, every, make, padded
 
 TEXTS = ["abcdef", "hello there", "once more"]
 
@@ -83,12 +83,6 @@ FOLDS = {
 }
 
 
-def model_of(name: str, **changes):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    return make(name, **changes)
-
-
 def fold_all(model, groups) -> set[str]:
     """Random scales in all that can take one; the paths of what changed."""
     generator, changed = torch.Generator().manual_seed(3), set()
@@ -109,7 +103,7 @@ def logits(model) -> torch.Tensor:
 @pytest.mark.parametrize(("name",), every(2, FAST))
 @pytest.mark.share(4)
 def test_the_folded_model_computes_the_same(name):
-    stock = model_of(name)
+    stock = make(name)
     model = copy.deepcopy(stock)
     groups = layer_groups(model)
     changed = fold_all(model, groups)
@@ -123,7 +117,7 @@ def test_the_folded_model_computes_the_same(name):
 
 
 def test_heads_of_queries_that_share_values_share_their_scales():
-    model = model_of("llama")  # four on two
+    model = make("llama")  # four on two
     group = next(group for group in layer_groups(model)["model.layers.0"] if group.label == OUT)
     assert isinstance(group.before, BeforeRows)
     sizes = torch.arange(64.0)
@@ -137,7 +131,7 @@ def reason(model, label: str) -> str:
 
 
 def test_what_belongs_to_two_modules_is_not_changed():
-    model = model_of("llama")
+    model = make("llama")
     layers = model.model.layers
     layers[0].input_layernorm.weight = layers[1].input_layernorm.weight
     layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
@@ -148,20 +142,20 @@ def test_what_belongs_to_two_modules_is_not_changed():
 
 
 def test_one_norm_at_two_places_is_not_changed():
-    model = model_of("llama")
+    model = make("llama")
     layer = model.model.layers[0]
     layer.post_attention_layernorm = layer.input_layernorm
     assert "another place" in reason(model, IN) and "another place" in reason(model, UP)
 
 
 def test_reasons():
-    assert "no norm stands before" in reason(model_of("olmo2"), IN)
-    assert "no norm with a weight" in reason(model_of("olmo"), IN)
-    assert "gelu" in reason(model_of("starcoder2"), DOWN)
+    assert "no norm stands before" in reason(make("olmo2"), IN)
+    assert "no norm with a weight" in reason(make("olmo"), IN)
+    assert "gelu" in reason(make("starcoder2"), DOWN)
 
 
 def test_an_offset_of_the_norm_is_kept():
-    model = model_of("gemma")
+    model = make("gemma")
     group = layer_groups(model)["model.layers.0"][0]
     assert isinstance(group.before, BeforeNorm) and group.before.kind.offset == 1
     before = group.before.module.weight.clone()
