@@ -39,34 +39,10 @@ def test_python_m_accel():
     assert "Usage: accel" in done.stdout
 
 
-def test_report_refuses_what_is_no_folder(tmp_path):
-    result = run_command("report", tmp_path / "nothing-here", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "nothing-here" in result.output and "not a folder" in result.output
-
-
-def test_report_refuses_a_folder_without_a_model(tmp_path):
-    result = run_command("report", tmp_path, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "config.json" in result.output
-
-
 @pytest.fixture
 def unet_folder(tmp_path):
     UNet2DConditionModel(**TINY_UNET).save_pretrained(tmp_path)
     return tmp_path
-
-
-def test_report_of_a_saved_model_as_json(unet_folder):
-    result = run_command("report", unet_folder, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["sites"]
-
-
-def test_report_of_a_saved_model_as_text(unet_folder):
-    result = run_command("report", unet_folder, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert "down_blocks" in result.output
 
 
 def test_report_of_a_text_encoder():
@@ -122,10 +98,23 @@ def test_verify_says_what_it_cannot_call(tmp_path):
     assert "StableDiffusionImg2ImgPipeline" in result.output and "it takes image" in result.output
 
 
-def test_demo_refuses_a_folder_without_a_pipeline(tmp_path):
-    result = run_command("demo", "--model", tmp_path, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "model_index.json" in result.output
+@pytest.mark.parametrize(
+    ("command", "folder", "words"),
+    [
+        (("report",), "nothing-here", ("nothing-here", "not a folder")),
+        (("report",), "", ("config.json",)),
+        (("demo", "--model"), "", ("model_index.json",)),
+    ],
+)
+def test_a_folder_that_holds_nothing_is_named(command, folder, words, tmp_path):
+    result = run_command(*command, tmp_path / folder, "--device", "cpu")
+    assert result.exit_code == 2 and all(word in result.output for word in words)
+
+
+def test_report_of_a_saved_model(unet_folder):
+    as_json, as_text = (run_command("report", unet_folder, "--device", "cpu", *more) for more in (["--json"], []))
+    assert as_json.exit_code == as_text.exit_code == 0, as_json.output
+    assert json.loads(as_json.stdout)["sites"] and "down_blocks" in as_text.output
 
 
 LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"

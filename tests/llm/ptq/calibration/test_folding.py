@@ -130,25 +130,14 @@ def reason(model, label: str) -> str:
     return next(group.reason for group in layer_groups(model)["model.layers.0"] if group.label == label)
 
 
-def test_what_belongs_to_two_modules_is_not_changed():
-    model = make("llama")
-    layers = model.model.layers
+def test_reasons():
+    model, twice = make("llama"), make("llama")
+    layers, layer = model.model.layers, twice.model.layers[0]
     layers[0].input_layernorm.weight = layers[1].input_layernorm.weight
     layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
-    assert "another module" in reason(model, IN)
-    assert "another module" in reason(model, UP)
-    assert "another module" in reason(model, DOWN)
-    assert reason(model, OUT) == ""
-
-
-def test_one_norm_at_two_places_is_not_changed():
-    model = make("llama")
-    layer = model.model.layers[0]
+    assert all("another module" in reason(model, label) for label in (IN, UP, DOWN)) and reason(model, OUT) == ""
     layer.post_attention_layernorm = layer.input_layernorm
-    assert "another place" in reason(model, IN) and "another place" in reason(model, UP)
-
-
-def test_reasons():
+    assert "another place" in reason(twice, IN) and "another place" in reason(twice, UP)
     assert "no norm stands before" in reason(make("olmo2"), IN)
     assert "no norm with a weight" in reason(make("olmo"), IN)
     assert "gelu" in reason(make("starcoder2"), DOWN)

@@ -270,27 +270,23 @@ def test_experts_of_another_formula_are_left(monkeypatch):
     assert sites(model)["model.layers.0.self_attn.q_proj"][0] == "patched"
 
 
-def test_inputs_that_groups_do_not_divide_are_named():
-    model = accel.optimize(make("qwen3-moe"), weights="int4-g32")  # 48 inner channels
-    status, reason = sites(model)["model.layers.0.mlp.experts"]
-    assert (status, reason) == ("skipped", "down_proj: 48 inputs, not a multiple of 32")
-    with pytest.raises(accel.errors.SkippedSite, match="down_proj: 48 inputs"):
-        accel.optimize(make("qwen3-moe"), weights="int4-g32", strict=True)
+LEFT = {  # by the reason: the model, its weights, and what is done to the experts of a layer
+    "down_proj: 48 inputs, not a multiple of 32": ("qwen3-moe", "int4-g32", lambda experts: None),  # in both layers
+    "it has an attribute scheme of its own": ("mixtral", "int8", lambda experts: setattr(experts, "scheme", "theirs")),
+    "forward hooks": ("mixtral", "int8", lambda experts: experts.register_forward_hook(lambda *given: None)),
+}
 
 
-def test_attributes_that_would_be_hidden_are_named():
-    model = mixture("mixtral")
-    model.model.layers[1].mlp.experts.scheme = "theirs"
-    accel.optimize(model, weights="int8")
-    assert sites(model)["model.layers.1.mlp.experts"] == ("skipped", "it has an attribute scheme of its own")
-    assert sites(model)["model.layers.0.mlp.experts"][0] == "patched"
-
-
-def test_hooked_experts_are_left():
-    model = mixture("mixtral")
-    model.model.layers[0].mlp.experts.register_forward_hook(lambda *given: None)
-    accel.optimize(model, weights="int8")
-    assert sites(model)["model.layers.0.mlp.experts"] == ("skipped", "forward hooks")
+@pytest.mark.parametrize("reason", LEFT)
+def test_experts_that_are_left_are_named(reason):
+    name, weights, change = LEFT[reason]
+    model = make(name)
+    change(model.model.layers[1].mlp.experts)
+    with pytest.raises(accel.errors.SkippedSite, match=reason):
+        accel.optimize(model, weights=weights, strict=True)
+    accel.optimize(model, weights=weights)
+    assert sites(model)["model.layers.1.mlp.experts"] == ("skipped", reason)
+    assert (sites(model)["model.layers.0.mlp.experts"][0] == "patched") == (name == "mixtral")
 
 
 def test_float8_is_for_gpus_that_read_it(monkeypatch):

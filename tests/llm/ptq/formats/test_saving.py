@@ -107,29 +107,37 @@ def test_experts_are_named_as_left_alone(tmp_path):
     assert config["ignore"] == [r"re:.*\.experts(\.|$)", "lm_head"]
 
 
-def test_what_did_not_fit_is_named_as_left_alone(tmp_path):
-    stock = reloaded(make("llama", intermediate_size=100), tmp_path / "stock")
-    ours = accel.optimize(copy.deepcopy(stock), weights="int8")
-    ours.save_pretrained(tmp_path / "ours")
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
-    assert torch.equal(
-        logits(opened(tmp_path / "ours", None))["logits"], logits(with_weights_of(ours, stock))["logits"]
-    )
+def one_in_two_places(model):
+    one, other = (layer.mlp for layer in model.model.layers)
+    other.up_proj = one.up_proj
 
 
-def test_shards_by_size_with_an_index(tmp_path):
-    stock = reloaded(make("llama"), tmp_path / "stock")
-    ours = accel.optimize(copy.deepcopy(stock), weights="int8")
-    ours.save_pretrained(tmp_path / "ours", max_shard_size="40KB")
-    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "ours" / file, framework="pt") as opened_file:
-            assert name in opened_file.keys()
-    assert torch.equal(
-        logits(opened(tmp_path / "ours", None))["logits"], logits(with_weights_of(ours, stock))["logits"]
-    )
+ODD = {
+    "what does not fit": ({"intermediate_size": 100}, None, {}),
+    "shards": ({}, None, {"max_shard_size": "40KB"}),
+    "a linear in two places": ({}, one_in_two_places, {}),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_models_and_ways_of_saving(case, tmp_path):
+    changes, edit, given = ODD[case]
+    stock = reloaded(make("llama", **changes), tmp_path / "stock")
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours) if edit else ():
+        edit(model)
+    accel.optimize(ours, weights="int8").save_pretrained(tmp_path / "ours", **given)
+    found = logits(opened(tmp_path / "ours", None))["logits"]
+    assert torch.equal(found, logits(with_weights_of(ours, stock))["logits"])
+    if case == "what does not fit":
+        config = json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
+        assert config["ignore"] == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
+    if case == "shards":
+        index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 1
+        for name, file in index["weight_map"].items():
+            with safe_open(tmp_path / "ours" / file, framework="pt") as opened_file:
+                assert name in opened_file.keys()
 
 
 def test_given_weights_are_written_as_the_models_own_are(tmp_path):
@@ -147,19 +155,6 @@ def test_given_weights_are_written_as_the_models_own_are(tmp_path):
     found.append(type(twin).from_pretrained(tmp_path / "d"))
     for loaded in found:
         assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), twin.parameters(), strict=True))
-
-
-def test_linears_in_two_places_are_written_twice(tmp_path):
-    stock = reloaded(make("llama"), tmp_path / "stock")
-    ours = copy.deepcopy(stock)
-    for model in (stock, ours):
-        one, other = (layer.mlp for layer in model.model.layers)
-        other.up_proj = one.up_proj
-    accel.optimize(ours, weights="int8")
-    ours.save_pretrained(tmp_path / "ours")
-    assert torch.equal(
-        logits(opened(tmp_path / "ours", None))["logits"], logits(with_weights_of(ours, stock))["logits"]
-    )
 
 
 def test_inside_an_adapter_it_is_not_saved(tmp_path):
