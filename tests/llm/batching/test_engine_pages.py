@@ -77,22 +77,17 @@ def test_who_fills_all_pages_alone_fails_and_the_others_go_on(llama):
     assert asked[1].tokens == alone(stock, asked[1].prompt, 9)
 
 
-def test_several_answers_to_one_prompt_share_it(llama):
+@pytest.mark.parametrize(
+    ("length", "new", "children", "limits"), [(70, 9, 2, {"tokens": 512}), (20, 3, 7, {"rows": 2})]
+)
+def test_several_answers_to_one_prompt_share_it(llama, length, new, children, limits):
+    """Also where there are more of them than rows."""
     model, stock = llama
-    parent = request("p", prompts_of([70], 99, 8)[0], 9, children=2)
-    engine = engine_of(model, tokens=512)
-    found = finished(engine, [parent])
-    assert {one.id for one in found} == {"p", "p__child#0", "p__child#1"}
-    wanted = alone(stock, parent.prompt, 9)
+    parent = request("p", prompts_of([length], 99, 8)[0], new, children=children)
+    found = finished(engine_of(model, **limits), [parent])
+    assert {one.id for one in found} == {"p", *(f"p__child#{i}" for i in range(children))}
+    wanted = alone(stock, parent.prompt, new)
     assert all(one.tokens == wanted for one in found)
-
-
-def test_more_answers_than_there_are_rows(llama):
-    model, stock = llama
-    parent = request("p", prompts_of([20], 99, 8)[0], 3, children=7)
-    found = finished(engine_of(model, rows=2), [parent])
-    assert {one.id for one in found} == {"p", *(f"p__child#{i}" for i in range(7))}
-    assert all(one.tokens == alone(stock, parent.prompt, 3) for one in found)
 
 
 def test_windows_give_pages_back(pair):

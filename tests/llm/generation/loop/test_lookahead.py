@@ -55,15 +55,10 @@ def test_only_where_tokens_come_one_by_one(pair_of, monkeypatch, call, begins):
 
 def test_what_one_call_has_found_out_is_not_used_by_the_next(pair_of, monkeypatch):
     ours, _ = pair_of("llama")
-    assert type(criteria_of(ours, monkeypatch)[-1]) is Lookahead
-    assert type(criteria_of(ours, monkeypatch, use_cache=False)[-1]) is StoppingCriteriaList
-
-
-def test_criteria_copy_as_plain_ones(pair_of, monkeypatch):
-    found = criteria_of(pair_of("llama")[0], monkeypatch)[0]
-    assert type(found) is Lookahead
+    found = criteria_of(ours, monkeypatch)[-1]
     again = copy.deepcopy(found)
-    assert type(again) is StoppingCriteriaList and len(again) == len(found)
+    assert type(found) is Lookahead and type(again) is StoppingCriteriaList and len(again) == len(found)
+    assert type(criteria_of(ours, monkeypatch, use_cache=False)[-1]) is StoppingCriteriaList
 
 
 def test_signatures_are_the_classes(pair_of):

@@ -236,9 +236,6 @@ def test_what_is_no_number_is_told_with_the_layer(method):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = math.inf
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: NaN or Inf among the weights"):
         run(model, method, scheme)
-
-
-def test_inputs_of_a_linear_that_are_no_numbers_are_told_with_it():
     model = make("llama")
     model.model.layers[1].input_layernorm.weight.data[7] = math.inf
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj: NaN or Inf among its inputs"):
