@@ -106,6 +106,7 @@ def test_verify_says_what_it_cannot_call(tmp_path):
         (("demo", "--model"), "", ("model_index.json",)),
     ],
 )
+@pytest.mark.share(1)
 def test_a_folder_that_holds_nothing_is_named(command, folder, words, tmp_path):
     result = run_command(*command, tmp_path / folder, "--device", "cpu")
     assert result.exit_code == 2 and all(word in result.output for word in words)

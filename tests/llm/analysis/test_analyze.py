@@ -89,6 +89,7 @@ def test_what_a_layer_is_made_of_is_recognized(name, dtype):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.share(2)
 def test_layers_are_recognized_one_by_one(name):
     fact, wanted = LAYERS[name]
     found = [getattr(spec.attention, fact) for spec in specs(name)]

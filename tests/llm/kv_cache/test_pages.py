@@ -261,6 +261,7 @@ OTHER = Shape(4, 512, torch.bfloat16, CPU)
     ],
     ids=["one window", "two windows", "unlike", "unlike windows"],
 )
+@pytest.mark.share(1)
 def test_layers_of_several_shapes(shapes, windows, expected):
     sets = layer_sets(shapes, windows)
     assert [(len(one.layers), one.window, Counter(shapes[i] for i in one.layers)) for one in sets] == expected

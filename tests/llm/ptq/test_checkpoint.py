@@ -77,14 +77,11 @@ def test_killed_in_the_middle_of_a_file_it_goes_on_to_the_same_bytes(how, name, 
     assert quantized(*how, out) == whole(*how)
 
 
-def test_killed_twice_in_the_same_file(killed, whole, tmp_path):
-    for _ in range(2):
-        killed("model.layers.1.safetensors", lambda: quantized("rtn", "int8", tmp_path / "out"))
-    assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
-
-
-def test_killed_before_the_first_byte(whole, tmp_path):
+@pytest.mark.parametrize("times", [0, 2])
+def test_killed_before_the_first_byte_or_twice_in_the_same_file(times, killed, whole, tmp_path):
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
+    for _ in range(times):
+        killed("model.layers.1.safetensors", lambda: quantized("rtn", "int8", tmp_path / "out"))
     assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
 
 

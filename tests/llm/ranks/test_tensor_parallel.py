@@ -60,65 +60,44 @@ def sums(model) -> int:
     return 2 * model.config.get_text_config().num_hidden_layers + 1
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_ranks_write_the_tokens_of_one_process(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2}, given)
-    expect(found, model.generate(**call()).tolist())
-    rules = {(path, rule, status) for path, rule, status, _ in found[0]["sites"]}
-    for layer in families.layers(model):
-        assert (layer, "decoder layer", "patched") in rules
-    assert not [row for row in found[0]["sites"] if row[2] == "skipped"]
-    collectives = found[0]["collectives"][1]
-    assert collectives["all_gather_into_tensor"] == STEPS  # logits of words that are divided
-    words = sum(rule == "word embeddings" for _, rule, _, _ in found[0]["sites"])
-    assert collectives["all_reduce"] == STEPS * (sums(model) - 1 + words)
+def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, options: dict | None = None) -> list:
+    given = ((name, size, divided or {}, options or {}) for name in names)
+    return [pytest.param(*row, marks=pytest.mark.share(share)) for row in given]
 
 
-@pytest.mark.parametrize("name", GATHERED)
-def test_linears_that_are_gathered_are_called_as_transformers_has_them(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2}, given)
-    expect(found, model.generate(**call()).tolist())
-    assert ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
-
-
-@pytest.mark.share(2)
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    expect(
-        rank_pool(4).run(ranks.write, folder, [call()], {}, {"tp_size": 4}, given), model.generate(**call()).tolist()
-    )
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_whole_experts_on_each_rank(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2} | EXPERTS, given)
-    expect(found, model.generate(**call()).tolist())
-    assert [row[2] for row in found[0]["sites"] if row[1] == "experts"] == ["patched"] * 2
-
-
-@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
-def test_rounded_weights_are_those_of_one_process(name, scheme, rank_pool, saved):
-    model, folder, given = saved(name, **WIDE)
+@pytest.mark.parametrize(
+    ("name", "size", "divided", "options"),
+    [
+        *rows(10, TWO),
+        *rows(2, GATHERED),
+        *rows(2, FOUR, 4),
+        *rows(1, ("qwen3-moe", "mixtral"), divided=EXPERTS),
+        *(row for name, scheme in SCHEMES for row in rows(5, (name,), options={"weights": scheme})),
+        *rows(1, ("llama",), options={"kv_cache": "int8"}),
+    ],
+)
+def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, rank_pool, saved):
+    model, folder, given = saved(name, **(WIDE if "weights" in options else {}))
+    found = rank_pool(size).run(ranks.write, folder, [call()], options, {"tp_size": size} | divided, given)
     stock = model.generate(**call()).tolist()
-    one = accel.optimize(copy.deepcopy(model), weights=scheme)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {"weights": scheme}, {"tp_size": 2}, given)
-    tokens = one.generate(**call()).tolist()
-    expect(found, tokens, stock)
-    rounded = [row[0] for row in found[0]["sites"] if row[1] == "weights" and row[2] == "patched"]
-    matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
-    assert len(rounded) == matrices - 1  # all but the head
-
-
-def test_rounded_keys_and_values(rank_pool, saved):
-    model, folder, given = saved("llama")
-    one = accel.optimize(copy.deepcopy(model), kv_cache="int8")
-    found = rank_pool(2).run(ranks.write, folder, [call()], {"kv_cache": "int8"}, {"tp_size": 2}, given)
-    expect(found, one.generate(**call()).tolist(), model.generate(**call()).tolist())
-    assert "keys and values in int8" in found[0]["sites"][0][3]
+    one = accel.optimize(copy.deepcopy(model), **options) if options else model
+    expect(found, one.generate(**call()).tolist(), stock)
+    sites, collectives = found[0]["sites"], found[0]["collectives"][1]
+    patched = {(path, rule) for path, rule, status, _ in sites if status == "patched"}
+    assert ("", "language model") in patched
+    if "kv_cache" in options:
+        assert "keys and values in int8" in sites[0][3]
+    elif options:  # all matrices but the head
+        matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
+        assert sum(rule == "weights" for _, rule in patched) == matrices - 1
+    elif divided:
+        assert [row[2] for row in sites if row[1] == "experts"] == ["patched"] * 2
+    elif name in TWO and size == 2:
+        assert {(layer, "decoder layer") for layer in families.layers(model)} <= patched
+        assert not [row for row in sites if row[2] == "skipped"]
+        assert collectives["all_gather_into_tensor"] == STEPS  # logits of words that are divided
+        words = sum(row[1] == "word embeddings" for row in sites)
+        assert collectives["all_reduce"] == STEPS * (sums(model) - 1 + words)
 
 
 def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
@@ -145,31 +124,18 @@ def test_every_mode_writes_what_one_process_writes(found):
         assert first[name]["tokens"] == told["tokens"], name
         assert first[name]["fallbacks"] == told["fallbacks"] and bool(told["fallbacks"]) == (name in STOCK), name
         assert first[name]["sums"] >= 2 * 2 * 2 and not told["sums"], name  # two a layer, of two steps at least
-
-
-def test_draws_are_not_all_alike(found):
-    """So that equal draws on all ranks say something."""
-    _, one = found
+    # Draws are not all alike: that they are equal on all ranks says something.
     assert len(set(map(tuple, one["several"]["tokens"]))) == 3
     assert one["sampling"]["tokens"] != one["greedy"]["tokens"]
-
-
-def test_the_first_rank_alone_streams(found):
-    (first, second), one = found
     assert first["streamed"] == one["streamed"] and second["streamed"] == [] and len(one["streamed"]) == 10
+    assert first["verify"] is second["verify"] is one["verify"] is True
+    assert all(first[name] == second[name] == one[name] for name in ("equal", "restored"))
 
 
 def test_a_clock_is_refused(found):
     for rank in found[0]:
         for name in ("max_time", "max_time criterion"):
             assert rank[name].startswith("Refused") and "max_time=5.0" in rank[name] and "max_new_tokens" in rank[name]
-
-
-def test_verify_and_restore(found):
-    (first, second), one = found
-    assert first["verify"] is second["verify"] is one["verify"] is True
-    assert first["equal"] == second["equal"] == one["equal"]
-    assert first["restored"] == second["restored"] == one["restored"]
 
 
 def test_the_first_rank_reports_for_all(found):

@@ -140,7 +140,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", always(ELSEWHERE, "another device"))
 def test_stocks_own_loop(name, pair_of, twins, ran, monkeypatch):
     if name == "another device":
         monkeypatch.setattr(handover, "DEVICES", ())

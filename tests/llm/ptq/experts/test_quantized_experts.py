@@ -278,6 +278,7 @@ LEFT = {  # by the reason: the model, its weights, and what is done to the exper
 
 
 @pytest.mark.parametrize("reason", LEFT)
+@pytest.mark.share(1)
 def test_experts_that_are_left_are_named(reason):
     name, weights, change = LEFT[reason]
     model = make(name)

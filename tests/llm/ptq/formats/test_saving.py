@@ -120,6 +120,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
+@pytest.mark.share(1)
 def test_odd_models_and_ways_of_saving(case, tmp_path):
     changes, edit, given = ODD[case]
     stock = reloaded(make("llama", **changes), tmp_path / "stock")
