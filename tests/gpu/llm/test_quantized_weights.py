@@ -38,8 +38,7 @@ def test_in_float32_token_for_token(name, weights, mode):
     wanted = mode(theirs, *inputs)
     for _ in range(3):  # eager, capture, replay
         same(mode(ours, *inputs), wanted, 4e-5)
-
-
+    assert (ours.get_output_embeddings() in held_by(ours)) == weights.endswith("-head")
 
 
 def has_router(ours) -> bool:
@@ -144,11 +143,15 @@ def test_generating_after_a_long_prompt_with_rounded_rows(name, mode):
 
 
 @pytest.mark.parametrize(("weights", "share"), [("int8", 0.55), ("int4", 0.35), ("fp8", 0.55)])
-@pytest.mark.parametrize("keep", [True, False])
-def test_memory_is_saved_and_given_back(weights, share, keep):
+@pytest.mark.parametrize(("made", "keep"), [("dense", True), ("dense", False), ("experts", True)])
+def test_memory_is_saved_and_given_back(weights, share, made, keep):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
+    experts = {"hidden_size": 512, "intermediate_size": 2048, "num_local_experts": 16}
     start = allocated()
-    model = make("llama", torch.bfloat16, **sizes).cuda()
+    if made == "dense":
+        model = make("llama", torch.bfloat16, **sizes).cuda()
+    else:
+        model = mixture("mixtral", torch.bfloat16, **experts).cuda()
     twin = copy.deepcopy(model).cpu()
     size = allocated() - start
     torch.cuda.reset_peak_memory_stats()
@@ -218,8 +221,6 @@ def test_a_prompt_of_rounded_experts_takes_the_way_that_was_fastest():
         own, mine = torch.stack(errors).median(0).values  # a router may choose otherwise by rounding
         assert mine <= 2 * own, f"{length} tokens"
     assert accel.report(ours).fallbacks == []
-
-
 
 
 def test_moved_after_it_was_quantized():

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -109,8 +110,10 @@ def side_by_side(call: Callable, jobs: Sequence, times: int = 5) -> list[list]:
     """What each job gives, each in a thread and on a stream of its own, so many times."""
     torch.cuda.synchronize()
     got: dict[int, list] = {}
+    start = threading.Barrier(len(jobs))
 
     def work(number):
+        start.wait()
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
             got[number] = [call(jobs[number]) for _ in range(times)]
             torch.cuda.current_stream().synchronize()
