@@ -1,7 +1,9 @@
 """accel.optimize, and what an optimized model is to its user."""
 
+import copy
 import inspect
 import io
+import pickle
 
 import pytest
 import torch
@@ -129,6 +131,22 @@ def test_report_tells_every_site_and_prints(pair):
     assert data["sites"][0].keys() == {"path", "rule", "status", "reason"}
     text = str(report)
     assert "resnet block" in text and "waits for CUDA" in text and report.summary() in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_uses_its_own_weights_and_restores_by_itself(pair, copied):
+    model, twin, inputs = pair
+    accel.optimize(model)
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    close(run(other, inputs), run(twin, inputs))
+    assert accel.report(other).sites == accel.report(model).sites
+    assert len(fast_forwards(other)) == len(fast_forwards(model))
+    accel.restore(other)
+    assert not fast_forwards(other) and fast_forwards(model)
+    assert torch.equal(run(other, inputs), run(twin, inputs))
 
 
 # Of the largest value.
